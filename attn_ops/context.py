@@ -1,0 +1,81 @@
+"""The forward context: which batch, pool and backend the op bodies of this thread work on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.attn_ops.kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from paged_attn.attn_ops.spec import AttentionSpec
+
+_active = threading.local()
+
+
+class Backend(Protocol):
+    """What the context needs of a backend; the full contract is `paged_attn.backends.base.AttentionBackend`."""
+
+    def plan(self, batch: Batch, pool: KVPool) -> Any: ...
+
+    def forward(
+        self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
+        *, save_kv_cache: bool, sinks: Tensor | None, lse_out: Tensor | None,
+    ) -> None: ...  # fmt: skip
+
+
+class ForwardContext:
+    """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.
+
+    The plan is made on entry. Contexts nest (a draft model inside a target's step) and are restored however they are left.
+    """
+
+    def __init__(self, batch: Batch, pool: KVPool, backend: Backend) -> None:
+        if batch.page_size != pool.page_size:
+            raise ContextError(
+                f"the batch has pages of {batch.page_size} tokens, the pool of {pool.page_size}; build the batch with page_size={pool.page_size}"
+            )
+        self.batch, self.pool, self.backend = batch, pool, backend
+        self.plan: Any = None
+        self._entered = False
+        self._guard = threading.Lock()
+
+    @property
+    def layers(self) -> Sequence[AttentionSpec]:
+        return self.pool.layers
+
+    def __enter__(self) -> ForwardContext:
+        with self._guard:
+            if self._entered:
+                raise ContextError(
+                    "this forward context was entered before; a context is one step of one thread: make a new one for each step"
+                )
+            self._entered = True
+        self.plan = self.backend.plan(self.batch, self.pool)
+        _stack().append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        stack = _stack()
+        if not stack or stack[-1] is not self:
+            raise ContextError("forward contexts must be left in the reverse order and in the thread in which they were entered")
+        stack.pop()
+        self.plan = None
+
+
+def _stack() -> list[ForwardContext]:
+    if not hasattr(_active, "stack"):
+        _active.stack = []
+    return _active.stack
+
+
+def current_context() -> ForwardContext | None:
+    """The innermost context of this thread, or None outside any. For op bodies only: never read it while tracing."""
+    stack = getattr(_active, "stack", None)
+    return stack[-1] if stack else None

@@ -1,0 +1,11 @@
+"""The errors that a user can cause; each message says what, got, allowed, what to do."""
+
+from __future__ import annotations
+
+
+class UnsupportedError(ValueError):
+    """A model, layer, call or request that paged_attn can not run correctly, and therefore refuses to run."""
+
+
+class ContextError(RuntimeError):
+    """A forward context that is entered, used or left in a way that would mix two batches."""

@@ -1,0 +1,70 @@
+"""What one attention layer computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention layer, as proved from the graph. Token positions count from 0 within each request.
+
+    Query i may see key j iff `j <= i` (causal) and `i - sliding_window < j` (Hugging Face's window: i itself counts)
+    and `i // chunk == j // chunk` (Llama 4's chunks). Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`.
+
+    Attributes:
+        num_q_heads, num_kv_heads: query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
+        qk_head_dim, v_head_dim: last dims of q and k, and of v and the output.
+        scale: multiplies q.k.
+        causal: False means that a query sees the whole request.
+        sliding_window, chunk, softcap: None where the layer has none.
+        has_sinks: a learned logit per query head joins the softmax's denominator (GPT-OSS).
+        alibi_slopes: one slope per query head, or None.
+        kv_layer: the layer id whose KV this layer reads; its own id unless the model shares KV.
+        module: path of the module in the model, for messages.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    scale: float
+    causal: bool = True
+    sliding_window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    alibi_slopes: tuple[float, ...] | None = None
+    kv_layer: int = 0
+    module: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.module or 'attention'}: {self.num_q_heads} query heads over {self.num_kv_heads} KV heads; "
+                "the first must be a multiple of the second"
+            )
+        for name in ("sliding_window", "chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{self.module or 'attention'}: {name} is {value}; allowed are None and integers >= 1")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    def describe(self) -> str:
+        """One line: `4 heads over 2 KV, dim 8, causal, window 8, scale 0.354`."""
+        dims = f"dim {self.qk_head_dim}"
+        if self.v_head_dim != self.qk_head_dim:
+            dims += f"/{self.v_head_dim}"
+        words = [f"{self.num_q_heads} heads over {self.num_kv_heads} KV", dims, "causal" if self.causal else "bidirectional"]
+        words += [f"{word} {value:g}" for word, value in
+                  (("window", self.sliding_window), ("chunk", self.chunk), ("softcap", self.softcap)) if value is not None]  # fmt: skip
+        words += ["sinks"] * self.has_sinks + ["ALiBi"] * (self.alibi_slopes is not None)
+        return ", ".join([*words, f"scale {self.scale:.4g}"])
+
+    def differences(self, other: AttentionSpec) -> list[str]:
+        """Names of the fields that differ, apart from `module`."""
+        return [f.name for f in fields(self) if f.name != "module" and getattr(self, f.name) != getattr(other, f.name)]

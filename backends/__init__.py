@@ -1,0 +1,1 @@
+"""Attention kernels behind one contract, their capabilities as data, and the selection among them."""

@@ -1,0 +1,89 @@
+"""The oracle: one query and one head at a time in float32, straight from the definition in `AttentionSpec`.
+
+It shares no code with any other backend and is made to be read, not to be fast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.backends.base import AttentionBackend
+from paged_attn.backends.capabilities import Capabilities, Feature
+
+_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+@dataclass
+class Plan:
+    batch: Batch
+    pool: KVPool
+
+
+class ReferenceBackend(AttentionBackend):
+    name = "reference"
+    capabilities = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_DTYPES,
+        kv_dtypes=_DTYPES,
+        features=frozenset(
+            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.BIDIRECTIONAL, Feature.LSE,
+             Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
+        ),
+        note="the float32 oracle of the tests; slow",
+    )  # fmt: skip
+
+    def plan(self, batch: Batch, pool: KVPool) -> Plan:
+        return Plan(batch, pool)
+
+    def write_kv(self, plan: Plan, layer_id: int, key: Tensor, value: Tensor) -> None:
+        for row, slot in enumerate(plan.batch.slots[: plan.batch.num_tokens].tolist()):
+            page, offset = divmod(slot, plan.batch.page_size)
+            plan.pool.key(layer_id)[page, offset] = key[row]
+            plan.pool.value(layer_id)[page, offset] = value[row]
+
+    def forward_decode(
+        self, plan: Plan, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+    ) -> None:
+        """Nothing: `forward_extend` treats a decode row as the extension by one token that it is."""
+
+    def forward_extend(
+        self, plan: Plan, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+    ) -> None:
+        batch, row = plan.batch, 0
+        for request in range(batch.num_requests):
+            length = batch.seq_lens_host[request]
+            pages = batch.page_table[request].tolist()
+            slots = [(pages[j // batch.page_size], j % batch.page_size) for j in range(length)]
+            for i in range(length - batch.query_lens_host[request], length):
+                seen = [j for j in range(length) if _sees(spec, i, j)]
+                keys = torch.stack([plan.pool.key(layer_id)[slots[j]] for j in seen]).float()
+                values = torch.stack([plan.pool.value(layer_id)[slots[j]] for j in seen]).float()
+                for head in range(spec.num_q_heads):
+                    kv_head = head // (spec.num_q_heads // spec.num_kv_heads)
+                    scores = spec.scale * (keys[:, kv_head] @ query[row, head].float())
+                    if spec.softcap is not None:
+                        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+                    if spec.alibi_slopes is not None:
+                        scores = scores + torch.tensor([spec.alibi_slopes[head] * (j - i) for j in seen], device=scores.device)
+                    sink = math.exp(float(sinks[head]) - float(scores.max())) if sinks is not None else 0.0
+                    weights = torch.exp(scores - scores.max())
+                    total = weights.sum() + sink
+                    output[row, head] = ((weights / total) @ values[:, kv_head]).to(output.dtype)
+                    if lse_out is not None:
+                        lse_out[row, head] = torch.log(total) + scores.max()
+                row += 1
+
+
+def _sees(spec: AttentionSpec, i: int, j: int) -> bool:
+    if spec.causal and j > i:
+        return False
+    if spec.sliding_window is not None and not i - spec.sliding_window < j:
+        return False
+    return spec.chunk is None or i // spec.chunk == j // spec.chunk

@@ -1,0 +1,186 @@
+"""Paged, ragged attention in plain PyTorch: runs everywhere, needs nothing, loops over no request in decode.
+
+Decode gathers, per step, the slots that each request's one query may see into a rectangle [requests, longest]; an entry
+past a request's end repeats its last slot, so that no unused page is ever read, and is masked. Extending requests gather
+their own keys one request at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.backends.base import AttentionBackend
+from paged_attn.backends.capabilities import Capabilities, Feature
+
+_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+MaskKey = tuple[bool, int | None, int | None]
+
+
+@dataclass
+class Gather:
+    """Where a set of queries finds its keys: pages and offsets [..., keys], which are visible [..., queries, keys], and j - i."""
+
+    pages: Tensor
+    offsets: Tensor
+    visible: Tensor
+    distance: Tensor
+
+
+@dataclass
+class Plan:
+    batch: Batch
+    pool: KVPool
+    slot_pages: Tensor
+    slot_offsets: Tensor
+    extending: list[int]
+    decode_requests: Tensor
+    decode_rows: Tensor
+    decode_lens_host: list[int]
+    decode: dict[MaskKey, Gather] = field(default_factory=dict)
+    extend: dict[tuple[int, MaskKey], Gather] = field(default_factory=dict)
+
+
+class TorchNativeBackend(AttentionBackend):
+    name = "torch_native"
+    capabilities = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_DTYPES,
+        kv_dtypes=_DTYPES,
+        features=frozenset(
+            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.BIDIRECTIONAL, Feature.LSE,
+             Feature.UNEQUAL_DIMS}
+        ),
+        note="PyTorch operations only",
+    )  # fmt: skip
+
+    def plan(self, batch: Batch, pool: KVPool) -> Plan:
+        real = batch.slots[: batch.num_tokens]
+        seq, new = batch.seq_lens_host, batch.query_lens_host
+        decoding = [r for r in range(batch.num_requests) if new[r] == 1 and seq[r] > 1]
+        chosen = set(decoding)
+        requests = torch.tensor(decoding, dtype=torch.int64).to(batch.slots.device, non_blocking=True)
+        return Plan(
+            batch=batch,
+            pool=pool,
+            slot_pages=real // batch.page_size,
+            slot_offsets=real % batch.page_size,
+            extending=[r for r in range(batch.num_requests) if r not in chosen],
+            decode_requests=requests,
+            decode_rows=batch.query_start[:-1].to(torch.int64)[requests],
+            decode_lens_host=[seq[r] for r in decoding],
+        )
+
+    def write_kv(self, plan: Plan, layer_id: int, key: Tensor, value: Tensor) -> None:
+        count, index = plan.batch.num_tokens, (plan.slot_pages, plan.slot_offsets)
+        plan.pool.key(layer_id).index_put_(index, key[:count].to(plan.pool.dtype))
+        plan.pool.value(layer_id).index_put_(index, value[:count].to(plan.pool.dtype))
+
+    def forward_decode(
+        self, plan: Plan, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+    ) -> None:
+        if not plan.decode_lens_host:
+            return
+        gather = _decode_gather(plan, spec)
+        rows = plan.decode_rows
+        keys = plan.pool.key(layer_id)[gather.pages, gather.offsets].to(query.dtype)  # [R, keys, kv_heads, dim]
+        values = plan.pool.value(layer_id)[gather.pages, gather.offsets].to(query.dtype)
+        result, lse = _attend(
+            query[rows][:, None], keys, values, gather.visible[:, None], gather.distance[:, None], spec, sinks, lse_out is not None
+        )
+        output[rows] = result[:, 0]
+        if lse_out is not None:
+            lse_out[rows] = lse[:, 0]
+
+    def forward_extend(
+        self, plan: Plan, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+    ) -> None:
+        start = 0
+        starts = []
+        for length in plan.batch.query_lens_host:
+            starts.append(start)
+            start += length
+        for request in plan.extending:
+            gather = _extend_gather(plan, request, spec)
+            rows = slice(starts[request], starts[request] + plan.batch.query_lens_host[request])
+            keys = plan.pool.key(layer_id)[gather.pages, gather.offsets].to(query.dtype)
+            values = plan.pool.value(layer_id)[gather.pages, gather.offsets].to(query.dtype)
+            result, lse = _attend(
+                query[None, rows], keys[None], values[None], gather.visible[None, None], gather.distance[None, None], spec, sinks,
+                lse_out is not None,
+            )  # fmt: skip
+            output[rows] = result[0]
+            if lse_out is not None:
+                lse_out[rows] = lse[0]
+
+
+def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
+    first = torch.zeros_like(position)
+    if spec.sliding_window is not None:
+        first = torch.maximum(first, position - (spec.sliding_window - 1))
+    if spec.chunk is not None:
+        first = torch.maximum(first, position // spec.chunk * spec.chunk)
+    return first
+
+
+def _longest_view(length: int, spec: AttentionSpec) -> int:
+    """How many keys the last of `length` tokens sees."""
+    if spec.sliding_window is not None:
+        length = min(length, spec.sliding_window)
+    return min(length, spec.chunk) if spec.chunk is not None else length
+
+
+def _decode_gather(plan: Plan, spec: AttentionSpec) -> Gather:
+    cached = plan.decode.get(mask := (spec.causal, spec.sliding_window, spec.chunk))
+    if cached is None:
+        last = plan.batch.seq_lens.to(torch.int64)[plan.decode_requests] - 1
+        longest = max(_longest_view(length, spec) for length in plan.decode_lens_host)
+        seen = _first_visible(last, spec)[:, None] + torch.arange(longest, device=last.device)
+        inside = torch.minimum(seen, last[:, None])
+        pages = torch.gather(plan.batch.page_table.to(torch.int64)[plan.decode_requests], 1, inside // plan.batch.page_size)
+        cached = plan.decode[mask] = Gather(
+            pages, inside % plan.batch.page_size, (seen <= last[:, None])[:, None], (seen - last[:, None])[:, None]
+        )
+    return cached
+
+
+def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
+    cached = plan.extend.get(key := (request, (spec.causal, spec.sliding_window, spec.chunk)))
+    if cached is None:
+        device = plan.batch.slots.device
+        end = plan.batch.seq_lens_host[request]
+        position = torch.arange(end - plan.batch.query_lens_host[request], end, device=device)[:, None]
+        seen = torch.arange(end, device=device)
+        visible = (seen >= _first_visible(position, spec)) & ((seen <= position) if spec.causal else (seen >= 0))
+        pages = plan.batch.page_table[request].to(torch.int64)[seen // plan.batch.page_size]
+        cached = plan.extend[key] = Gather(pages, seen % plan.batch.page_size, visible, seen - position)
+    return cached
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, distance: Tensor, spec: AttentionSpec, sinks: Tensor | None, want_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """query [R, Q, q_heads, dim], keys and values [R, K, kv_heads, dim], visible and distance [R, 1, Q, K] -> [R, Q, q_heads, dim], lse [R, Q, q_heads]."""
+    q, k, v = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+    if spec.softcap is None and spec.alibi_slopes is None and sinks is None and not want_lse:
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=spec.group_size > 1)
+        return result.transpose(1, 2), result
+    k, v = (t.repeat_interleave(spec.group_size, dim=1) for t in (k, v))
+    scores = (q @ k.transpose(-1, -2)).float() * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.alibi_slopes is not None:
+        scores = scores + scores.new_tensor(spec.alibi_slopes)[:, None, None] * distance
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse[..., None])[..., : keys.shape[1]]
+    return (weights.to(v.dtype) @ v).transpose(1, 2), lse.transpose(1, 2)

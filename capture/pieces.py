@@ -1,0 +1,90 @@
+"""Compiling the pieces of a split graph; the split ops between them stay as they are."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext
+
+from paged_attn.capture.split import SplitGraph
+
+logger = logging.getLogger("paged_attn")
+
+
+def compile_pieces(split: SplitGraph, example_inputs: Sequence[Any]) -> None:
+    """Compile every piece with Inductor, in place, with T as the symbol that Dynamo gave it.
+
+    Must run inside the Dynamo backend call, whose tracing context knows which sizes are symbolic.
+    """
+    started = time.perf_counter()
+    logger.info("compiling %d pieces with Inductor; the first takes longest", len(split.pieces))
+    _PieceCompiler(split).run(*_fake_inputs(split.gm, example_inputs))
+    logger.info("compiled %d pieces in %.1f s", len(split.pieces), time.perf_counter() - started)
+
+
+class _PieceCompiler(fx.Interpreter):
+    """Walks the split graph on fake tensors; on reaching a piece it compiles it for exactly those inputs."""
+
+    def __init__(self, split: SplitGraph) -> None:
+        super().__init__(split.gm)
+        self.pieces = frozenset(split.pieces)
+        context = TracingContext.get()
+        assert context.fake_mode is not None
+        self.fake_mode = context.fake_mode
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with self.fake_mode, torch.no_grad():
+            return super().run(*args, **kwargs)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = super().call_module(target, args, kwargs)
+        if target in self.pieces and _computes(self.submodules[str(target)]):
+            compiled = torch._inductor.standalone_compile(  # type: ignore[attr-defined]
+                self.submodules[str(target)], list(args), dynamic_shapes="from_tracing_context", options={}
+            )
+            setattr(self.module, str(target), _Compiled(compiled, isinstance(output, tuple)))
+        return output
+
+    @property
+    def submodules(self) -> dict[str, torch.nn.Module]:  # type: ignore[override]
+        return dict(self.module.named_children())
+
+    @submodules.setter
+    def submodules(self, value: Any) -> None:
+        """`fx.Interpreter` assigns this; ours is always read from the module, which changes as pieces are compiled."""
+
+
+class _Compiled(torch.nn.Module):
+    def __init__(self, compiled: Any, returns_tuple: bool) -> None:
+        super().__init__()
+        self.compiled, self.returns_tuple = compiled, returns_tuple
+
+    def forward(self, *args: Any) -> Any:
+        result = self.compiled(*args)
+        return result if self.returns_tuple or not isinstance(result, (tuple, list)) else result[0]
+
+
+def _computes(piece: torch.nn.Module) -> bool:
+    return isinstance(piece, fx.GraphModule) and any(node.op.startswith("call_") for node in piece.graph.nodes)
+
+
+def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """The inputs in the tracing context's own fake mode, with the symbols that Dynamo gave them."""
+    context = TracingContext.get()
+    mode = context.fake_mode
+    assert mode is not None
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    result: list[Any] = []
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if not isinstance(value, Tensor):
+            result.append(node.meta["example_value"] if "example_value" in node.meta else value)
+            continue
+        symbolic = context.tensor_to_context.get(value)
+        source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
+        result.append(mode.from_tensor(value, symbolic_context=symbolic, source=source))
+    return result

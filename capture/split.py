@@ -1,0 +1,50 @@
+"""Split a rewritten graph before AOT into pieces with the split ops between them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.passes.split_module import split_module
+
+_PIECE = re.compile(r"submod_(\d+)$")
+
+
+@dataclass(frozen=True)
+class SplitGraph:
+    """`gm` calls its submodules in order; `pieces` are names of those to compile, `breaks` of those that hold one split op each."""
+
+    gm: fx.GraphModule
+    pieces: tuple[str, ...]
+    breaks: tuple[str, ...]
+
+
+def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
+    """Pieces and split ops alternate; a node that only serves views before an op stays in the piece before it.
+
+    `gm` has its placeholders first. The split module takes the same arguments and returns the same output.
+    """
+    piece_of: dict[fx.Node, int] = {}
+    breaks: set[int] = set()
+    current = 0
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "call_function" and node.target in ops:
+            current += 1
+            breaks.add(current)
+            piece_of[node] = current
+            current += 1
+        else:
+            piece_of[node] = current
+    # The original gm is not needed as a root: all parameters are inputs of a Dynamo graph.
+    split = split_module(gm, gm, lambda node: piece_of[node], keep_original_order=True)
+    names = [node.target for node in split.graph.nodes if node.op == "call_module"]
+    is_break = {name: int(_PIECE.search(str(name)).group(1)) in breaks for name in names}  # type: ignore[union-attr]
+    return SplitGraph(
+        split,
+        tuple(str(n) for n in names if not is_break[n]),
+        tuple(str(n) for n in names if is_break[n]),
+    )

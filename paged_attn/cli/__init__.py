@@ -1,0 +1,1 @@
+"""The `paged-attn` command."""

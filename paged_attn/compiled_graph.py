@@ -1,0 +1,110 @@
+"""What the compile backend returns for one Dynamo graph: the original computation, and the paged one under a forward context."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from paged_attn.attn_ops.context import ForwardContext, current_context
+from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.capture.pieces import compile_pieces
+from paged_attn.capture.split import SplitGraph, split_graph
+from paged_attn.capture.split_ops import split_ops
+from paged_attn.options import CompileOptions
+from paged_attn.passes.runner import Rewrite, rewrite
+from paged_attn.self_check import self_check
+
+logger = logging.getLogger("paged_attn")
+
+
+class CompiledGraph:
+    """Callable with the graph's flat inputs, as Dynamo calls it.
+
+    Outside any forward context it runs the graph as it was traced, so that the compiled model is a drop-in. Under a context it
+    runs the rewritten graph, once the self-check has passed; if this call form can not be paged, it says why.
+
+    Attributes:
+        rewrite: what the passes found.
+        split: the rewritten graph in pieces, or None if the call is not a paged one.
+    """
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, options: CompileOptions) -> None:
+        self.options = options
+        self.original = gm
+        self.rewrite: Rewrite = rewrite(gm, example_inputs, model)
+        self.roles = tuple(self.rewrite.form.roles.values())
+        self.split: SplitGraph | None = None
+        self.compiled_by = "eager pieces"
+        self._run_paged: Callable[..., Any] | None = None
+        self._checked = not options.self_check
+        self._check_lock = threading.Lock()
+        self._accepted: tuple[AttentionSpec, ...] | None = None
+        self.eager_paged: fx.GraphModule | None = self.rewrite.gm
+        if self.rewrite.gm is not None:
+            self.split = split_graph(self.rewrite.gm, split_ops())
+            if _wants_inductor(options, example_inputs):
+                compile_pieces(self.split, example_inputs)
+                self.compiled_by = "Inductor pieces"
+            self._run_paged = self.split.gm.forward
+        else:
+            logger.info("this call runs as written and not paged: %s", self.rewrite.not_paged)
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        return self.rewrite.specs
+
+    def __call__(self, *args: Any) -> Any:
+        context = current_context()
+        if context is None:
+            return self.original.forward(*args)
+        return self.run_paged(context, args)
+
+    def run_paged(self, context: ForwardContext, args: Sequence[Any]) -> Any:
+        """Run the rewritten graph for the context's batch.
+
+        Raises:
+            UnsupportedError: this call form can not be paged, or the self-check failed.
+            ContextError: the inputs or the pool do not belong to this batch and model.
+        """
+        if self._run_paged is None:
+            raise UnsupportedError(
+                f"a forward context is active, but this call of the model can not run a paged batch: {self.rewrite.not_paged}. "
+                "Call compiled(**batch.model_inputs()) inside the context."
+            )
+        self._check_call(context, args)
+        if not self._checked:
+            with self._check_lock:
+                if not self._checked:
+                    self_check(self, args)
+                    self._checked = True
+        return self._run_paged(*args)
+
+    def _check_call(self, context: ForwardContext, args: Sequence[Any]) -> None:
+        rows = next(args[i].shape[1] for i, role in enumerate(self.roles) if role == "input_ids")
+        if rows != context.batch.num_rows:
+            raise ContextError(
+                f"input_ids has {rows} tokens, but the forward context's batch has {context.batch.num_rows} rows "
+                f"({context.batch.num_tokens} tokens, padded to at least 2); call compiled(**batch.model_inputs())"
+            )
+        if context.pool.layers is not self._accepted:
+            _check_layers(self.specs, context.pool.layers)
+            self._accepted = context.pool.layers
+
+
+def _wants_inductor(options: CompileOptions, example_inputs: Sequence[Any]) -> bool:
+    if options.inductor is not None:
+        return options.inductor
+    return any(isinstance(value, Tensor) and value.is_cuda for value in example_inputs)
+
+
+def _check_layers(graph: Sequence[AttentionSpec], pool: Sequence[AttentionSpec]) -> None:
+    if len(graph) != len(pool):
+        raise ContextError(f"the pool has {len(pool)} attention layers, the model {len(graph)}; allocate it with attention_layers(compiled)")
+    for index, (ours, theirs) in enumerate(zip(graph, pool, strict=True)):
+        if names := ours.differences(theirs):
+            raise ContextError(f"layer {index} ({ours.module}) of the pool differs from the model's in {', '.join(names)}; allocate it with attention_layers(compiled)")

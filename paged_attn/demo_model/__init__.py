@@ -1,0 +1,1 @@
+"""The embedded byte-level model that `examples/train_tiny_lm.py` made."""

@@ -1,0 +1,62 @@
+"""The Dynamo backend "paged_attn": found by torch.compile through its entry point, without importing us."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.options import CompileOptions
+
+logger = logging.getLogger("paged_attn")
+_graphs: weakref.WeakKeyDictionary[nn.Module, list[CompiledGraph]] = weakref.WeakKeyDictionary()
+_graphs_lock = threading.Lock()
+
+
+def paged_attn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None) -> Callable[..., Any]:
+    """Compile one graph that Dynamo captured.
+
+    Raises:
+        ValueError: an unknown option or a mode; TypeError: an option of the wrong type.
+        UnsupportedError: an attention that can not be proved (Dynamo wraps it in BackendCompilerFailed).
+    """
+    parsed = CompileOptions.parse(options)
+    if mode not in (None, "default"):
+        raise ValueError(f"backend='paged_attn' has no mode {mode!r}; leave mode out and use options={{...}}")
+    model = model_being_compiled()
+    compiled = CompiledGraph(gm, example_inputs, model, parsed)
+    if model is not None:
+        with _graphs_lock:
+            known = _graphs.setdefault(model, [])
+            if compiled.split is not None and any(other.split is not None for other in known):
+                logger.warning("%s was compiled again for paged batches%s; all lengths should share one compile", type(model).__name__, _why())
+            known.append(compiled)
+    return compiled
+
+
+def graphs_of(model: nn.Module) -> list[CompiledGraph]:
+    """The graphs compiled so far for a model (or for the model inside torch.compile's wrapper), oldest first."""
+    with _graphs_lock:
+        return list(_graphs.get(getattr(model, "_orig_mod", model), ()))
+
+
+def model_being_compiled() -> nn.Module | None:
+    """The module whose forward Dynamo is compiling now, or None if it compiles a plain function."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator = InstructionTranslator.current_tx()
+    scope = translator.f_locals
+    return next((scope[name] for name in ("self", "model") if isinstance(scope.get(name), nn.Module)), None)
+
+
+def _why() -> str:
+    from torch._dynamo.utils import get_metrics_context
+
+    metrics = get_metrics_context()
+    reason = metrics._metrics.get("recompile_reason") if metrics.in_progress() else None
+    return f" because {reason}" if reason else ""

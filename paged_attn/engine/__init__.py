@@ -1,0 +1,1 @@
+"""The engine: requests, scheduling, sampling, and `LLM` in front of them."""

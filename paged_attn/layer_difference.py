@@ -1,0 +1,60 @@
+"""After a failed self-check: which attention layer is the first to differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.backends.select import select_for_pool
+from paged_attn.graph_inputs import GraphInputs
+
+if TYPE_CHECKING:
+    from paged_attn.compiled_graph import CompiledGraph
+
+
+def first_layer_that_differs(compiled: CompiledGraph, inputs: GraphInputs, prompt: Tensor, limit: float) -> str:
+    """Run one prompt through both graphs, compare each attention's output, and say in a sentence where they part."""
+    assert compiled.eager_paged is not None
+    rows = torch.arange(len(prompt), device=prompt.device)
+    before = {report.original_node: report.layer_id for report in compiled.rewrite.layers}
+    after = {report.op_node: report.layer_id for report in compiled.rewrite.layers}
+    with torch.no_grad():
+        expected = _Recorder(compiled.original, before).record(inputs.fill(prompt, rows, rows))
+        pool = KVPool(compiled.specs, len(prompt) + 1, 1, next(iter(expected.values())).dtype, prompt.device)
+        batch = Batch.build([BatchRequest(prompt.tolist(), list(range(1, len(prompt) + 1)), 0, len(prompt))], 1, prompt.device)
+        with ForwardContext(batch, pool, select_for_pool("auto", pool).backend):
+            got = _Recorder(compiled.eager_paged, after).record(inputs.fill(batch.input_ids, batch.positions, batch.logits_rows))
+    for report in compiled.rewrite.layers:
+        a = expected[report.layer_id][0].transpose(0, 1).float()  # [1, heads, T, dim] -> [T, heads, dim]
+        error = float((a - got[report.layer_id].float()).abs().max() / a.abs().max().clamp_min(1e-6))
+        if not error <= limit:
+            return f"The first layer that differs is {report.layer_id} ({report.spec.module}: {report.spec.describe()}), by {error:.2g}."
+    return "All attention layers agree when the prompt is run whole and alone, so the difference comes from running it in chunks or with others."
+
+
+class _Recorder(fx.Interpreter):
+    """Keeps the output of chosen nodes: of a paged op, the tensor that it wrote."""
+
+    def __init__(self, gm: fx.GraphModule, wanted: dict[str, int]) -> None:
+        super().__init__(gm)
+        self.wanted, self.seen = wanted, dict[int, Tensor]()
+
+    def record(self, args: list[Any]) -> dict[int, Tensor]:
+        self.run(*args)
+        return self.seen
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.name in self.wanted:
+            written = result if isinstance(result, Tensor) else self.env_value(n.args[3])
+            self.seen[self.wanted[n.name]] = written.clone()
+        return result
+
+    def env_value(self, node: Any) -> Tensor:
+        value: Tensor = self.env[node]
+        return value

@@ -1,0 +1,1 @@
+"""FX rewrites of a Dynamo graph, one per file, in the order that `runner.py` gives."""

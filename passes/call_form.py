@@ -1,0 +1,104 @@
+"""Which call a graph was traced from: only a row of tokens with explicit positions and no cache of its own can be paged."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt, Tensor, fx
+
+from paged_attn.passes.graph_tools import source_name, symbol, value_of
+
+_KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
+
+
+class CallNotPaged(Exception):
+    """This call of the model can not run a paged batch, though the model may: it runs as it was written, outside forward contexts."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The token dimension and the inputs of a graph.
+
+    Attributes:
+        num_tokens: the sympy symbol of T, or an int if the trace is static.
+        roles: per placeholder: "tokens" (T itself), "input_ids", "position_ids", "logits_rows", "num_logits", "owned" (parameters,
+            buffers, tensors of the module) or "call:NAME" for any other input of the call.
+        reason: why a paged batch can not run through this graph, or "".
+    """
+
+    num_tokens: Any
+    roles: dict[fx.Node, str]
+    reason: str
+
+    @property
+    def positions(self) -> fx.Node | None:
+        return next((node for node, role in self.roles.items() if role == "position_ids"), None)
+
+
+def find_call_form(graph: fx.Graph) -> CallForm:
+    """Read the call form off the placeholders of a Dynamo graph."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    named = {input_name(node): node for node in placeholders if isinstance(value_of(node), Tensor) and not is_owned(node)}
+    ids = next((named[name] for name in ("input_ids", "inputs_embeds") if name in named), None)
+    if ids is None:
+        return CallForm(0, {n: _role(n, None, None) for n in placeholders}, "the call has no input_ids")
+    batch, length = value_of(ids).shape[:2] if value_of(ids).dim() >= 2 else (None, value_of(ids).shape[0])
+    tokens, rows = symbol(length), named.get("logits_to_keep")
+    logits = symbol(value_of(rows).shape[0]) if rows is not None and value_of(rows).dim() == 1 else None
+    roles = {node: _role(node, tokens, logits) for node in placeholders}
+    return CallForm(tokens, roles, _reason(batch, tokens, named, roles))
+
+
+def _reason(batch: Any, tokens: Any, named: dict[str, fx.Node], roles: dict[fx.Node, str]) -> str:
+    if "inputs_embeds" in named and "input_ids" not in named:
+        return "the call passes inputs_embeds; a paged batch has input_ids [1, T]"
+    if batch is None or symbol(batch) != 1:
+        return f"the call has input_ids of batch size {batch}; a paged batch is one row, [1, T]"
+    if isinstance(tokens, int):
+        return f"the call was traced with a fixed length of {tokens} tokens; pass batch.model_inputs(), which marks T as dynamic"
+    if "position_ids" not in named:
+        return "the graph has no position_ids input, so that it would count positions across requests; pass position_ids"
+    if extra := sorted(role.removeprefix("call:") for role in roles.values() if role.startswith("call:")):
+        return f"the call passes {', '.join(extra)}, which a paged batch does not have; pass batch.model_inputs() only"
+    upper = _upper_bound(value_of(named["input_ids"]).shape[1])
+    if upper is not None:
+        return f"the trace holds only for up to {upper} tokens"
+    return ""
+
+
+def _upper_bound(size: SymInt) -> int | None:
+    bound = size.node.shape_env.var_to_range[size.node.expr].upper if isinstance(size.node.expr, sympy.Symbol) else None
+    return int(bound) if bound is not None and bound.is_finite and bound < 2**31 else None
+
+
+def _role(node: fx.Node, tokens: Any, logits: Any) -> str:
+    value = value_of(node)
+    if isinstance(value, SymInt):
+        expression = symbol(value)
+        if expression == tokens:
+            return "tokens"
+        return "num_logits" if expression == logits else f"call:{source_name(node)}"
+    if is_owned(node):
+        return "owned"
+    name = input_name(node)
+    if name in ("input_ids", "position_ids"):
+        return name
+    return "logits_rows" if name == "logits_to_keep" else f"call:{name}"
+
+
+def is_owned(node: fx.Node) -> bool:
+    """Whether a placeholder belongs to the model (parameter, buffer, tensor attribute) rather than to the call."""
+    if isinstance(value_of(node), torch.nn.Parameter):
+        return True
+    source = source_name(node)
+    return "_parameters[" in source or "_buffers[" in source or source.startswith(("L['self']", "L['model']", "G["))
+
+
+def input_name(node: fx.Node) -> str:
+    """The keyword under which the caller passed a tensor: `L['kwargs']['input_ids']` is input_ids."""
+    match = _KEY.search(source_name(node))
+    return next(group for group in match.groups() if group) if match else source_name(node)

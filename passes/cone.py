@@ -1,0 +1,71 @@
+"""Cutting out the subgraph that makes a value, and evaluating it on concrete probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from paged_attn.passes.graph_tools import in_graph_order, writes_in_place, writes_to
+
+MAX_NODES = 4000
+
+
+def ancestors(node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+    """Every node that `node` is made from, itself included, in graph order; in-place writes to any of them before it as well.
+
+    Nodes in `stop` are included but not looked behind.
+    """
+    before = {other: index for index, other in enumerate(node.graph.nodes)}
+    found, pending = {node}, [node]
+    while pending:
+        current = pending.pop()
+        behind = [] if current in stop else list(current.all_input_nodes)
+        writers = [u for u in current.users if writes_in_place(u) and writes_to(u, current) and before[u] < before[node]]
+        for other in behind + writers:
+            if other not in found:
+                found.add(other)
+                pending.append(other)
+    return in_graph_order(node.graph, found)
+
+
+def evaluate(
+    nodes: list[fx.Node], given: Mapping[fx.Node, Any], result: fx.Node, constant: Callable[[fx.Node, Any], Any] | None = None
+) -> Any:
+    """Run `nodes` in order with `given` values for some of them; `constant` may replace a literal argument of a node.
+
+    Raises:
+        KeyError: a placeholder that is not in `given`.
+    """
+    values = dict(given)
+
+    def look_up(argument: fx.Node) -> Any:
+        return values[argument]
+
+    with torch.no_grad():
+        for node in nodes:
+            if node in values:
+                continue
+            args = fx.map_arg(node.args, look_up)
+            kwargs = fx.map_arg(node.kwargs, look_up)
+            if constant is not None:
+                args = tuple(constant(node, a) for a in args)
+                kwargs = {name: constant(node, a) for name, a in kwargs.items()}
+            if node.op == "call_function":
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            elif node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            elif node.op == "get_attr":
+                values[node] = _attribute(node)
+            else:
+                raise KeyError(node)
+    return values[result]
+
+
+def _attribute(node: fx.Node) -> Any:
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,48 @@
+"""Find `F.scaled_dot_product_attention` in all its call forms.
+
+Before: `out = F.sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale=s, enable_gqa=g)`, positional or by keyword.
+Declines: dropout above 0; q, k, v that are not [1, heads, T, dim]; keys of another length than the queries.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.attention_site import AttentionSite, module_path
+from paged_attn.passes.call_form import CallForm, CallNotPaged
+from paged_attn.passes.graph_tools import shape_of, symbol
+
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+TARGETS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
+
+
+def find_sdpa(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
+    """Every scaled_dot_product_attention call of the graph, in order."""
+    return [_site(node, form) for node in graph.nodes if node.op == "call_function" and node.target in TARGETS]
+
+
+def _site(node: fx.Node, form: CallForm) -> AttentionSite:
+    given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    where = f"layer at {module_path(node) or node.name}"
+    query, key, value = given["query"], given["key"], given["value"]
+    if given.get("dropout_p", 0.0) != 0.0:
+        raise UnsupportedError(f"{where}: attention dropout is {given['dropout_p']}; call model.eval() first")
+    shapes = [shape_of(n) for n in (query, key, value)]
+    if any(len(shape) != 4 for shape in shapes):
+        raise UnsupportedError(f"{where}: q, k, v have shapes {[list(s) for s in shapes]}; known is [batch, heads, tokens, dim]")
+    lengths = [symbol(shape[2]) for shape in shapes]
+    if lengths[0] != lengths[1]:
+        raise CallNotPaged(f"{where}: {shapes[0][2]} queries attend to {shapes[1][2]} keys, so the call brings a cache or another sequence of its own")
+    if not form.reason and lengths[0] != form.num_tokens:
+        raise UnsupportedError(f"{where}: it attends over {shapes[0][2]} positions, not over the {form.num_tokens} tokens of the call")
+    scale = given.get("scale")
+    return AttentionSite(
+        node=node, query=query, key=key, value=value, mask=given.get("attn_mask"), is_causal=bool(given.get("is_causal", False)),
+        scale=float(scale) if scale is not None else 1.0 / math.sqrt(shapes[0][3]), found_by="F.sdpa",
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""The families of attention masks that a spec can say, matched exactly against evaluated masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+BoolMatrix = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class MaskFamily:
+    """`j <= i` if causal, and `i - window < j`, and `i // chunk == j // chunk`."""
+
+    causal: bool
+    window: int | None = None
+    chunk: int | None = None
+
+    def matrix(self, length: int) -> BoolMatrix:
+        """[length, length], True where query i (row) sees key j."""
+        i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+        seen = (j <= i) if self.causal else np.ones((length, length), dtype=bool)
+        if self.window is not None:
+            seen = seen & (i - self.window < j)
+        if self.chunk is not None:
+            seen = seen & (i // self.chunk == j // self.chunk)
+        return seen
+
+    def describe(self) -> str:
+        words = ["causal" if self.causal else "bidirectional"]
+        words += [f"{name} {value}" for name, value in (("window", self.window), ("chunk", self.chunk)) if value is not None]
+        return " & ".join(words)
+
+
+def match_family(mask: BoolMatrix) -> MaskFamily | None:
+    """The one family that equals a single sequence's mask [T, T] everywhere, or None."""
+    length = mask.shape[0]
+    if mask.all():
+        return MaskFamily(causal=False)
+    if not mask.diagonal().all():
+        return None
+    index = np.arange(length)
+    first = mask.argmax(axis=1)
+    longest_view = int((index - first).max()) + 1
+    own_start = np.flatnonzero((first == index) & (index > 0))
+    window = longest_view if longest_view < length else None
+    chunk = int(own_start[0]) if len(own_start) else None
+    for family in (MaskFamily(True), MaskFamily(True, window=window), MaskFamily(True, chunk=chunk), MaskFamily(True, window, chunk)):
+        if np.array_equal(family.matrix(length), mask):
+            return family
+    return None
+
+
+def packed_variants(family: MaskFamily, lengths: Sequence[int]) -> dict[str, BoolMatrix]:
+    """What a family's mask may be on a row of several packed sequences, each of which leaves a sequence alone unchanged.
+
+    "packed" separates the sequences; "row" ignores positions and treats the row as one sequence; "positions" compares positions
+    alone, across sequences; the mixtures take the window or chunk from one and the order from another.
+    """
+    total = sum(lengths)
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.concatenate([np.arange(n) for n in lengths])
+    same = segment[:, None] == segment[None, :]
+    longest = family.matrix(max(lengths))
+    by_position = longest[position[:, None], position[None, :]]
+    by_row = family.matrix(total)
+    order = MaskFamily(family.causal).matrix(total)
+    return {
+        "packed": by_position & same, "row": by_row, "positions": by_position, "packed by row": by_row & same,
+        "row order, limits by position": by_position & order,
+    }  # fmt: skip
+
+
+def draw(mask: BoolMatrix, limit: int = 16) -> str:
+    """The top left corner of a mask as text, # where a query (line) sees a key (column)."""
+    return "\n".join("".join("#" if seen else "." for seen in row[:limit]) for row in mask[:limit])

@@ -1,0 +1,48 @@
+"""Replace each proved attention by the paged op.
+
+Before: out = F.sdpa(q [1, Hq, T, D], repeated k, repeated v, mask) [1, Hq, T, Dv]
+After:  o = aten.new_empty(q', [T, Hq, Dv]); unified_attention_with_output(q', k', v', o, layer_id, save); out = o^T[None]
+        with q' [T, Hq, D], k' [T, Hkv, D], v' [T, Hkv, Dv] as views; the mask and repeat_kv are dead code afterwards.
+Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's cache bypass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.passes.attention_site import AttentionSite
+from paged_attn.passes.kv_heads import KVSource, as_received
+
+aten = torch.ops.aten
+
+
+def replace_attention(site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource) -> fx.Node:
+    """Rewrite one site in place; returns the op's node."""
+    graph = site.node.graph
+    with graph.inserting_before(site.node):
+        query = _rows(graph, as_received(site.query, spec.num_q_heads))
+        keys, values = _rows(graph, key), _rows(graph, value)
+        tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
+        output = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads, spec.v_head_dim]))
+        op = graph.call_function(UNIFIED_ATTENTION, (query, keys, values, output, layer_id, spec.kv_layer == layer_id))
+        heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
+        result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
+    for node in (query, keys, values, output, op, heads_first, result):
+        node.meta["nn_module_stack"] = site.node.meta.get("nn_module_stack")
+    result.meta["example_value"] = site.node.meta.get("example_value")
+    site.node.replace_all_uses_with(result)
+    graph.erase_node(site.node)
+    return op
+
+
+def _rows(graph: fx.Graph, source: KVSource) -> fx.Node:
+    """[T, heads, dim] as a view of the source."""
+    node = source.base
+    for dim in sorted(source.squeeze, reverse=True):
+        node = graph.call_function(aten.select.int, (node, dim, 0))
+    if source.order != (0, 1, 2):
+        node = graph.call_function(aten.permute.default, (node, list(source.order)))
+    return node if source.step == 1 else graph.call_function(aten.slice.Tensor, (node, 1, 0, 2**63 - 1, source.step))

@@ -1,0 +1,174 @@
+"""The one place that knows the order of the passes; it lints, removes dead code, times and counts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.passes.attention_site import AttentionSite
+from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
+from paged_attn.passes.declared import check_declared
+from paged_attn.passes.equal_heads import has_equal_heads
+from paged_attn.passes.find_attention import find_attention
+from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, shape_of
+from paged_attn.passes.kv_heads import KVSource, as_received, kv_source
+from paged_attn.passes.mask_family import MaskFamily, match_family
+from paged_attn.passes.mask_probe import MaskProbe, as_visibility
+from paged_attn.passes.mask_proof import MaskProof, prove, unproved
+from paged_attn.passes.replace_attention import replace_attention
+from paged_attn.passes.token_positions import use_batch_positions
+
+logger = logging.getLogger("paged_attn")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One line of `explain`: the spec, how the attention was found and proved, and the nodes before and after."""
+
+    layer_id: int
+    spec: AttentionSpec
+    found_by: str
+    proof: str
+    declared: str
+    original_node: str
+    op_node: str
+
+
+@dataclass
+class Rewrite:
+    """The rewritten graph of a paged call, or the reason why this call is not one (`gm` is None)."""
+
+    form: CallForm
+    gm: fx.GraphModule | None = None
+    layers: list[LayerReport] = field(default_factory=list)
+    not_paged: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    positions_redirected: int = 0
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        return tuple(report.spec for report in self.layers)
+
+
+def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None) -> Rewrite:
+    """Rewrite a copy of a Dynamo graph; `gm` itself stays as it is.
+
+    Raises:
+        UnsupportedError: the model has an attention that can not be proved or replaced; the message names it.
+    """
+    form = find_call_form(gm.graph)
+    result = Rewrite(form, not_paged=form.reason, nodes_before=len(gm.graph.nodes))
+    try:
+        _rewrite_into(result, gm, example_inputs, model)
+    except CallNotPaged as reason:
+        result.not_paged = result.not_paged or str(reason)
+    return result
+
+
+def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None) -> None:
+    clock = _Clock(result.seconds)
+    copied = copy_graph_module(gm)
+    # Placeholders carry Dynamo's sources, which a copied graph loses: read the form again with the originals' help.
+    form = _form_of_copy(result.form, gm.graph, copied.graph)
+    values = dict(zip([n for n in copied.graph.nodes if n.op == "placeholder"], example_inputs, strict=True))
+    sites = find_attention(copied.graph, form)
+    clock.lap("find attention")
+    if form.reason:
+        _refuse_implausible(sites, form, values)
+        return
+    if not sites:
+        raise UnsupportedError("the model has no attention that paged_attn can see; there is nothing to page")
+    proofs = [_prove(site, form, values, model, cache) for cache in [{}] for site in sites]
+    clock.lap("prove masks")
+    _replace(result, sites, proofs, form, values)
+    clock.lap("replace attention")
+    remove_dead_code(copied.graph)
+    result.positions_redirected = use_batch_positions(copied.graph, form)
+    remove_dead_code(copied.graph)
+    copied.graph.lint()
+    copied.recompile()
+    clock.lap("positions and dead code")
+    result.gm, result.nodes_after = copied, len(copied.graph.nodes)
+    logger.info("rewrote %d attention layers in %.2f s", len(sites), sum(result.seconds.values()))
+
+
+def _prove(
+    site: AttentionSite, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None, cache: dict[fx.Node, MaskProof]
+) -> tuple[MaskProof, str]:
+    where = f"layer at {site.module or site.node.name}"
+    if site.mask is None:
+        proof = MaskProof(MaskFamily(site.is_causal), "no mask, is_causal=" + str(site.is_causal))
+    else:
+        if site.mask not in cache:
+            cache[site.mask] = prove(MaskProbe(site.mask, form, values, where))
+        proof = cache[site.mask]
+    return proof, check_declared(model, site.module, proof.family, site.mask is not None)
+
+
+def _replace(result: Rewrite, sites: list[AttentionSite], proofs: list[tuple[MaskProof, str]], form: CallForm, values: dict[fx.Node, Any]) -> None:
+    owners: dict[tuple[fx.Node, fx.Node], int] = {}
+    for layer_id, (site, (proof, declared)) in enumerate(zip(sites, proofs, strict=True)):
+        key, value = _keys_and_values(site, form, values)
+        spec = AttentionSpec(
+            num_q_heads=int(shape_of(site.query)[1]),
+            num_kv_heads=key.num_heads,
+            qk_head_dim=int(shape_of(site.query)[3]),
+            v_head_dim=int(shape_of(site.value)[3]),
+            scale=site.scale,
+            causal=proof.family.causal,
+            sliding_window=proof.family.window,
+            chunk=proof.family.chunk,
+            kv_layer=owners.setdefault((key.base, value.base), layer_id),
+            module=site.module,
+        )
+        original = site.node.name
+        op = replace_attention(site, spec, layer_id, key, value)
+        result.layers.append(LayerReport(layer_id, spec, site.found_by, proof.evidence, declared, original, op.name))
+
+
+def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:
+    """Both before repetition, with the same number of heads."""
+    key, value = kv_source(site.key, form), kv_source(site.value, form)
+    fewest = min(key.num_heads, value.num_heads)
+    sources = []
+    for source, operand in ((key, site.key), (value, site.value)):
+        if source.num_heads != fewest and has_equal_heads(operand, fewest, form, values):
+            source = as_received(operand, fewest)
+        sources.append(source)
+    if sources[0].num_heads != sources[1].num_heads:
+        sources = [as_received(n, int(shape_of(n)[1])) for n in (site.key, site.value)]
+    return sources[0], sources[1]
+
+
+def _refuse_implausible(sites: list[AttentionSite], form: CallForm, values: dict[fx.Node, Any]) -> None:
+    """A call that is not paged still must not hide a model that can never be: its masks, as they are, must look like some family."""
+    for mask in dict.fromkeys(site.mask for site in sites if site.mask is not None):
+        where = next(f"layer at {site.module or site.node.name}" for site in sites if site.mask is mask)
+        probe = MaskProbe(mask, form, values, where)
+        seen = as_visibility(probe.evaluate_as_called(), probe.called_length(), where)
+        if match_family(seen) is None:
+            raise unproved(where, seen, f"it matches no known family on the {seen.shape[0]} tokens of this call")
+
+
+def _form_of_copy(form: CallForm, original: fx.Graph, copied: fx.Graph) -> CallForm:
+    pairs = zip((n for n in original.nodes if n.op == "placeholder"), (n for n in copied.nodes if n.op == "placeholder"), strict=True)
+    return CallForm(form.num_tokens, {new: form.roles[old] for old, new in pairs}, form.reason)
+
+
+class _Clock:
+    def __init__(self, laps: dict[str, float]) -> None:
+        self.laps, self.last = laps, time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self.last
+        self.last = now

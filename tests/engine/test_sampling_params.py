@@ -1,0 +1,108 @@
+"""SamplingParams: defaults, normalisation, and every refused value."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from paged_attn.engine.sampling_params import SamplingParams
+
+
+def test_defaults_are_greedy():
+    params = SamplingParams()
+    assert params.is_greedy
+    assert dataclasses.astuple(params) == (128, 0.0, 0, 1.0, 0.0, 1.0, None, (), (), False, None)
+
+
+def test_frozen_and_hashable():
+    params = SamplingParams(stop=["a"], stop_token_ids=[1])
+    assert hash(params) == hash(SamplingParams(stop=("a",), stop_token_ids=(1,)))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 3  # type: ignore[misc]
+
+
+def test_values_are_normalised():
+    params = SamplingParams(
+        temperature=1,
+        stop="END",
+        stop_token_ids={5, 2},
+        top_k=np.int64(4),
+        top_p=np.float32(0.5),
+        logprobs=0,
+        seed=2**64 - 1,
+    )
+    assert params.temperature == 1.0 and type(params.temperature) is float and not params.is_greedy
+    assert params.stop == ("END",)
+    assert params.stop_token_ids == (2, 5)
+    assert type(params.top_k) is int and type(params.top_p) is float
+    assert params.logprobs == 0
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [{"max_new_tokens": 0}, {"top_p": 1e-9}, {"top_p": 1}, {"min_p": 1.0}, {"repetition_penalty": 0.1}, {"seed": 0}],
+)
+def test_edges_are_allowed(edge):
+    SamplingParams(**edge)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", -1),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e-9),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("stop_token_ids", (3, -1)),
+        ("stop", ""),
+        ("stop", ("a", "")),
+        ("logprobs", -1),
+    ],
+)
+def test_values_out_of_range(name, value):
+    with pytest.raises(ValueError, match=f"^{name}: got .*allowed: ") as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value).count(";") == 2  # what to do comes last
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", True),
+        ("max_new_tokens", 3.0),
+        ("max_new_tokens", None),
+        ("temperature", "1"),
+        ("temperature", False),
+        ("top_k", 2.5),
+        ("top_k", None),
+        ("top_p", None),
+        ("min_p", "0"),
+        ("repetition_penalty", True),
+        ("seed", 1.5),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", "3"),
+        ("stop_token_ids", (3.0,)),
+        ("stop", None),
+        ("stop", b"x"),
+        ("stop", (1,)),
+        ("ignore_eos", 1),
+        ("logprobs", True),
+    ],
+)
+def test_wrong_types(name, value):
+    with pytest.raises(TypeError, match=f"^{name}: got .*allowed: "):
+        SamplingParams(**{name: value})
