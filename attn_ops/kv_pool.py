@@ -26,7 +26,12 @@ class KVPool:
     """
 
     def __init__(
-        self, layers: Sequence[AttentionSpec], num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        layers: Sequence[AttentionSpec],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
     ) -> None:
         if num_pages < 2 or page_size < 1 or not layers:
             raise ValueError(

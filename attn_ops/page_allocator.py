@@ -44,9 +44,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
-            raise ValueError(
-                f"num_pages is {num_pages}, but must be at least 2: page 0 holds padded rows; enlarge the pool"
-            )
+            raise ValueError(f"num_pages is {num_pages}, but must be at least 2: page 0 holds padded rows; enlarge the pool")
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}, but must be at least 1; powers of two such as 16 are usual")
         self.num_pages = num_pages
@@ -92,9 +90,7 @@ class PageAllocator:
             ValueError: `n` is negative.
         """
         if n < 0:
-            raise ValueError(
-                f"asked to allocate {n} pages, but the count must be 0 or more; use free() to return pages"
-            )
+            raise ValueError(f"asked to allocate {n} pages, but the count must be 0 or more; use free() to return pages")
         if n > len(self._free):
             raise OutOfPages(n, len(self._free))
         split = len(self._free) - n
@@ -116,14 +112,11 @@ class PageAllocator:
             self._check_range(page)
             if page == 0:
                 raise ValueError(
-                    "cannot free page 0: it is reserved for padded rows and never handed out; "
-                    "drop the padding from the page list first"
+                    "cannot free page 0: it is reserved for padded rows and never handed out; drop the padding from the page list first"
                 )
             if page in seen or not self._allocated[page]:
                 how = "is listed twice in this call" if page in seen else "is not allocated"
-                raise ValueError(
-                    f"double free of page {page}: it {how}; each allocated page has one owner, who frees it once"
-                )
+                raise ValueError(f"double free of page {page}: it {how}; each allocated page has one owner, who frees it once")
             seen.add(page)
         for page in pages:
             self._allocated[page] = 0
@@ -132,6 +125,5 @@ class PageAllocator:
     def _check_range(self, page: int) -> None:
         if not 0 <= page < self.num_pages:
             raise ValueError(
-                f"page {page} is out of range: this pool has pages 0 to {self.num_pages - 1}; "
-                "was it allocated from another pool?"
+                f"page {page} is out of range: this pool has pages 0 to {self.num_pages - 1}; was it allocated from another pool?"
             )

@@ -116,9 +116,7 @@ class RadixCache:
         node, theirs = self._walk(root, aligned)
         self._check_pages(mine, theirs)
         duplicates = [
-            Duplicate(position, page, kept)
-            for position, (page, kept) in enumerate(zip(mine, theirs, strict=False))
-            if page != kept
+            Duplicate(position, page, kept) for position, (page, kept) in enumerate(zip(mine, theirs, strict=False)) if page != kept
         ]
         if len(theirs) < count:
             new_tokens, new_pages = aligned[len(theirs) * self.page_size :], mine[len(theirs) :]
@@ -141,9 +139,7 @@ class RadixCache:
             ValueError: the node was evicted since it was handed out.
         """
         if node.is_evicted:
-            raise ValueError(
-                f"cannot lock {node}: its pages were freed; lock right after match or insert, before evict"
-            )
+            raise ValueError(f"cannot lock {node}: its pages were freed; lock right after match or insert, before evict")
         node.own_locks += 1
         self._add_locks(node, 1)
 
@@ -241,9 +237,7 @@ class RadixCache:
                     "matched pages until they are inserted again, and write new tokens into new pages"
                 )
             if not self._allocator.is_allocated(page):
-                raise ValueError(
-                    f"insert got page {page} at position {index}, which is not allocated; allocate it first"
-                )
+                raise ValueError(f"insert got page {page} at position {index}, which is not allocated; allocate it first")
 
     def _add_locks(self, node: RadixNode, delta: int) -> None:
         above: RadixNode | None = node

@@ -9,9 +9,7 @@ from paged_attn.attn_ops.page_allocator import PageAllocator
 from paged_attn.attn_ops.radix_node import RadixNode
 
 
-def check_tree(
-    roots: Mapping[Hashable, RadixNode], queue: EvictionQueue, allocator: PageAllocator
-) -> tuple[set[int], int]:
+def check_tree(roots: Mapping[Hashable, RadixNode], queue: EvictionQueue, allocator: PageAllocator) -> tuple[set[int], int]:
     """Asserts the structure below `roots`; returns the pages in the tree and how many of them are unlocked.
 
     Raises:

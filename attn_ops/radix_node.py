@@ -21,9 +21,7 @@ class RadixNode:
 
     __slots__ = ("children", "last_access", "lock_count", "namespace", "own_locks", "pages", "parent", "tokens")
 
-    def __init__(
-        self, namespace: Hashable, tokens: list[int], pages: list[int], parent: RadixNode | None, last_access: int = 0
-    ) -> None:
+    def __init__(self, namespace: Hashable, tokens: list[int], pages: list[int], parent: RadixNode | None, last_access: int = 0) -> None:
         self.namespace = namespace
         self.tokens = tokens
         self.pages = pages

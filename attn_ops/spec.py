@@ -59,7 +59,11 @@ class AttentionSpec:
         dims = f"dim {self.qk_head_dim}"
         if self.v_head_dim != self.qk_head_dim:
             dims += f"/{self.v_head_dim}"
-        words = [f"{self.num_q_heads} heads over {self.num_kv_heads} KV", dims, "causal" if self.causal else "bidirectional"]
+        words = [
+            f"{self.num_q_heads} heads over {self.num_kv_heads} KV",
+            dims,
+            "causal" if self.causal else "bidirectional",
+        ]
         words += [f"{word} {value:g}" for word, value in
                   (("window", self.sliding_window), ("chunk", self.chunk), ("softcap", self.softcap)) if value is not None]  # fmt: skip
         words += ["sinks"] * self.has_sinks + ["ALiBi"] * (self.alibi_slopes is not None)

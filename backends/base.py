@@ -55,12 +55,26 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward_extend(
-        self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+        self,
+        plan: Any,
+        layer_id: int,
+        spec: AttentionSpec,
+        query: Tensor,
+        output: Tensor,
+        sinks: Tensor | None,
+        lse_out: Tensor | None,
     ) -> None:
         """Attend for the requests with more than one new token, or with nothing cached."""
 
     @abstractmethod
     def forward_decode(
-        self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+        self,
+        plan: Any,
+        layer_id: int,
+        spec: AttentionSpec,
+        query: Tensor,
+        output: Tensor,
+        sinks: Tensor | None,
+        lse_out: Tensor | None,
     ) -> None:
         """Attend for the requests with one new token and a cached context."""

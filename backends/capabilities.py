@@ -112,7 +112,10 @@ def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
     elif capabilities.architectures and problem.architecture not in capabilities.architectures:
         allowed = ", ".join(f"SM{a}" for a in sorted(capabilities.architectures))
         reasons.append(f"needs {allowed}, this GPU is SM{problem.architecture}")
-    for what, dtype, allowed_dtypes in (("dtype", problem.dtype, capabilities.dtypes), ("KV dtype", problem.kv_dtype, capabilities.kv_dtypes)):
+    for what, dtype, allowed_dtypes in (
+        ("dtype", problem.dtype, capabilities.dtypes),
+        ("KV dtype", problem.kv_dtype, capabilities.kv_dtypes),
+    ):
         if dtype not in allowed_dtypes:
             reasons.append(f"{what} {_short(dtype)} is not among {_names(_short(d) for d in allowed_dtypes)}")
     for what, value, allowed_sizes in (

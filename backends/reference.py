@@ -49,12 +49,26 @@ class ReferenceBackend(AttentionBackend):
             plan.pool.value(layer_id)[page, offset] = value[row]
 
     def forward_decode(
-        self, plan: Plan, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+        self,
+        plan: Plan,
+        layer_id: int,
+        spec: AttentionSpec,
+        query: Tensor,
+        output: Tensor,
+        sinks: Tensor | None,
+        lse_out: Tensor | None,
     ) -> None:
         """Nothing: `forward_extend` treats a decode row as the extension by one token that it is."""
 
     def forward_extend(
-        self, plan: Plan, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+        self,
+        plan: Plan,
+        layer_id: int,
+        spec: AttentionSpec,
+        query: Tensor,
+        output: Tensor,
+        sinks: Tensor | None,
+        lse_out: Tensor | None,
     ) -> None:
         batch, row = plan.batch, 0
         for request in range(batch.num_requests):

@@ -32,7 +32,14 @@ class Selection:
         return f"{self.backend.name} ({self.reason})" + (f"; not taken: {others}" if others else "")
 
 
-def select(name: str, layers: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype, page_size: int, device: torch.device) -> Selection:
+def select(
+    name: str,
+    layers: Sequence[AttentionSpec],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    device: torch.device,
+) -> Selection:
     """Pick the first backend, in order of preference, that can run every layer.
 
     Raises:
@@ -54,7 +61,9 @@ def select(name: str, layers: Sequence[AttentionSpec], dtype: torch.dtype, kv_dt
             return selection
         rejected[candidate] = "; ".join(reasons)
     listed = "\n".join(f"  {candidate}: {why}" for candidate, why in rejected.items())
-    raise UnsupportedError(f"no attention backend for this model with backend={name!r}:\n{listed}\nTry backend='auto' or see `paged-attn backends`.")
+    raise UnsupportedError(
+        f"no attention backend for this model with backend={name!r}:\n{listed}\nTry backend='auto' or see `paged-attn backends`."
+    )
 
 
 def select_for_pool(name: str, pool: KVPool, dtype: torch.dtype | None = None) -> Selection:
@@ -75,7 +84,9 @@ def problems_of(
 def reasons_against(capabilities: Capabilities, problems: Sequence[Problem]) -> list[str]:
     """Missing packages and unmet needs; a need that several layers share is named once, with the first such layer."""
     reasons = [
-        f"{r.module} {r.version} is not installed: {r.install}" for r in capabilities.requirements if importlib.util.find_spec(r.module) is None
+        f"{r.module} {r.version} is not installed: {r.install}"
+        for r in capabilities.requirements
+        if importlib.util.find_spec(r.module) is None
     ]
     seen: dict[str, str] = {}
     for index, problem in enumerate(problems):

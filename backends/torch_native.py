@@ -83,7 +83,14 @@ class TorchNativeBackend(AttentionBackend):
         plan.pool.value(layer_id).index_put_(index, value[:count].to(plan.pool.dtype))
 
     def forward_decode(
-        self, plan: Plan, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+        self,
+        plan: Plan,
+        layer_id: int,
+        spec: AttentionSpec,
+        query: Tensor,
+        output: Tensor,
+        sinks: Tensor | None,
+        lse_out: Tensor | None,
     ) -> None:
         if not plan.decode_lens_host:
             return
@@ -92,14 +99,28 @@ class TorchNativeBackend(AttentionBackend):
         keys = plan.pool.key(layer_id)[gather.pages, gather.offsets].to(query.dtype)  # [R, keys, kv_heads, dim]
         values = plan.pool.value(layer_id)[gather.pages, gather.offsets].to(query.dtype)
         result, lse = _attend(
-            query[rows][:, None], keys, values, gather.visible[:, None], gather.distance[:, None], spec, sinks, lse_out is not None
+            query[rows][:, None],
+            keys,
+            values,
+            gather.visible[:, None],
+            gather.distance[:, None],
+            spec,
+            sinks,
+            lse_out is not None,
         )
         output[rows] = result[:, 0]
         if lse_out is not None:
             lse_out[rows] = lse[:, 0]
 
     def forward_extend(
-        self, plan: Plan, layer_id: int, spec: AttentionSpec, query: Tensor, output: Tensor, sinks: Tensor | None, lse_out: Tensor | None
+        self,
+        plan: Plan,
+        layer_id: int,
+        spec: AttentionSpec,
+        query: Tensor,
+        output: Tensor,
+        sinks: Tensor | None,
+        lse_out: Tensor | None,
     ) -> None:
         start = 0
         starts = []
@@ -164,7 +185,14 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, distance: Tensor, spec: AttentionSpec, sinks: Tensor | None, want_lse: bool
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    distance: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+    want_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """query [R, Q, q_heads, dim], keys and values [R, K, kv_heads, dim], visible and distance [R, 1, Q, K] -> [R, Q, q_heads, dim], lse [R, Q, q_heads]."""
     q, k, v = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)

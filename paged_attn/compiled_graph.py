@@ -104,7 +104,11 @@ def _wants_inductor(options: CompileOptions, example_inputs: Sequence[Any]) -> b
 
 def _check_layers(graph: Sequence[AttentionSpec], pool: Sequence[AttentionSpec]) -> None:
     if len(graph) != len(pool):
-        raise ContextError(f"the pool has {len(pool)} attention layers, the model {len(graph)}; allocate it with attention_layers(compiled)")
+        raise ContextError(
+            f"the pool has {len(pool)} attention layers, the model {len(graph)}; allocate it with attention_layers(compiled)"
+        )
     for index, (ours, theirs) in enumerate(zip(graph, pool, strict=True)):
         if names := ours.differences(theirs):
-            raise ContextError(f"layer {index} ({ours.module}) of the pool differs from the model's in {', '.join(names)}; allocate it with attention_layers(compiled)")
+            raise ContextError(
+                f"layer {index} ({ours.module}) of the pool differs from the model's in {', '.join(names)}; allocate it with attention_layers(compiled)"
+            )

@@ -18,7 +18,9 @@ _graphs: weakref.WeakKeyDictionary[nn.Module, list[CompiledGraph]] = weakref.Wea
 _graphs_lock = threading.Lock()
 
 
-def paged_attn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None) -> Callable[..., Any]:
+def paged_attn(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
     """Compile one graph that Dynamo captured.
 
     Raises:
@@ -34,7 +36,11 @@ def paged_attn(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: di
         with _graphs_lock:
             known = _graphs.setdefault(model, [])
             if compiled.split is not None and any(other.split is not None for other in known):
-                logger.warning("%s was compiled again for paged batches%s; all lengths should share one compile", type(model).__name__, _why())
+                logger.warning(
+                    "%s was compiled again for paged batches%s; all lengths should share one compile",
+                    type(model).__name__,
+                    _why(),
+                )
             known.append(compiled)
     return compiled
 

@@ -81,6 +81,8 @@ def _role(node: fx.Node, tokens: Any, logits: Any) -> str:
         expression = symbol(value)
         if expression == tokens:
             return "tokens"
+        if source_name(node).startswith(("L['self']", "L['model']")):
+            return "owned"  # a number of the module; `specialise_numbers` makes it a constant
         return "num_logits" if expression == logits else f"call:{source_name(node)}"
     if is_owned(node):
         return "owned"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from paged_attn.passes.graph_tools import in_graph_order, writes_in_place, writes_to
+from paged_attn.passes.graph_tools import in_graph_order, writes_in_place, written_values
 
 MAX_NODES = 4000
 
@@ -18,13 +18,15 @@ def ancestors(node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.
 
     Nodes in `stop` are included but not looked behind.
     """
-    before = {other: index for index, other in enumerate(node.graph.nodes)}
+    order = {other: index for index, other in enumerate(node.graph.nodes)}
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for other in node.graph.nodes:
+        for value in written_values(other) if order[other] < order[node] and writes_in_place(other) else ():
+            writers.setdefault(value, []).append(other)
     found, pending = {node}, [node]
     while pending:
         current = pending.pop()
-        behind = [] if current in stop else list(current.all_input_nodes)
-        writers = [u for u in current.users if writes_in_place(u) and writes_to(u, current) and before[u] < before[node]]
-        for other in behind + writers:
+        for other in (*([] if current in stop else current.all_input_nodes), *writers.get(current, ())):
             if other not in found:
                 found.add(other)
                 pending.append(other)
@@ -32,7 +34,10 @@ def ancestors(node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.
 
 
 def evaluate(
-    nodes: list[fx.Node], given: Mapping[fx.Node, Any], result: fx.Node, constant: Callable[[fx.Node, Any], Any] | None = None
+    nodes: list[fx.Node],
+    given: Mapping[fx.Node, Any],
+    result: fx.Node,
+    constant: Callable[[fx.Node, Any], Any] | None = None,
 ) -> Any:
     """Run `nodes` in order with `given` values for some of them; `constant` may replace a literal argument of a node.
 

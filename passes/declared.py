@@ -41,7 +41,13 @@ def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: 
         said.append(("sliding window", family.window, _window(config, layer)))
     elif kind in ("full_attention", "chunked_attention"):
         said.append(("sliding window", family.window, None))
-        said.append(("chunk", family.chunk, getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None))
+        said.append(
+            (
+                "chunk",
+                family.chunk,
+                getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None,
+            )
+        )
     elif kind is None and _window(config, layer) is not None:
         said.append(("sliding window", family.window, _window(config, layer)))
     if getattr(layer, "is_causal", None) is True:

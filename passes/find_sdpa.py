@@ -38,7 +38,9 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
         raise UnsupportedError(f"{where}: q, k, v have shapes {[list(s) for s in shapes]}; known is [batch, heads, tokens, dim]")
     lengths = [symbol(shape[2]) for shape in shapes]
     if lengths[0] != lengths[1]:
-        raise CallNotPaged(f"{where}: {shapes[0][2]} queries attend to {shapes[1][2]} keys, so the call brings a cache or another sequence of its own")
+        raise CallNotPaged(
+            f"{where}: {shapes[0][2]} queries attend to {shapes[1][2]} keys, so the call brings a cache or another sequence of its own"
+        )
     if not form.reason and lengths[0] != form.num_tokens:
         raise UnsupportedError(f"{where}: it attends over {shapes[0][2]} positions, not over the {form.num_tokens} tokens of the call")
     scale = given.get("scale")

@@ -14,7 +14,12 @@ _INPLACE_FUNCTIONS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
     operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
 }  # fmt: skip
-_SIDE_EFFECTS = {"manual_seed", "_log_api_usage_once", "_assert", "_assert_async", "_set_grad_enabled"}
+_SIDE_EFFECTS = {"manual_seed", "_assert", "_assert_async", "_set_grad_enabled"}
+_VIEWS = {
+    "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "select", "narrow", "slice",
+    "chunk", "split", "unbind", "t", "contiguous", "to", "float", "detach", "diagonal", "swapaxes", "movedim", "view_as", "expand_as",
+    "unfold", "split_with_sizes", "type", "type_as", "half", "bfloat16", "double", "tensor_split", "as_strided", "broadcast_to", "alias",
+}  # fmt: skip
 
 
 def writes_in_place(node: fx.Node) -> bool:
@@ -34,17 +39,21 @@ def writes_in_place(node: fx.Node) -> bool:
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
-    """Dead-code elimination that keeps every in-place operation on something that lives.
+    """Dead-code elimination that keeps every in-place operation on something that lives, also through views.
 
     `graph.eliminate_dead_code()` alone drops unused in-place methods, which silently changed logits (DESIGN.md, traps). An
-    in-place operation whose own target is dead goes too, so that the mask of a replaced attention leaves no residue.
+    in-place operation on something dead goes too, so that the mask of a replaced attention leaves no residue.
     """
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for value in written_values(node) if writes_in_place(node) else ():
+            writers.setdefault(value, []).append(node)
     live: set[fx.Node] = {node for node in graph.nodes if node.op in ("output", "placeholder") or _has_effect(node)}
+    live |= {writer for node in live if node.op == "placeholder" for writer in writers.get(node, ())}
     pending = list(live)
     while pending:
         node = pending.pop()
-        grown = [*node.all_input_nodes, *(user for user in node.users if writes_in_place(user) and writes_to(user, node))]
-        for other in grown:
+        for other in (*node.all_input_nodes, *writers.get(node, ())):
             if other not in live:
                 live.add(other)
                 pending.append(other)
@@ -53,24 +62,34 @@ def remove_dead_code(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def writes_to(node: fx.Node, target: fx.Node) -> bool:
-    """Whether an in-place `node` mutates `target`, or a value that it reads `target` through: any of its first two arguments or `out`."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        mutable = {a.name: i for i, a in enumerate(node.target._schema.arguments) if a.alias_info and a.alias_info.is_write}
-        written = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for name, i in mutable.items()]
-        return target in written
-    return bool(node.args and node.args[0] is target) or node.kwargs.get("out") is target
-
-
 def _has_effect(node: fx.Node) -> bool:
-    if node.op == "call_function" and getattr(node.target, "__name__", "") in _SIDE_EFFECTS:
-        return getattr(node.target, "__name__", "") != "_log_api_usage_once"
-    # A view may be written through: an in-place write to something whose base we can not name must stay.
-    return writes_in_place(node) and not isinstance(node.target, torch._ops.OpOverload) and _writes_through_view(node)
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in _SIDE_EFFECTS
 
 
-def _writes_through_view(node: fx.Node) -> bool:
-    return bool(node.args) and isinstance(node.args[0], fx.Node) and node.args[0].op in ("placeholder", "get_attr")
+def written_values(node: fx.Node) -> set[fx.Node]:
+    """The values that an in-place `node` changes: its targets, and whatever those are views of."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        mutable = [(i, a.name) for i, a in enumerate(node.target._schema.arguments) if a.alias_info and a.alias_info.is_write]
+        targets = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in mutable]
+    else:
+        targets = [*node.args[:1], node.kwargs.get("out")]
+    changed: set[fx.Node] = set()
+    pending = [target for target in targets if isinstance(target, fx.Node)]
+    while pending:
+        value = pending.pop()
+        if value not in changed:
+            changed.add(value)
+            base = value.args[0] if value.args and _may_alias(value) else None
+            pending += [base] if isinstance(base, fx.Node) else []
+    return changed
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether a node's result may share memory with its first argument: views, and in-place operations, which return it."""
+    if node.op == "call_method":
+        return str(node.target) in _VIEWS or writes_in_place(node)
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    return node.op == "call_function" and (node.target in (operator.getitem, getattr) or name in _VIEWS or writes_in_place(node))
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:

@@ -48,7 +48,12 @@ def match_family(mask: BoolMatrix) -> MaskFamily | None:
     own_start = np.flatnonzero((first == index) & (index > 0))
     window = longest_view if longest_view < length else None
     chunk = int(own_start[0]) if len(own_start) else None
-    for family in (MaskFamily(True), MaskFamily(True, window=window), MaskFamily(True, chunk=chunk), MaskFamily(True, window, chunk)):
+    for family in (
+        MaskFamily(True),
+        MaskFamily(True, window=window),
+        MaskFamily(True, chunk=chunk),
+        MaskFamily(True, window, chunk),
+    ):
         if np.array_equal(family.matrix(length), mask):
             return family
     return None

@@ -37,7 +37,9 @@ class MaskProbe:
         self.mask, self.form, self.values, self.where = mask, form, values, where
         self.nodes = ancestors(mask)
         if len(self.nodes) > MAX_NODES:
-            raise UnsupportedError(f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated")
+            raise UnsupportedError(
+                f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
+            )
         for node in self.nodes:
             role = form.roles.get(node, "")
             if role.startswith("call:"):
@@ -55,7 +57,9 @@ class MaskProbe:
             if base is None or literal - base > 2:
                 base, slot = literal, slot + 1
                 if slot >= len(scale):
-                    raise UnsupportedError(f"{self.where}: its mask uses {len(self.literals)} large numbers {self.literals}; at most {len(scale)} can be probed")
+                    raise UnsupportedError(
+                        f"{self.where}: its mask uses {len(self.literals)} large numbers {self.literals}; at most {len(scale)} can be probed"
+                    )
             images[literal] = scale[slot] + literal - base
         return images
 
@@ -124,7 +128,9 @@ def as_visibility(mask: Tensor, total: int, where: str) -> BoolMatrix:
             )
         mask = ~hidden
     if mask.dim() > 4 or any(size not in (1, total) for size in mask.shape[-2:]):
-        raise UnsupportedError(f"{where}: its mask has shape {list(mask.shape)}; known are masks that broadcast to [batch, heads, {total}, {total}]")
+        raise UnsupportedError(
+            f"{where}: its mask has shape {list(mask.shape)}; known are masks that broadcast to [batch, heads, {total}, {total}]"
+        )
     mask = mask.expand(*mask.shape[:-2], total, total).reshape(-1, total, total)
     if not (mask == mask[:1]).all():
         raise UnsupportedError(f"{where}: its mask differs between heads or batch rows; known are masks that all heads share")

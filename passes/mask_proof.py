@@ -61,7 +61,11 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
         images = [probe.images(scale) for scale in SCALES]
         fits = {literal + d for literal in probe.literals for d in (-1, 0, 1) if (images[0][literal] + d, images[1][literal] + d) == (a, b)}
         if len(fits) != 1:
-            raise unproved(probe.where, probe.run(MATCH_LENGTHS[:1], SCALES[0], 0), f"its {name} is {a} and {b} on two probes, which no number in it explains")
+            raise unproved(
+                probe.where,
+                probe.run(MATCH_LENGTHS[:1], SCALES[0], 0),
+                f"its {name} is {a} and {b} on two probes, which no number in it explains",
+            )
         return fits.pop()
 
     return MaskFamily(first.causal, limit("window"), limit("chunk"))
@@ -74,7 +78,11 @@ def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily) -> Non
             raise unproved(probe.where, mask, f"it is {scaled.describe()} on one probe but not on {length} tokens")
         mask = probe.run(packing, scale, seed=length + 1)
         if not any(np.array_equal(variant, mask) for variant in packed_variants(scaled, packing).values()):
-            raise unproved(probe.where, mask, f"it is {scaled.describe()} for one sequence, but packed sequences {packing} see each other in a way no rule explains")
+            raise unproved(
+                probe.where,
+                mask,
+                f"it is {scaled.describe()} for one sequence, but packed sequences {packing} see each other in a way no rule explains",
+            )
     limits = [value for value in (family.window, family.chunk) if value is not None and value > LARGEST_SHOWN]
     length = max(limits, default=0) + 97
     if limits and length <= DIRECT_LIMIT:

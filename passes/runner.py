@@ -14,6 +14,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.passes.attention_site import AttentionSite
 from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
+from paged_attn.passes.constants import specialise_numbers
 from paged_attn.passes.declared import check_declared
 from paged_attn.passes.equal_heads import has_equal_heads
 from paged_attn.passes.find_attention import find_attention
@@ -79,6 +80,7 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
     copied = copy_graph_module(gm)
     # Placeholders carry Dynamo's sources, which a copied graph loses: read the form again with the originals' help.
     form = _form_of_copy(result.form, gm.graph, copied.graph)
+    specialise_numbers(gm.graph, copied.graph)
     values = dict(zip([n for n in copied.graph.nodes if n.op == "placeholder"], example_inputs, strict=True))
     sites = find_attention(copied.graph, form)
     clock.lap("find attention")
@@ -102,7 +104,11 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
 
 
 def _prove(
-    site: AttentionSite, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None, cache: dict[fx.Node, MaskProof]
+    site: AttentionSite,
+    form: CallForm,
+    values: dict[fx.Node, Any],
+    model: nn.Module | None,
+    cache: dict[fx.Node, MaskProof],
 ) -> tuple[MaskProof, str]:
     where = f"layer at {site.module or site.node.name}"
     if site.mask is None:
@@ -114,7 +120,13 @@ def _prove(
     return proof, check_declared(model, site.module, proof.family, site.mask is not None)
 
 
-def _replace(result: Rewrite, sites: list[AttentionSite], proofs: list[tuple[MaskProof, str]], form: CallForm, values: dict[fx.Node, Any]) -> None:
+def _replace(
+    result: Rewrite,
+    sites: list[AttentionSite],
+    proofs: list[tuple[MaskProof, str]],
+    form: CallForm,
+    values: dict[fx.Node, Any],
+) -> None:
     owners: dict[tuple[fx.Node, fx.Node], int] = {}
     for layer_id, (site, (proof, declared)) in enumerate(zip(sites, proofs, strict=True)):
         key, value = _keys_and_values(site, form, values)
@@ -160,7 +172,11 @@ def _refuse_implausible(sites: list[AttentionSite], form: CallForm, values: dict
 
 
 def _form_of_copy(form: CallForm, original: fx.Graph, copied: fx.Graph) -> CallForm:
-    pairs = zip((n for n in original.nodes if n.op == "placeholder"), (n for n in copied.nodes if n.op == "placeholder"), strict=True)
+    pairs = zip(
+        (n for n in original.nodes if n.op == "placeholder"),
+        (n for n in copied.nodes if n.op == "placeholder"),
+        strict=True,
+    )
     return CallForm(form.num_tokens, {new: form.roles[old] for old, new in pairs}, form.reason)
 
 

@@ -25,7 +25,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "mistral": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
-    "phi3": {"sliding_window": 8},
+    "phi3": {"sliding_window": 8, "original_max_position_embeddings": 256},
     "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},

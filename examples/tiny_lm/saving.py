@@ -57,9 +57,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     special = {name: EOS_TEXT for name in ("bos_token", "eos_token", "pad_token")}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_max_length=MAX_LENGTH, clean_up_tokenization_spaces=False, **special
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=MAX_LENGTH, clean_up_tokenization_spaces=False, **special)
 
 
 def save_model(model: Qwen3ForCausalLM, out: Path) -> None:

@@ -35,9 +35,7 @@ class IncrementalDetokenizer:
     Source: the prefix and read offsets of text-generation-inference (`Model.decode_token`).
     """
 
-    def __init__(
-        self, tokenizer: TokenDecoder | None, stop: tuple[str, ...] = (), skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: TokenDecoder | None, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
         if isinstance(stop, str) or not all(stop):
             raise ValueError(f"stop: got {stop!r}; allowed: a tuple of non-empty strings; SamplingParams.stop is one")
         if stop and tokenizer is None:

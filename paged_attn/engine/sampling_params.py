@@ -80,9 +80,7 @@ def _whole(name: str, value: object, hint: str) -> int:
     return int(value)
 
 
-def _number(
-    name: str, value: object, allowed: str, hint: str, *, positive: bool = False, high: float = math.inf
-) -> float:
+def _number(name: str, value: object, allowed: str, hint: str, *, positive: bool = False, high: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: got {value!r} ({type(value).__name__}); allowed: {allowed}; {hint}")
     number = float(value)

@@ -120,11 +120,7 @@ def test_sentencepiece_pieces_join_to_the_whole(tokenizer, ids, skip):
 
 
 @settings(deadline=None, max_examples=100)
-@given(
-    st.lists(
-        st.one_of(st.sampled_from(WORD_IDS).map(lambda i: [i]), st.text(max_size=4).map(lambda s: list(s.encode())))
-    )
-)
+@given(st.lists(st.one_of(st.sampled_from(WORD_IDS).map(lambda i: [i]), st.text(max_size=4).map(lambda s: list(s.encode())))))
 def test_byte_fallback_text_joins_to_the_whole(parts):
     ids = [token for part in parts for token in part]
     assert "".join(pieces_of(BYTE_FALLBACK, ids)) == BYTE_FALLBACK.decode(ids)
@@ -142,9 +138,7 @@ def test_works_with_a_transformers_tokenizer(tokenizer):
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     ids = [SPECIAL, *(TEXT.encode() if tokenizer is BYTE_LEVEL else WORD_IDS), SPECIAL]
     for skip in (True, False):
-        assert "".join(pieces_of(wrapped, ids, skip_special_tokens=skip)) == wrapped.decode(
-            ids, skip_special_tokens=skip
-        )
+        assert "".join(pieces_of(wrapped, ids, skip_special_tokens=skip)) == wrapped.decode(ids, skip_special_tokens=skip)
 
 
 def test_leading_spaces_and_specials_in_between():

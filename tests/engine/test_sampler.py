@@ -149,9 +149,7 @@ def generate(members: list[int], steps: int, companions: int = 0) -> dict[int, l
     states = {m: state_of([m], seed=m, **REQUESTS[m]) for m in members}
     output: dict[int, list[SampledToken]] = {m: [] for m in members}
     for step in range(steps):
-        rows = [
-            (torch.randn(301, generator=torch.Generator().manual_seed(1000 * m + step)) * 3).bfloat16() for m in members
-        ]
+        rows = [(torch.randn(301, generator=torch.Generator().manual_seed(1000 * m + step)) * 3).bfloat16() for m in members]
         extra = [torch.randn(301).bfloat16() for _ in range(companions)]
         others = [state_of(seed=None, top_k=1 + i, top_p=0.5, min_p=0.3, logprobs=9) for i in range(companions)]
         tokens = sample(torch.stack(extra + rows), others + list(states.values()))[companions:]
@@ -187,9 +185,7 @@ def test_seeds():
     assert entropy[0].draw() != entropy[1].draw()
     assert state_of(seed=2**64 - 1).seed == 2**64 - 1
     replayed = SamplingState(SamplingParams(temperature=1.0, seed=entropy[0].seed))
-    assert replayed.draw() == torch.rand(
-        (), dtype=torch.float64, generator=torch.Generator().manual_seed(entropy[0].seed)
-    )
+    assert replayed.draw() == torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(entropy[0].seed))
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2.0**-53])

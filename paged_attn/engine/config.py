@@ -1,0 +1,94 @@
+"""All settings of the engine in one frozen dataclass; command-line flags and PAGED_ATTN_* variables derive from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+
+def _setting(default: Any, help: str, low: float | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "low": low})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine. Each has a flag (`--page-size`) and an environment variable (`PAGED_ATTN_PAGE_SIZE`).
+
+    Raises:
+        ValueError or TypeError: a value out of range or of the wrong type, named.
+    """
+
+    page_size: int = _setting(16, "tokens per KV page", 1)
+    num_pages: int | None = _setting(None, "pages in the KV pool, page 0 included; default: as many as fit kv_memory_gib", 2)
+    kv_memory_gib: float | None = _setting(None, "KV pool size in GiB; default: 0.25 on CPU, 80 %% of the free memory on a GPU", 0)
+    max_batch_tokens: int = _setting(2048, "token budget of one step; longer prompts are prefilled in chunks", 1)
+    max_requests: int = _setting(256, "requests that run at the same time", 1)
+    prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")
+    backend: str = _setting("auto", "attention backend: auto or a name that `paged-attn backends` lists")
+    inductor: bool | None = _setting(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
+    self_check: bool = _setting(True, "compare the rewritten model with the original before the first batch")
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            allowed = _types(str(setting.type))
+            if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+                raise TypeError(f"{setting.name} is {value!r}; allowed is {setting.type}: {setting.metadata['help']}")
+            low = setting.metadata["low"]
+            if low is not None and value is not None and not value >= low:
+                raise ValueError(f"{setting.name} is {value}; allowed are values of at least {low}: {setting.metadata['help']}")
+
+    @classmethod
+    def from_environment(cls, **given: Any) -> EngineConfig:
+        """Settings from PAGED_ATTN_* variables, overridden by `given`.
+
+        Raises:
+            ValueError: an unknown setting in `given`, listing the known ones; or a variable that does not parse.
+        """
+        known = {setting.name: setting for setting in fields(cls)}
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"unknown engine setting {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+        values = {
+            name: parse_setting(name, os.environ[variable]) for name in known if (variable := f"PAGED_ATTN_{name.upper()}") in os.environ
+        }
+        return cls(**{**values, **given})
+
+    def with_(self, **given: Any) -> EngineConfig:
+        """A copy with some settings changed."""
+        return replace(self, **given)
+
+
+def parse_setting(name: str, text: str) -> Any:
+    """A setting from a flag's or a variable's text; "none" stands for None.
+
+    Raises:
+        ValueError: naming the setting, the text and what is allowed.
+    """
+    kind = {setting.name: str(setting.type) for setting in fields(EngineConfig)}[name]
+    types = _types(kind)
+    if text.lower() == "none" and type(None) in types:
+        return None
+    if bool in types:
+        if text.lower() in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+            return text.lower() in ("1", "true", "yes", "on")
+    elif str in types:
+        return text
+    else:
+        number = float if float in types else int
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    raise ValueError(f"{name} is {text!r}; allowed is {kind}")
+
+
+def _types(kind: str) -> tuple[type, ...]:
+    names: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "float": (float, int),
+        "bool": (bool,),
+        "str": (str,),
+        "None": (type(None),),
+    }
+    return tuple(t for name in kind.split(" | ") for t in names[name])

@@ -1,0 +1,207 @@
+"""Continuous batching: requests come and go while steps run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.backends.select import Selection, select_for_pool
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.detokenizer import IncrementalDetokenizer
+from paged_attn.engine.kv_manager import KVManager
+from paged_attn.engine.model_limits import ModelLimits, pool_pages
+from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.engine.request import FinishReason, Request, TokenEvent
+from paged_attn.engine.sampler import NonFiniteLogitsError, SampledToken, SamplingState, sample
+from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.scheduler import Scheduled, Scheduler
+from paged_attn.options import CompileOptions
+
+
+@dataclass
+class EngineStats:
+    """Counters since the engine was made; seconds are wall time."""
+
+    steps: int = 0
+    model_seconds: float = 0.0
+    host_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+
+
+class Engine:
+    """A model, a KV pool and a scheduler. Not thread-safe: one thread adds, cancels and steps (`LLM` adds a lock).
+
+    Args:
+        model: a Hugging Face causal LM, or any module with forward(input_ids, position_ids); it is left as it was found.
+        tokenizer: decodes new tokens to text; None gives empty texts.
+
+    Raises:
+        UnsupportedError: see `ModelRunner`; or no backend runs its layers; or the pool can not hold two pages.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig.from_environment()
+        self.tokenizer = tokenizer
+        self.limits = ModelLimits.of(model)
+        self.runner = ModelRunner(model, CompileOptions(inductor=self.config.inductor, self_check=self.config.self_check))
+        layers = self.runner.compiled.specs
+        num_pages = pool_pages(self.config, layers, self.runner.dtype, self.runner.device)
+        self.pool = KVPool(layers, num_pages, self.config.page_size, self.runner.dtype, self.runner.device)
+        self.selection: Selection = select_for_pool(self.config.backend, self.pool, self.runner.dtype)
+        self.kv = KVManager(num_pages, self.config.page_size, self.config.prefix_cache)
+        self.scheduler = Scheduler(self.config, self.kv)
+        self.requests: dict[str, Request] = {}
+        self.stats = EngineStats()
+        self._arrivals = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        namespace: Hashable = None,
+        prompt: str | None = None,
+    ) -> Request:
+        """Queue a request; `step` will run it.
+
+        Args:
+            namespace: requests share cached prefixes only within one (adapter, tenant, salt).
+
+        Raises:
+            ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, or an id in use.
+            UnsupportedError: the pool can never hold prompt and new tokens; the message does the sum.
+        """
+        params = params or SamplingParams()
+        arrival = next(self._arrivals)
+        request_id = request_id if request_id is not None else f"request-{arrival}"
+        if request_id in self.requests:
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another or cancel that one")
+        ids = self.limits.checked_prompt(prompt_token_ids)
+        max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
+        self._check_fits(len(ids), max_new)
+        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_token_ids)
+        request = Request(
+            id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, sampling=SamplingState(params),
+            detokenizer=IncrementalDetokenizer(self.tokenizer, params.stop), arrival=arrival, namespace=namespace, prompt=prompt, tokens=list(ids),
+        )  # fmt: skip
+        request.sampling.observe(ids)
+        self.requests[request_id] = request
+        self.scheduler.waiting.append(request)
+        return request
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now and free all that it holds; False if it is unknown or has finished."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.CANCELLED)
+        return True
+
+    def step(self) -> list[TokenEvent]:
+        """Run one batch; returns an event per new token, and one without a token for requests that end without one.
+
+        An exception from the model leaves every request as it was before the step.
+        """
+        started = time.perf_counter()
+        events = [self._finish(r, FinishReason.LENGTH) for r in list(self.scheduler.waiting) if r.max_new_tokens == 0]
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return events
+        batch = Batch.build([self._share_of(s) for s in scheduled], self.config.page_size, self.runner.device)
+        before_model = time.perf_counter()
+        logits = self.runner.run(batch, self.pool, self.selection.backend)
+        after_model = time.perf_counter()
+        sampling = [s.request for s in scheduled if s.samples]
+        tokens = self._sample(logits, sampling) if sampling else []
+        for s in scheduled:
+            s.request.num_cached += s.count
+            self.stats.prompt_tokens += s.count if not s.request.sampled else 0
+        for request, token in zip(sampling, tokens, strict=True):
+            events.append(self._accept(request, token) if isinstance(token, SampledToken) else self._fail(request, token))
+        self.stats.steps += 1
+        self.stats.model_seconds += after_model - before_model
+        self.stats.host_seconds += before_model - started + time.perf_counter() - after_model
+        return events
+
+    def close(self) -> None:
+        """Cancel everything and give the prefix cache's pages back."""
+        for request_id in list(self.requests):
+            self.cancel(request_id)
+        if self.kv.tree is not None:
+            self.kv.tree.clear()
+
+    def _share_of(self, scheduled: Scheduled) -> BatchRequest:
+        request, start = scheduled.request, scheduled.request.num_cached
+        return BatchRequest(request.tokens[start : start + scheduled.count], request.pages, start, int(scheduled.samples))
+
+    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> list[SampledToken | NonFiniteLogitsError]:
+        """A token for each request; for rows that are not finite the error, while the others go on."""
+        try:
+            return list(sample(logits, [r.sampling for r in requests]))
+        except NonFiniteLogitsError as error:
+            bad = set(error.rows)
+            good = [i for i in range(len(requests)) if i not in bad]
+            tokens = iter(sample(logits[good], [requests[i].sampling for i in good]) if good else [])
+            return [error if i in bad else next(tokens) for i in range(len(requests))]
+
+    def _accept(self, request: Request, token: SampledToken) -> TokenEvent:
+        if not request.sampled:
+            self.stats.cached_tokens += request.cached_tokens
+            self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
+        request.tokens.append(token.token_id)
+        request.sampled.append(token)
+        request.sampling.observe([token.token_id])
+        self.stats.new_tokens += 1
+        text = request.detokenizer.append(token.token_id)
+        reason: FinishReason | None = None
+        if request.detokenizer.stopped is not None:
+            reason, request.stop_reason = FinishReason.STOP, request.detokenizer.stopped
+        elif token.token_id in request.stop_token_ids:
+            reason, request.stop_reason = FinishReason.STOP, token.token_id
+        elif len(request.sampled) >= request.max_new_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            text += self._finish(request, reason).text
+        return TokenEvent(request.id, token.token_id, text, reason, token.logprob, token.top_logprobs)
+
+    def _fail(self, request: Request, error: NonFiniteLogitsError) -> TokenEvent:
+        request.error = ValueError(
+            f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, others go on. "
+            "Check the weights, or run the model in bfloat16 or float32 if it is in float16."
+        )
+        request.error.__cause__ = error
+        return self._finish(request, FinishReason.ERROR)
+
+    def _finish(self, request: Request, reason: FinishReason) -> TokenEvent:
+        request.finish_reason = reason
+        text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
+        self.scheduler.remove(request, share=bool(request.sampled) and reason is not FinishReason.ERROR)
+        del self.requests[request.id]
+        return TokenEvent(request.id, None, text, reason)
+
+    def _check_fits(self, prompt: int, new: int) -> None:
+        # The last new token is sampled but never attended to, so that its KV needs no slot.
+        total, size = prompt + max(new - 1, 0), self.config.page_size
+        needed = -(-total // size)
+        if needed > self.kv.num_usable:
+            raise UnsupportedError(
+                f"this request can never fit: {prompt} prompt + {new} new tokens hold {total} tokens of KV = {needed} pages of {size}, but the pool has "
+                f"{self.kv.num_usable} usable pages (= {self.kv.num_usable * size} tokens). Lower max_new_tokens, shorten the prompt, or raise num_pages "
+                "or kv_memory_gib."
+            )

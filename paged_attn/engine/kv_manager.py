@@ -1,0 +1,72 @@
+"""Pages of requests: taken from the allocator, shared through the prefix cache, given back whatever happens."""
+
+from __future__ import annotations
+
+from paged_attn.attn_ops.page_allocator import PageAllocator
+from paged_attn.attn_ops.radix_cache import RadixCache
+from paged_attn.engine.request import Request
+
+
+class KVManager:
+    """Owns the allocator and the radix tree.
+
+    A request's leading `num_locked` tokens lie in pages of the tree, under its lock; its other pages are its own.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+        self.allocator = PageAllocator(num_pages, page_size)
+        self.tree = RadixCache(self.allocator) if prefix_cache else None
+        self.page_size = page_size
+
+    @property
+    def num_available(self) -> int:
+        """Pages that a request could get now: free ones and those that can be evicted."""
+        return self.allocator.num_free + (self.tree.evictable_pages if self.tree else 0)
+
+    @property
+    def num_usable(self) -> int:
+        return self.allocator.num_usable
+
+    def adopt_prefix(self, request: Request) -> None:
+        """Give a request without pages the longest cached prefix; its last token is always left to compute."""
+        if self.tree is None:
+            return
+        match = self.tree.match(request.tokens[:-1], request.namespace)
+        self.tree.lock(match.node)
+        request.lock, request.pages = match.node, list(match.pages)
+        request.num_cached = request.num_locked = match.num_tokens
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` tokens; False, and nothing changed, if the pages are not to be had."""
+        missing = self.allocator.pages_for(num_tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
+            return False
+        if self.tree is not None and missing > self.allocator.num_free:
+            self.tree.evict(missing - self.allocator.num_free)
+        request.pages += self.allocator.allocate(missing)
+        return True
+
+    def share(self, request: Request) -> None:
+        """Put the request's full pages into the tree; where the tree has the same prefix already, its page replaces ours."""
+        if self.tree is None or request.num_cached // self.page_size * self.page_size <= request.num_locked:
+            return
+        inserted = self.tree.insert(request.tokens[: request.num_cached], request.pages, request.namespace)
+        self.tree.lock(inserted.node)
+        self.tree.unlock(request.lock)
+        request.lock = inserted.node
+        request.num_locked = request.num_cached // self.page_size * self.page_size
+        for position, mine, trees in inserted.duplicates:
+            request.pages[position] = trees
+            self.allocator.free([mine])
+
+    def release(self, request: Request, *, share: bool) -> None:
+        """Take all pages from a request; with `share` its full pages stay in the tree for others. Safe to call twice."""
+        if share:
+            self.share(request)
+        self.allocator.free(request.pages[request.num_locked // self.page_size :])
+        if request.lock is not None:
+            assert self.tree is not None
+            self.tree.unlock(request.lock)
+        request.pages, request.num_cached, request.num_locked, request.lock = [], 0, 0, None

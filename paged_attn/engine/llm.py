@@ -1,0 +1,187 @@
+"""`LLM`: prompts in, completions out, over one engine."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.request import Completion, Request, TokenEvent
+from paged_attn.engine.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """Serve a Hugging Face causal LM with paged KV, prefix sharing and continuous batching.
+
+    Args:
+        model: a loaded model (any dtype; left as it was found), a directory, or a hub id.
+        tokenizer: for a loaded model, if prompts or stops are text; a path loads its own.
+        dtype, device: for a path; default: the checkpoint's dtype, on the CPU.
+        config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
+
+    Raises:
+        ValueError: the path holds no model, or a setting is unknown or out of range.
+        UnsupportedError: the model has an attention that can not be proved, or that no backend runs.
+
+    Calls may come from several threads; they share the engine's batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str | Path,
+        *,
+        tokenizer: Any = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        config: EngineConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        config = config.with_(**settings) if config else EngineConfig.from_environment(**settings)
+        if isinstance(model, nn.Module):
+            if dtype is not None or device is not None:
+                raise ValueError("dtype and device are for loading from a path; convert a loaded model yourself: model.to(device, dtype)")
+        else:
+            from paged_attn.engine.loading import load_model
+
+            model, loaded = load_model(model, dtype, device)
+            tokenizer = tokenizer if tokenizer is not None else loaded
+        self.tokenizer = tokenizer
+        self.engine = Engine(model, tokenizer, config)
+        self._lock = threading.RLock()
+        self._inboxes: dict[str, deque[TokenEvent]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: Any = None,
+    ) -> list[Completion]:
+        """Complete all prompts in one continuous batch; results in the order of the prompts.
+
+        Args:
+            prompts: texts or lists of token ids, mixed as you like; one alone counts as a list of one.
+            params: for all prompts, or one for each.
+
+        Raises:
+            ValueError, UnsupportedError: a prompt that `Engine.add_request` refuses (then none of them runs), or logits that are not
+                finite (then the others of this call are cancelled).
+        """
+        requests = self._add(prompts, params, namespace)
+        try:
+            while any(r.finish_reason is None for r in requests):
+                self._step()
+                self._raise_errors(requests)
+        finally:
+            self._drop(requests)
+        return [Completion.of(request) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: Any = None,
+    ) -> Iterator[TokenEvent]:
+        """Yield a TokenEvent for every new token as it comes; its `index` tells the prompt. Closing the iterator cancels the rest.
+
+        Prompts are checked and queued at the call, not at the first `next`.
+        """
+        requests = self._add(prompts, params, namespace)
+        return self._events(requests)
+
+    def close(self) -> None:
+        """Cancel what runs and free the KV pages; the object can be used again."""
+        with self._lock:
+            self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _events(self, requests: list[Request]) -> Iterator[TokenEvent]:
+        index = {request.id: i for i, request in enumerate(requests)}
+        try:
+            while True:
+                for request in requests:
+                    inbox = self._inboxes[request.id]
+                    while inbox:
+                        event = inbox.popleft()
+                        yield TokenEvent(**{**vars(event), "index": index[request.id]})
+                self._raise_errors(requests)
+                if all(r.finish_reason is not None for r in requests):
+                    return
+                self._step()
+        finally:
+            self._drop(requests)
+
+    def _add(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        namespace: Any,
+    ) -> list[Request]:
+        listed = _as_list(prompts)
+        chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        if len(chosen) != len(listed):
+            raise ValueError(f"{len(chosen)} SamplingParams for {len(listed)} prompts; give one for all or one for each")
+        for each in chosen:
+            if not isinstance(each, SamplingParams):
+                raise TypeError(f"params holds {each!r}; allowed are SamplingParams")
+            if each.stop and self.tokenizer is None:
+                raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
+        ids = [self._token_ids(prompt) for prompt in listed]
+        requests: list[Request] = []
+        with self._lock:
+            try:
+                for prompt, tokens, each in zip(listed, ids, chosen, strict=True):
+                    text = prompt if isinstance(prompt, str) else None
+                    requests.append(self.engine.add_request(tokens, each, namespace=namespace, prompt=text))
+            except ValueError as error:
+                self._drop(requests)
+                error.add_note(f"(prompt {len(requests)} of {len(listed)})")
+                raise
+            self._inboxes.update({request.id: deque() for request in requests})
+        return requests
+
+    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise ValueError("a prompt is text, but there is no tokenizer; give LLM(model, tokenizer=...) or lists of token ids")
+        return self.tokenizer(prompt).input_ids  # type: ignore[no-any-return]
+
+    def _step(self) -> None:
+        with self._lock:
+            for event in self.engine.step():
+                if event.request_id in self._inboxes:
+                    self._inboxes[event.request_id].append(event)
+
+    def _drop(self, requests: list[Request]) -> None:
+        with self._lock:
+            for request in requests:
+                self.engine.cancel(request.id)
+                self._inboxes.pop(request.id, None)
+
+    @staticmethod
+    def _raise_errors(requests: list[Request]) -> None:
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

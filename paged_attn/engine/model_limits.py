@@ -1,0 +1,86 @@
+"""What a model accepts: vocabulary, positions, end tokens; and how many KV pages fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv_pool import page_elements
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.engine.config import EngineConfig
+
+CPU_KV_GIB = 0.25
+GPU_KV_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """Limits that the model's own config states; None where it states none."""
+
+    vocab_size: int | None
+    max_positions: int | None
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelLimits:
+        config: Any = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        vocab = getattr(embeddings, "num_embeddings", None) or getattr(text, "vocab_size", None)
+        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        eos = eos if eos is not None else getattr(text, "eos_token_id", None)
+        ids = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+        return cls(vocab, getattr(text, "max_position_embeddings", None), frozenset(int(i) for i in ids))
+
+    def checked_prompt(self, ids: Sequence[int]) -> list[int]:
+        """The prompt as a list of ints.
+
+        Raises:
+            ValueError: it is empty, holds something else than token ids of this model, or is longer than its positions.
+        """
+        prompt = [int(i) for i in ids]
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one token (for a fresh start, the model's BOS or end-of-text token)")
+        if self.vocab_size is not None:
+            for position, token in enumerate(prompt):
+                if not 0 <= token < self.vocab_size:
+                    raise ValueError(
+                        f"token id {token} at position {position} of the prompt is out of range; this model has ids 0 to {self.vocab_size - 1}"
+                    )
+        if self.max_positions is not None and len(prompt) > self.max_positions:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, but the model has {self.max_positions} positions; shorten it by {len(prompt) - self.max_positions}"
+            )
+        return prompt
+
+    def allowed_new_tokens(self, prompt: int, wanted: int) -> int:
+        """`wanted`, cut so that no token lies past the model's positions (such a request ends with "length")."""
+        return wanted if self.max_positions is None else max(min(wanted, self.max_positions - prompt + 1), 0)
+
+
+def pool_pages(config: EngineConfig, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device) -> int:
+    """Pages of the pool, page 0 included: as configured, or as many as the memory setting holds.
+
+    Raises:
+        UnsupportedError: fewer than two fit; the message does the sum.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    page_bytes = page_elements(layers, config.page_size) * dtype.itemsize
+    if config.kv_memory_gib is not None:
+        budget = config.kv_memory_gib * 2**30
+    elif device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0] * GPU_KV_SHARE
+    else:
+        budget = CPU_KV_GIB * 2**30
+    pages = int(budget // page_bytes)
+    if pages < 2:
+        raise UnsupportedError(
+            f"{budget / 2**20:.1f} MiB for KV holds {pages} pages of {page_bytes / 2**20:.2f} MiB; at least 2 are needed. Raise kv_memory_gib or lower page_size."
+        )
+    return pages

@@ -1,0 +1,117 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from paged_attn.engine.detokenizer import IncrementalDetokenizer
+from paged_attn.engine.sampler import SampledToken, SamplingState
+from paged_attn.engine.sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(eq=False)
+class Request:
+    """Tokens, pages and sampling state of one request.
+
+    Attributes:
+        tokens: prompt and generated ids.
+        max_new_tokens: of the params, cut to the model's positions.
+        pages: pages that hold the KV of the first `num_cached` tokens, in order (and maybe room for more).
+        num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
+        cached_tokens: prompt tokens that came from the prefix cache at admission.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    max_new_tokens: int
+    sampling: SamplingState
+    detokenizer: IncrementalDetokenizer
+    arrival: int
+    namespace: Hashable = None
+    prompt: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    num_locked: int = 0
+    lock: Any = None
+    cached_tokens: int = 0
+    sampled: list[SampledToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed, at least 1 while the request runs."""
+        return len(self.tokens) - self.num_cached
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_token_ids) :]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token of one request: what a step returns and `LLM.stream` yields.
+
+    Attributes:
+        index: of the prompt in the call to `stream`; -1 from `Engine.step`.
+        token_id: None in the last event of a request that ended without a new token.
+        text: the text that this token released; text that may still change is held back.
+        logprob, top_logprobs: as asked for by SamplingParams.logprobs.
+        finish_reason: None until the last event.
+    """
+
+    request_id: str
+    token_id: int | None
+    text: str
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one prompt.
+
+    Attributes:
+        token_ids: the new ids, a stop token included.
+        text: their text, without special tokens, cut before a stop string.
+        finish_reason: "stop", "length" or "cancelled".
+        stop_reason: the stop token id or stop string, where there was one.
+        logprobs: per new token a dict from token id to log-probability, the sampled one included; None unless asked for.
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None
+    cached_tokens: int
+
+    @classmethod
+    def of(cls, request: Request) -> Completion:
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = [{**dict(s.top_logprobs or ()), s.token_id: s.logprob} for s in request.sampled if s.logprob is not None]
+        return cls(
+            request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
+            str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens,
+        )  # fmt: skip

@@ -1,0 +1,30 @@
+"""Numbers of the model that Dynamo made symbolic become constants again, each with a guard.
+
+Before: s = placeholder (a module's float or int, after two models in one process differed in it); F.sdpa(..., scale=s)
+After:  F.sdpa(..., scale=0.25), and a guard that recompiles if the module's number changes
+Token counts stay symbolic: they belong to the call.
+"""
+
+from __future__ import annotations
+
+from torch import SymFloat, SymInt, fx
+
+from paged_attn.passes.graph_tools import source_name, value_of
+
+
+def specialise_numbers(original: fx.Graph, copied: fx.Graph) -> int:
+    """Rewrite `copied` in place (its placeholders' sources are read off `original`); returns how many nodes became constants."""
+    count = 0
+    for old, new in zip(original.nodes, list(copied.nodes), strict=True):
+        value = value_of(old)
+        if isinstance(value, SymFloat):
+            constant: float | int = float(value)  # converting installs the guard
+        elif isinstance(value, SymInt) and old.op == "placeholder" and source_name(old).startswith(("L['self']", "L['model']")):
+            constant = int(value)
+        else:
+            continue
+        for user in list(new.users):
+            user.args = fx.map_arg(user.args, lambda n, new=new, c=constant: c if n is new else n)
+            user.kwargs = fx.map_arg(user.kwargs, lambda n, new=new, c=constant: c if n is new else n)
+        count += 1
+    return count
