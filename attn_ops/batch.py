@@ -80,7 +80,8 @@ class Batch:
         """Lay the requests out in order.
 
         Raises:
-            ValueError: a request without tokens, with too few pages, with page 0, or that wants more logits than it has tokens.
+            ValueError: a request without tokens, with too few pages, with page 0, with a negative `num_cached`, or that wants more
+                logits than it has tokens.
         """
         ids: list[int] = []
         positions: list[int] = []
@@ -116,7 +117,7 @@ class Batch:
             input_ids=on_device(ids + padding, torch.int64),
             positions=on_device(positions + padding, torch.int64),
             slots=on_device(slots + padding, torch.int64),
-            page_table=on_device(table, torch.int32).reshape(len(requests), -1),
+            page_table=on_device(table, torch.int32).reshape(len(requests), width),
             seq_lens=on_device(seq_lens, torch.int32),
             query_lens=on_device(query_lens, torch.int32),
             query_start=on_device(starts, torch.int32),
@@ -149,6 +150,8 @@ def _mode(requests: Sequence[BatchRequest]) -> ForwardMode:
 
 def _check(index: int, request: BatchRequest, page_size: int) -> None:
     count = len(request.tokens)
+    if request.num_cached < 0:
+        raise ValueError(f"request {index} has num_cached={request.num_cached}; allowed are 0 and above")
     need = -(-(request.num_cached + count) // page_size)
     if count < 1:
         raise ValueError(f"request {index} of the batch has no new token; leave it out of this step")
@@ -157,7 +160,7 @@ def _check(index: int, request: BatchRequest, page_size: int) -> None:
             f"request {index} has {len(request.pages)} pages of {page_size} tokens, but {request.num_cached} cached + "
             f"{count} new tokens need {need}; allocate {need - len(request.pages)} more"
         )
-    if 0 in request.pages[:need]:
-        raise ValueError(f"request {index} lists page 0, which is reserved for padding; take pages from a PageAllocator")
+    if (lowest := min(request.pages[:need])) < 1:
+        raise ValueError(f"request {index} lists page {lowest}; page 0 is reserved for padding, so take pages from a PageAllocator")
     if not 0 <= request.num_logits <= count:
         raise ValueError(f"request {index} wants {request.num_logits} logits of {count} new tokens; allowed are 0 to {count}")

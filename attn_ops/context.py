@@ -39,7 +39,8 @@ class ForwardContext:
     def __init__(self, batch: Batch, pool: KVPool, backend: Backend) -> None:
         if batch.page_size != pool.page_size:
             raise ContextError(
-                f"the batch has pages of {batch.page_size} tokens, the pool of {pool.page_size}; build the batch with page_size={pool.page_size}"
+                f"the batch has pages of {batch.page_size} tokens, the pool of {pool.page_size}; "
+                f"build the batch with page_size={pool.page_size}"
             )
         self.batch, self.pool, self.backend = batch, pool, backend
         self.plan: Any = None
@@ -64,6 +65,8 @@ class ForwardContext:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         stack = _stack()
         if not stack or stack[-1] is not self:
+            if self in stack:  # its block is over: nothing of it may stay active
+                del stack[stack.index(self) :]
             raise ContextError("forward contexts must be left in the reverse order and in the thread in which they were entered")
         stack.pop()
         self.plan = None
@@ -72,7 +75,8 @@ class ForwardContext:
 def _stack() -> list[ForwardContext]:
     if not hasattr(_active, "stack"):
         _active.stack = []
-    return _active.stack
+    stack: list[ForwardContext] = _active.stack
+    return stack
 
 
 def current_context() -> ForwardContext | None:

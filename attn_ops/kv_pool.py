@@ -22,7 +22,7 @@ class KVPool:
         dtype: KV element type; the model's by default choice of the caller.
 
     Raises:
-        ValueError: fewer than two pages, a page size below 1, or no layers.
+        ValueError: fewer than two pages, a page size below 1, no layers, or a layer that shares KV it can not read.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class KVPool:
         offset = 0
         for index, spec in enumerate(self.layers):
             if spec.kv_layer != index:
+                _check_shared(self.layers, index)
                 self._keys.append(self._keys[spec.kv_layer])
                 self._values.append(self._values[spec.kv_layer])
                 continue
@@ -81,3 +82,13 @@ def page_elements(layers: Sequence[AttentionSpec], page_size: int) -> int:
     """Elements in one page over all layers that own KV."""
     owners = (spec for index, spec in enumerate(layers) if spec.kv_layer == index)
     return sum(page_size * s.num_kv_heads * (s.qk_head_dim + s.v_head_dim) for s in owners)
+
+
+def _check_shared(layers: Sequence[AttentionSpec], index: int) -> None:
+    spec, where = layers[index], f"layer {index}" + (f" ({layers[index].module})" if layers[index].module else "")
+    if not 0 <= spec.kv_layer < index:
+        raise ValueError(f"{where} reads the KV of layer {spec.kv_layer}; allowed are its own id and those of earlier layers")
+    owner = layers[spec.kv_layer]
+    mine, theirs = ((s.num_kv_heads, s.qk_head_dim, s.v_head_dim) for s in (spec, owner))
+    if mine != theirs:
+        raise ValueError(f"{where} expects KV heads, qk and v dims {mine}, but layer {spec.kv_layer}, whose KV it reads, has {theirs}")

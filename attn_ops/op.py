@@ -41,7 +41,8 @@ def _run(
     context = current_context()
     if context is None:
         raise ContextError(
-            "unified_attention_with_output was called outside any forward context; wrap the call in `with paged_attn.forward_context(batch, pool):`"
+            "unified_attention_with_output was called outside any forward context; "
+            "wrap the call in `with paged_attn.forward_context(batch, pool):`"
         )
     if q_rope is not None or k_rope is not None or positions is not None:
         raise UnsupportedError("q_rope, k_rope and positions are reserved for fused rotary embedding; no backend takes them yet")

@@ -28,7 +28,7 @@ class AttentionBackend(ABC):
     def plan(self, batch: Batch, pool: KVPool) -> Any:
         """Host work, once per step and never per layer."""
 
-    def plan_in_graph(self, plan: Any) -> None:
+    def plan_in_graph(self, plan: Any) -> None:  # noqa: B027 (a hook)
         """Device work of static shape that a captured graph may hold; nothing by default."""
 
     def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:

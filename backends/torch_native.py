@@ -178,7 +178,11 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
         end = plan.batch.seq_lens_host[request]
         position = torch.arange(end - plan.batch.query_lens_host[request], end, device=device)[:, None]
         seen = torch.arange(end, device=device)
-        visible = (seen >= _first_visible(position, spec)) & ((seen <= position) if spec.causal else (seen >= 0))
+        visible = seen >= _first_visible(position, spec)
+        if spec.causal:
+            visible = visible & (seen <= position)
+        elif spec.chunk is not None:
+            visible = visible & (seen < (position // spec.chunk + 1) * spec.chunk)
         pages = plan.batch.page_table[request].to(torch.int64)[seen // plan.batch.page_size]
         cached = plan.extend[key] = Gather(pages, seen % plan.batch.page_size, visible, seen - position)
     return cached
@@ -194,21 +198,25 @@ def _attend(
     sinks: Tensor | None,
     want_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """query [R, Q, q_heads, dim], keys and values [R, K, kv_heads, dim], visible and distance [R, 1, Q, K] -> [R, Q, q_heads, dim], lse [R, Q, q_heads]."""
+    """query [R, Q, q_heads, dim], keys and values [R, K, kv_heads, dim], visible and distance [R, 1, Q, K].
+
+    Returns the output [R, Q, q_heads, dim] and, where wanted or made on the way, the log-sum-exp [R, Q, q_heads].
+    """
     q, k, v = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
     if spec.softcap is None and spec.alibi_slopes is None and sinks is None and not want_lse:
         result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=spec.group_size > 1)
         return result.transpose(1, 2), result
     k, v = (t.repeat_interleave(spec.group_size, dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)).float() * spec.scale
+    wide = torch.promote_types(q.dtype, torch.float32)  # in float16, q.k may overflow before the scale
+    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.alibi_slopes is not None:
         scores = scores + scores.new_tensor(spec.alibi_slopes)[:, None, None] * distance
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
-        column = sinks.float()[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
+        column = sinks.to(wide)[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, column], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None])[..., : keys.shape[1]]
-    return (weights.to(v.dtype) @ v).transpose(1, 2), lse.transpose(1, 2)
+    return (weights.to(v.dtype) @ v).transpose(1, 2), lse.float().transpose(1, 2)

@@ -43,20 +43,11 @@ class _PieceCompiler(fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().call_module(target, args, kwargs)
-        if target in self.pieces and _computes(self.submodules[str(target)]):
-            compiled = torch._inductor.standalone_compile(  # type: ignore[attr-defined]
-                self.submodules[str(target)], list(args), dynamic_shapes="from_tracing_context", options={}
-            )
+        piece = getattr(self.module, str(target))
+        if target in self.pieces and isinstance(piece, fx.GraphModule) and _computes(piece):
+            compiled = torch._inductor.standalone_compile(piece, list(args), dynamic_shapes="from_tracing_context", options={})
             setattr(self.module, str(target), _Compiled(compiled, isinstance(output, tuple)))
         return output
-
-    @property
-    def submodules(self) -> dict[str, torch.nn.Module]:  # type: ignore[override]
-        return dict(self.module.named_children())
-
-    @submodules.setter
-    def submodules(self, value: Any) -> None:
-        """`fx.Interpreter` assigns this; ours is always read from the module, which changes as pieces are compiled."""
 
 
 class _Compiled(torch.nn.Module):
@@ -69,8 +60,8 @@ class _Compiled(torch.nn.Module):
         return result if self.returns_tuple or not isinstance(result, (tuple, list)) else result[0]
 
 
-def _computes(piece: torch.nn.Module) -> bool:
-    return isinstance(piece, fx.GraphModule) and any(node.op.startswith("call_") for node in piece.graph.nodes)
+def _computes(piece: fx.GraphModule) -> bool:
+    return any(node.op.startswith("call_") for node in piece.graph.nodes)
 
 
 def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
@@ -85,6 +76,6 @@ def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]
             result.append(node.meta["example_value"] if "example_value" in node.meta else value)
             continue
         symbolic = context.tensor_to_context.get(value)
-        source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
+        source = symbolic.tensor_source if symbolic is not None else None
         result.append(mode.from_tensor(value, symbolic_context=symbolic, source=source))
     return result

@@ -24,10 +24,11 @@ _EXPORTS = {
     "UnsupportedError": "attn_ops.errors",
     "current_context": "attn_ops.context",
     "forward_context": "forward",
-    "attention_layers": "explain",
-    "explain": "explain",
+    "attention_layers": "inspection",
+    "explain": "inspection",
     "patch": "hf_patch",
     "EngineConfig": "engine.config",
+    "Completion": "engine.request",
     "LLM": "engine.llm",
     "SamplingParams": "engine.sampling_params",
 }

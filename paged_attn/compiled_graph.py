@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -20,6 +21,7 @@ from paged_attn.passes.runner import Rewrite, rewrite
 from paged_attn.self_check import self_check
 
 logger = logging.getLogger("paged_attn")
+_recording = threading.local()
 
 
 class CompiledGraph:
@@ -59,6 +61,9 @@ class CompiledGraph:
         return self.rewrite.specs
 
     def __call__(self, *args: Any) -> Any:
+        recorded = getattr(_recording, "graphs", None)
+        if recorded is not None:
+            recorded.append(self)
         context = current_context()
         if context is None:
             return self.original.forward(*args)
@@ -94,6 +99,20 @@ class CompiledGraph:
         if context.pool.layers is not self._accepted:
             _check_layers(self.specs, context.pool.layers)
             self._accepted = context.pool.layers
+
+
+@contextmanager
+def recorded_graphs() -> Iterator[list[CompiledGraph]]:
+    """The graphs that this thread calls inside the block, in order.
+
+    Dynamo runs one graph for all models of one class and configuration, whichever of them it was compiled for.
+    """
+    outer, graphs = getattr(_recording, "graphs", None), list[CompiledGraph]()
+    _recording.graphs = graphs
+    try:
+        yield graphs
+    finally:
+        _recording.graphs = outer
 
 
 def _wants_inductor(options: CompileOptions, example_inputs: Sequence[Any]) -> bool:

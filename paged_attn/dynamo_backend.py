@@ -51,6 +51,13 @@ def graphs_of(model: nn.Module) -> list[CompiledGraph]:
         return list(_graphs.get(getattr(model, "_orig_mod", model), ()))
 
 
+def add_graphs(model: nn.Module, graphs: Sequence[CompiledGraph]) -> None:
+    """Count graphs as this model's: Dynamo runs them for it, though it compiled some for another model of the same configuration."""
+    with _graphs_lock:
+        known = _graphs.setdefault(model, [])
+        known.extend(graph for graph in dict.fromkeys(graphs) if graph not in known)
+
+
 def model_being_compiled() -> nn.Module | None:
     """The module whose forward Dynamo is compiling now, or None if it compiles a plain function."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

@@ -44,6 +44,9 @@ def find_call_form(graph: fx.Graph) -> CallForm:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     named = {input_name(node): node for node in placeholders if isinstance(value_of(node), Tensor) and not is_owned(node)}
     ids = next((named[name] for name in ("input_ids", "inputs_embeds") if name in named), None)
+    if ids is None:  # a positional call: the only table of token ids, if there is just one
+        tables = [node for node in named.values() if value_of(node).dim() == 2 and not value_of(node).dtype.is_floating_point]
+        ids = tables[0] if len(tables) == 1 else None
     if ids is None:
         return CallForm(0, {n: _role(n, None, None) for n in placeholders}, "the call has no input_ids")
     batch, length = value_of(ids).shape[:2] if value_of(ids).dim() >= 2 else (None, value_of(ids).shape[0])
@@ -56,14 +59,17 @@ def find_call_form(graph: fx.Graph) -> CallForm:
 def _reason(batch: Any, tokens: Any, named: dict[str, fx.Node], roles: dict[fx.Node, str]) -> str:
     if "inputs_embeds" in named and "input_ids" not in named:
         return "the call passes inputs_embeds; a paged batch has input_ids [1, T]"
+    extra = sorted(role.removeprefix("call:") for role in roles.values() if role.startswith("call:"))
+    if any(".size()" not in name for name in extra):
+        return f"the call passes {', '.join(extra)}, which a paged batch does not have; pass batch.model_inputs() only"
     if batch is None or symbol(batch) != 1:
         return f"the call has input_ids of batch size {batch}; a paged batch is one row, [1, T]"
+    if extra:
+        return f"the call has the sizes {', '.join(extra)} besides the number of tokens"
     if isinstance(tokens, int):
         return f"the call was traced with a fixed length of {tokens} tokens; pass batch.model_inputs(), which marks T as dynamic"
     if "position_ids" not in named:
         return "the graph has no position_ids input, so that it would count positions across requests; pass position_ids"
-    if extra := sorted(role.removeprefix("call:") for role in roles.values() if role.startswith("call:")):
-        return f"the call passes {', '.join(extra)}, which a paged batch does not have; pass batch.model_inputs() only"
     upper = _upper_bound(value_of(named["input_ids"]).shape[1])
     if upper is not None:
         return f"the trace holds only for up to {upper} tokens"

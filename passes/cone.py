@@ -6,22 +6,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from paged_attn.passes.graph_tools import in_graph_order, writes_in_place, written_values
 
 MAX_NODES = 4000
 
 
-def ancestors(node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
-    """Every node that `node` is made from, itself included, in graph order; in-place writes to any of them before it as well.
+def ancestors(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+    """Every node that `node` is made from, itself included, in graph order, with the in-place writes to any of them before `user`.
 
-    Nodes in `stop` are included but not looked behind.
+    `user` is where the value is needed: a mask may be filled in place after it was made. Nodes in `stop` are included but not
+    looked behind.
     """
     order = {other: index for index, other in enumerate(node.graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
     for other in node.graph.nodes:
-        for value in written_values(other) if order[other] < order[node] and writes_in_place(other) else ():
+        for value in written_values(other) if order[other] < order[user] and writes_in_place(other) else ():
             writers.setdefault(value, []).append(other)
     found, pending = {node}, [node]
     while pending:
@@ -44,7 +45,8 @@ def evaluate(
     Raises:
         KeyError: a placeholder that is not in `given`.
     """
-    values = dict(given)
+    written = {value for node in nodes if writes_in_place(node) for value in written_values(node)}
+    values = {n: v.clone() if n in written and isinstance(v, Tensor) else v for n, v in given.items()}  # the model's own stay as they are
 
     def look_up(argument: fx.Node) -> Any:
         return values[argument]

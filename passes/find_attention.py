@@ -47,4 +47,4 @@ def _looks_like_attention(node: fx.Node, form: CallForm) -> bool:
     shape = shape_of(node)
     tokens = form.num_tokens
     wide = symbol(shape[-1])
-    return len(shape) >= 3 and symbol(shape[-2]) == tokens and not isinstance(wide, int) and tokens in wide.free_symbols
+    return len(shape) >= 2 and symbol(shape[-2]) == tokens and not isinstance(wide, int) and tokens in wide.free_symbols

@@ -41,6 +41,8 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
         raise CallNotPaged(
             f"{where}: {shapes[0][2]} queries attend to {shapes[1][2]} keys, so the call brings a cache or another sequence of its own"
         )
+    if not form.reason and any(symbol(shape[0]) != 1 for shape in shapes):
+        raise UnsupportedError(f"{where}: q, k, v have shapes {[list(s) for s in shapes]}; known is one row, [1, heads, tokens, dim]")
     if not form.reason and lengths[0] != form.num_tokens:
         raise UnsupportedError(f"{where}: it attends over {shapes[0][2]} positions, not over the {form.num_tokens} tokens of the call")
     scale = given.get("scale")

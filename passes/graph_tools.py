@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import SymInt, fx
+from torch import SymFloat, SymInt, fx
 
 _INPLACE_FUNCTIONS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -19,6 +19,8 @@ _VIEWS = {
     "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "select", "narrow", "slice",
     "chunk", "split", "unbind", "t", "contiguous", "to", "float", "detach", "diagonal", "swapaxes", "movedim", "view_as", "expand_as",
     "unfold", "split_with_sizes", "type", "type_as", "half", "bfloat16", "double", "tensor_split", "as_strided", "broadcast_to", "alias",
+    "ravel", "swapdims", "moveaxis", "reshape_as", "hsplit", "vsplit", "dsplit", "unsafe_split", "unsafe_chunk", "view_as_real",
+    "view_as_complex", "real", "imag", "adjoint", "positive", "bool", "int", "long", "cpu", "cuda",
 }  # fmt: skip
 
 
@@ -117,7 +119,13 @@ def shape_of(node: fx.Node) -> tuple[Any, ...]:
 
 def symbol(size: Any) -> Any:
     """The sympy expression of a symbolic size, or the int itself; comparing these installs no guard."""
-    return size.node.expr if isinstance(size, SymInt) else size
+    expression = size.node.expr if isinstance(size, SymInt) else size
+    return int(expression) if getattr(expression, "is_Integer", False) else expression
+
+
+def as_traced(value: Any) -> Any:
+    """A symbolic number as it was in the traced call, anything else as it is; reading it so installs no guard."""
+    return value.node.hint if isinstance(value, (SymInt, SymFloat)) else value
 
 
 def depends_on(size: Any, token_symbol: Any) -> bool:

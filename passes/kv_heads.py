@@ -3,7 +3,7 @@
 Before: k [1, kv_heads, T, dim] -> expand / reshape / repeat_interleave / broadcast_to ... -> [1, q_heads, T, dim] -> attention
 After:  the node before the repetition, and how its dims become [T, kv_heads, dim].
 Proved, not matched: the chain of shape operations is evaluated on a tensor of distinct numbers.
-Declines: anything in the chain that computes; then the keys stay as attention receives them.
+Declines: anything in the chain that computes or is written in place; then the keys stay as attention receives them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.cone import evaluate
-from paged_attn.passes.graph_tools import depends_on, shape_of, symbol, value_of
+from paged_attn.passes.graph_tools import depends_on, shape_of, symbol, value_of, writes_in_place, written_values
 
 _SHAPE_METHODS = {"expand", "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "transpose", "permute", "contiguous", "repeat",
                   "repeat_interleave", "broadcast_to", "expand_as", "swapaxes", "clone", "movedim"}  # fmt: skip
@@ -45,15 +45,28 @@ def as_received(node: fx.Node, num_heads: int) -> KVSource:
     return KVSource(node, (0,), (1, 0, 2), num_heads, heads // num_heads)
 
 
-def kv_source(repeated: fx.Node, form: CallForm) -> KVSource:
-    """The fewest-headed ancestor from which `repeated` [1, heads, T, dim] is made by shape operations and head repetition alone."""
+def kv_source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource:
+    """The fewest-headed ancestor from which `repeated` [1, heads, T, dim] is made by shape operations and head repetition alone.
+
+    `user` is the attention: nothing may be written in place on the way to it.
+    """
     heads = int(shape_of(repeated)[1])
     best = as_received(repeated, heads)
     for ancestor, chain in _shape_ancestors(repeated):
         source = _proved_source(ancestor, chain, repeated, form)
-        if source is not None and source.num_heads < best.num_heads:
+        if source is not None and source.num_heads < best.num_heads and not _is_written({ancestor, *chain}, chain[0], user):
             best = source
     return best
+
+
+def _is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
+    """Whether an in-place operation between the nodes `start` and `end` changes one of `values`."""
+    node = start
+    while node is not end:
+        if writes_in_place(node) and values & written_values(node):
+            return True
+        node = node.next
+    return False
 
 
 def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +12,13 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.call_form import CallForm, CallNotPaged
 from paged_attn.passes.cone import MAX_NODES, ancestors, evaluate
-from paged_attn.passes.mask_family import BoolMatrix
+from paged_attn.passes.graph_tools import as_traced
+from paged_attn.passes.mask_family import BoolMatrix, draw
+from paged_attn.passes.mask_numbers import hidden_numbers, scaled_number, scaled_numbers
 
-LARGEST_SHOWN = 20  # a literal up to this size shows on the probes as it is
+SMALLEST_TABLE = 83  # the longest probe
 # Two ways to scale the large literals (a 4,096 window, an 8,192 chunk) down: what a mask does must follow both.
 SCALES: tuple[tuple[int, ...], ...] = ((7, 13, 18, 23), (10, 16, 21, 27))
-_SCALED = {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.lt, operator.le, operator.gt,
-           operator.ge, operator.eq, operator.ne, torch.add, torch.sub, torch.mul, torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne,
-           torch.floor_divide, torch.div, torch.remainder, torch.tril, torch.triu, torch.clamp, torch.where}  # fmt: skip
-_SCALED_METHODS = {"add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne", "floor_divide", "div", "remainder", "tril", "triu", "clamp", "where",
-                   "__floordiv__", "__mod__", "masked_fill", "fill_diagonal_"}  # fmt: skip
 
 
 class MaskProbe:
@@ -30,12 +26,13 @@ class MaskProbe:
 
     Args:
         mask: the node given to an attention as its mask.
+        user: that attention; until it, the mask may be written in place.
         values: the real tensor (or number) behind each placeholder.
     """
 
-    def __init__(self, mask: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str) -> None:
+    def __init__(self, mask: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str) -> None:
         self.mask, self.form, self.values, self.where = mask, form, values, where
-        self.nodes = ancestors(mask)
+        self.nodes = ancestors(mask, user)
         if len(self.nodes) > MAX_NODES:
             raise UnsupportedError(
                 f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
@@ -44,10 +41,13 @@ class MaskProbe:
             role = form.roles.get(node, "")
             if role.startswith("call:"):
                 raise CallNotPaged(f"the mask of {where} is made from {role.removeprefix('call:')}, which belongs to this call")
-        self.literals = self._large_literals()
-        owned = [values[n] for n in self.nodes if form.roles.get(n) == "owned"]
+        self.literals = scaled_numbers(self.nodes)
+        owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned"}
+        self.hidden = hidden_numbers(self.nodes, owned)
         # A mask that is read from a stored table (or multiplies weights) shows itself only over that table's length.
-        self.table_length = max((min(v.shape[-1], 4096) for v in owned if v.dim() >= 2 and v.shape[-1] == v.shape[-2]), default=0)
+        self.table_length = max((min(v.shape[-1], 4096) for v in owned.values() if v.dim() >= 2 and v.shape[-1] == v.shape[-2]), default=0)
+        if 0 < self.table_length < SMALLEST_TABLE:
+            raise UnsupportedError(f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}")
 
     def images(self, scale: Sequence[int]) -> dict[int, int]:
         """What each large literal becomes under a scale; literals within 2 of each other keep their difference."""
@@ -75,22 +75,16 @@ class MaskProbe:
         given = {node: self._given(node, lengths, generator) for node in self.nodes if node.op == "placeholder"}
 
         def constant(node: fx.Node, value: Any) -> Any:
-            if type(value) is int and abs(value) in images and _is_scaled(node):
-                return images[abs(value)] if value > 0 else -images[abs(value)]
-            return value
+            image = images.get(scaled_number(node, value))  # type: ignore[arg-type]
+            return value if image is None else type(value)(image if value > 0 else -image)
 
         return as_visibility(evaluate(self.nodes, given, self.mask, constant), total, self.where)
 
     def evaluate_as_called(self) -> Tensor:
         """The mask of the very call that was traced, on its own inputs."""
-        given = {node: self.values[node] for node in self.nodes if node.op == "placeholder"}
+        given = {node: as_traced(self.values[node]) for node in self.nodes if node.op == "placeholder"}
         result: Tensor = evaluate(self.nodes, given, self.mask)
         return result
-
-    def called_length(self) -> int:
-        """The number of tokens of the call that was traced."""
-        tokens = self.form.num_tokens
-        return int(next((self.values[n] for n, role in self.form.roles.items() if role == "tokens"), tokens))
 
     def _given(self, node: fx.Node, lengths: Sequence[int], generator: torch.Generator) -> Any:
         role, total, value = self.form.roles[node], sum(lengths), self.values[node]
@@ -102,15 +96,6 @@ class MaskProbe:
             return torch.randint(0, 16, (1, total), generator=generator).to(value.device, value.dtype)
         return value
 
-    def _large_literals(self) -> list[int]:
-        found = {abs(value) for node in self.nodes if _is_scaled(node) for value in (*node.args, *node.kwargs.values())
-                 if type(value) is int and LARGEST_SHOWN < abs(value) < 1 << 40}  # fmt: skip
-        return sorted(found)
-
-
-def _is_scaled(node: fx.Node) -> bool:
-    return (node.op == "call_function" and node.target in _SCALED) or (node.op == "call_method" and node.target in _SCALED_METHODS)
-
 
 def as_visibility(mask: Tensor, total: int, where: str) -> BoolMatrix:
     """A boolean or additive mask broadcast to [B, H, T, T] as one [T, T] of what is visible.
@@ -118,20 +103,28 @@ def as_visibility(mask: Tensor, total: int, where: str) -> BoolMatrix:
     Raises:
         UnsupportedError: see `MaskProbe.run`.
     """
+    if mask.dim() > 4 or any(size not in (1, total) for size in mask.shape[-2:]):
+        raise UnsupportedError(
+            f"{where}: its mask has shape {list(mask.shape)}; known are masks that broadcast to [batch, heads, {total}, {total}]"
+        )
     if mask.dtype != torch.bool:
         finite = mask.float()
         hidden = finite <= -1e4
         if not ((finite == 0) | hidden).all():
             raise UnsupportedError(
                 f"{where}: its additive mask holds values besides 0 and -inf (from {finite[~hidden].min():g} to {finite[~hidden].max():g}): a bias "
-                "that no rule of paged_attn recognises yet"
+                f"that no rule of paged_attn recognises yet. What it leaves visible (query = line, key = column):\n{_drawn(~hidden, total)}"
             )
         mask = ~hidden
-    if mask.dim() > 4 or any(size not in (1, total) for size in mask.shape[-2:]):
-        raise UnsupportedError(
-            f"{where}: its mask has shape {list(mask.shape)}; known are masks that broadcast to [batch, heads, {total}, {total}]"
-        )
     mask = mask.expand(*mask.shape[:-2], total, total).reshape(-1, total, total)
     if not (mask == mask[:1]).all():
-        raise UnsupportedError(f"{where}: its mask differs between heads or batch rows; known are masks that all heads share")
+        other = int((mask != mask[:1]).flatten(1).any(1).nonzero()[0])
+        raise UnsupportedError(
+            f"{where}: its mask differs between heads or batch rows; known are masks that all heads share. Head 0 (query = line, "
+            f"key = column):\n{_drawn(mask[0], total)}\nand head {other}:\n{_drawn(mask[other], total)}"
+        )
     return np.asarray(mask[0].cpu().numpy())
+
+
+def _drawn(visible: Tensor, total: int) -> str:
+    return draw(visible.expand(*visible.shape[:-2], total, total).reshape(-1, total, total)[0].cpu().numpy())

@@ -8,12 +8,12 @@ import numpy as np
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.mask_family import BoolMatrix, MaskFamily, draw, match_family, packed_variants
-from paged_attn.passes.mask_probe import LARGEST_SHOWN, SCALES, MaskProbe
+from paged_attn.passes.mask_probe import SCALES, MaskProbe
 
 MATCH_LENGTHS = (59, 67)
 CHECK_LENGTHS = (41, 83)
 PACKINGS = ((5, 26, 31), (1, 34, 9, 12))
-DIRECT_LIMIT = 2304  # a family is also checked on the unscaled mask where this many tokens show it
+DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # a family is also checked on one unscaled mask, of more tokens if these suffice to show it
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def prove(probe: MaskProbe) -> MaskProof:
             raise unproved(probe.where, mask, f"it matches no known family on {length} tokens")
         found.append(family)
     family = _unscale(probe, found)
+    _explain_numbers(probe, family)
     _check(probe, found, family)
     evidence = f"mask evaluated on {len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS)} probes = {family.describe()}; {len(probe.nodes)} nodes"
     return MaskProof(family, evidence)
@@ -71,6 +72,17 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
     return MaskFamily(first.causal, limit("window"), limit("chunk"))
 
 
+def _explain_numbers(probe: MaskProbe, family: MaskFamily) -> None:
+    """Every large number in the mask must be its window or its chunk (or within 2 of it): what else it does, small probes may not show."""
+    limits = [limit for limit in (family.window, family.chunk) if limit is not None]
+    strange = [f"{literal}" for literal in probe.literals if not any(abs(limit - literal) <= 2 for limit in limits)] + probe.hidden
+    if strange:
+        mask = probe.run(MATCH_LENGTHS[:1], SCALES[0], 0)
+        raise unproved(
+            probe.where, mask, f"small probes say {family.describe()}, but its graph holds {', '.join(strange)}, which they can not show to be harmless"
+        )
+
+
 def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily) -> None:
     for scaled, scale, length, packing in zip(found, SCALES, CHECK_LENGTHS, PACKINGS, strict=True):
         mask = probe.run((length,), scale, seed=length)
@@ -83,12 +95,11 @@ def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily) -> Non
                 mask,
                 f"it is {scaled.describe()} for one sequence, but packed sequences {packing} see each other in a way no rule explains",
             )
-    limits = [value for value in (family.window, family.chunk) if value is not None and value > LARGEST_SHOWN]
-    length = max(limits, default=0) + 97
-    if limits and length <= DIRECT_LIMIT:
-        mask = probe.run((length,), None, seed=0)
-        if not np.array_equal(family.matrix(length), mask):
-            raise unproved(probe.where, mask, f"scaled probes say {family.describe()}, but the mask of {length} tokens is another")
+    length = max((limit + 97 for limit in (family.window, family.chunk) if limit is not None and limit + 97 <= DIRECT_LIMIT), default=0)
+    length = min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT)
+    mask = probe.run((length,), None, seed=0)
+    if not np.array_equal(family.matrix(length), mask):
+        raise unproved(probe.where, mask, f"small probes say {family.describe()}, but the mask of {length} tokens is another")
 
 
 def unproved(where: str, mask: BoolMatrix, why: str) -> UnsupportedError:

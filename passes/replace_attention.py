@@ -19,8 +19,8 @@ from paged_attn.passes.kv_heads import KVSource, as_received
 aten = torch.ops.aten
 
 
-def replace_attention(site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource) -> fx.Node:
-    """Rewrite one site in place; returns the op's node."""
+def replace_attention(site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource) -> tuple[fx.Node, fx.Node]:
+    """Rewrite one site in place; returns the op's node, and the one that stands for the old output."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
         query = _rows(graph, as_received(site.query, spec.num_q_heads))
@@ -35,7 +35,7 @@ def replace_attention(site: AttentionSite, spec: AttentionSpec, layer_id: int, k
     result.meta["example_value"] = site.node.meta.get("example_value")
     site.node.replace_all_uses_with(result)
     graph.erase_node(site.node)
-    return op
+    return op, result
 
 
 def _rows(graph: fx.Graph, source: KVSource) -> fx.Node:

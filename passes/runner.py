@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
@@ -108,15 +108,19 @@ def _prove(
     form: CallForm,
     values: dict[fx.Node, Any],
     model: nn.Module | None,
-    cache: dict[fx.Node, MaskProof],
+    cache: dict[tuple[fx.Node, ...], MaskProof],
 ) -> tuple[MaskProof, str]:
     where = f"layer at {site.module or site.node.name}"
     if site.mask is None:
         proof = MaskProof(MaskFamily(site.is_causal), "no mask, is_causal=" + str(site.is_causal))
     else:
-        if site.mask not in cache:
-            cache[site.mask] = prove(MaskProbe(site.mask, form, values, where))
-        proof = cache[site.mask]
+        probe = MaskProbe(site.mask, site.node, form, values, where)
+        made_by = (site.mask, *probe.nodes)
+        if made_by not in cache:
+            cache[made_by] = prove(probe)
+        proof = cache[made_by]
+        if site.is_causal and not proof.family.causal:  # both given: a key must pass both
+            proof = MaskProof(replace(proof.family, causal=True), proof.evidence + ", and is_causal=True")
     return proof, check_declared(model, site.module, proof.family, site.mask is not None)
 
 
@@ -127,8 +131,11 @@ def _replace(
     form: CallForm,
     values: dict[fx.Node, Any],
 ) -> None:
-    owners: dict[tuple[fx.Node, fx.Node], int] = {}
-    for layer_id, (site, (proof, declared)) in enumerate(zip(sites, proofs, strict=True)):
+    owners: dict[tuple[KVSource, KVSource], int] = {}
+    replaced: dict[fx.Node, fx.Node] = {}  # attention may read another attention's output directly
+    for layer_id, (found, (proof, declared)) in enumerate(zip(sites, proofs, strict=True)):
+        operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
+        site = replace(found, **operands)  # type: ignore[arg-type]
         key, value = _keys_and_values(site, form, values)
         spec = AttentionSpec(
             num_q_heads=int(shape_of(site.query)[1]),
@@ -139,34 +146,40 @@ def _replace(
             causal=proof.family.causal,
             sliding_window=proof.family.window,
             chunk=proof.family.chunk,
-            kv_layer=owners.setdefault((key.base, value.base), layer_id),
+            kv_layer=owners.setdefault((key, value), layer_id),
             module=site.module,
         )
         original = site.node.name
-        op = replace_attention(site, spec, layer_id, key, value)
+        op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value)
         result.layers.append(LayerReport(layer_id, spec, site.found_by, proof.evidence, declared, original, op.name))
 
 
 def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:
     """Both before repetition, with the same number of heads."""
-    key, value = kv_source(site.key, form), kv_source(site.value, form)
+    key, value = kv_source(site.key, site.node, form), kv_source(site.value, site.node, form)
     fewest = min(key.num_heads, value.num_heads)
     sources = []
     for source, operand in ((key, site.key), (value, site.value)):
-        if source.num_heads != fewest and has_equal_heads(operand, fewest, form, values):
+        if source.num_heads != fewest and has_equal_heads(operand, site.node, fewest, form, values):
             source = as_received(operand, fewest)
         sources.append(source)
     if sources[0].num_heads != sources[1].num_heads:
         sources = [as_received(n, int(shape_of(n)[1])) for n in (site.key, site.value)]
+    if sources[0].num_heads != sources[1].num_heads:
+        raise UnsupportedError(
+            f"layer at {site.module or site.node.name}: {sources[0].num_heads} heads of keys but {sources[1].num_heads} of values; known is one number"
+        )
     return sources[0], sources[1]
 
 
 def _refuse_implausible(sites: list[AttentionSite], form: CallForm, values: dict[fx.Node, Any]) -> None:
     """A call that is not paged still must not hide a model that can never be: its masks, as they are, must look like some family."""
-    for mask in dict.fromkeys(site.mask for site in sites if site.mask is not None):
-        where = next(f"layer at {site.module or site.node.name}" for site in sites if site.mask is mask)
-        probe = MaskProbe(mask, form, values, where)
-        seen = as_visibility(probe.evaluate_as_called(), probe.called_length(), where)
+    last = {site.mask: site for site in sites if site.mask is not None}
+    for mask, site in last.items():
+        where = f"layer at {site.module or site.node.name}"
+        probe = MaskProbe(mask, site.node, form, values, where)
+        as_called = probe.evaluate_as_called()
+        seen = as_visibility(as_called, as_called.shape[-1], where)
         if match_family(seen) is None:
             raise unproved(where, seen, f"it matches no known family on the {seen.shape[0]} tokens of this call")
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.attention_site import module_path
 from paged_attn.passes.call_form import CallForm
-from paged_attn.passes.graph_tools import depends_on, value_of
+from paged_attn.passes.graph_tools import depends_on, value_of, writes_in_place
 
 aten = torch.ops.aten
 _INDEXED_BY = {"index_select": 2, "gather": 2, "index_add_": 2, "index_copy_": 2, "scatter_": 2, "scatter_add_": 2, "embedding": 0, "index_add": 2,
@@ -46,6 +46,8 @@ def use_batch_positions(graph: fx.Graph, form: CallForm) -> int:
 
 
 def _check_plain(node: fx.Node) -> None:
+    if any(writes_in_place(user) for user in node.users):
+        raise UnsupportedError(f"{module_path(node) or node.name} counts tokens along the row with torch.arange and changes the numbers in place")
     plain = len(node.args) == 1 and not {"start", "step", "end"} & set(node.kwargs)
     zero_start = len(node.args) == 2 and node.args[0] == 0
     dtype = value_of(node).dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -46,17 +47,23 @@ class EngineConfig:
         Raises:
             ValueError: an unknown setting in `given`, listing the known ones; or a variable that does not parse.
         """
-        known = {setting.name: setting for setting in fields(cls)}
-        if unknown := sorted(set(given) - set(known)):
-            raise ValueError(f"unknown engine setting {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+        known = cls._checked_names(given)
         values = {
             name: parse_setting(name, os.environ[variable]) for name in known if (variable := f"PAGED_ATTN_{name.upper()}") in os.environ
         }
         return cls(**{**values, **given})
 
     def with_(self, **given: Any) -> EngineConfig:
-        """A copy with some settings changed."""
+        """A copy with some settings changed; an unknown one raises ValueError."""
+        self._checked_names(given)
         return replace(self, **given)
+
+    @classmethod
+    def _checked_names(cls, given: Mapping[str, Any]) -> list[str]:
+        known = [setting.name for setting in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise ValueError(f"unknown engine setting {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+        return known
 
 
 def parse_setting(name: str, text: str) -> Any:

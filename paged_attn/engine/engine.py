@@ -85,9 +85,11 @@ class Engine:
 
         Raises:
             ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, or an id in use.
+            TypeError: a prompt that is not token ids, or a namespace that does not hash.
             UnsupportedError: the pool can never hold prompt and new tokens; the message does the sum.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        hash(namespace)
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
@@ -120,20 +122,26 @@ class Engine:
         """
         started = time.perf_counter()
         events = [self._finish(r, FinishReason.LENGTH) for r in list(self.scheduler.waiting) if r.max_new_tokens == 0]
+        if events:
+            return events  # at once: an exception below would lose them
         scheduled = self.scheduler.schedule()
         if not scheduled:
-            return events
+            assert not self.requests, f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
+            return []
         batch = Batch.build([self._share_of(s) for s in scheduled], self.config.page_size, self.runner.device)
         before_model = time.perf_counter()
         logits = self.runner.run(batch, self.pool, self.selection.backend)
         after_model = time.perf_counter()
         sampling = [s.request for s in scheduled if s.samples]
         tokens = self._sample(logits, sampling) if sampling else []
-        for s in scheduled:
+        chosen = iter(tokens)
+        for s in scheduled:  # one by one: an exception must not leave a request computed to its end, but without its next token
+            samples = s.samples
             s.request.num_cached += s.count
             self.stats.prompt_tokens += s.count if not s.request.sampled else 0
-        for request, token in zip(sampling, tokens, strict=True):
-            events.append(self._accept(request, token) if isinstance(token, SampledToken) else self._fail(request, token))
+            if samples:
+                token = next(chosen)
+                events.append(self._accept(s.request, token) if isinstance(token, SampledToken) else self._fail(s.request, token))
         self.stats.steps += 1
         self.stats.model_seconds += after_model - before_model
         self.stats.host_seconds += before_model - started + time.perf_counter() - after_model

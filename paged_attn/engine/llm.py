@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +47,20 @@ class LLM:
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> None:
-        config = config.with_(**settings) if config else EngineConfig.from_environment(**settings)
+        if config is not None and not isinstance(config, EngineConfig):
+            raise TypeError(f"config is a {type(config).__name__}; allowed is an EngineConfig, or single settings as keywords")
+        if not isinstance(model, (nn.Module, str, Path)):
+            raise TypeError(f"model is a {type(model).__name__}; allowed are a loaded model, a directory or a hub id")
+        config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
                 raise ValueError("dtype and device are for loading from a path; convert a loaded model yourself: model.to(device, dtype)")
         else:
             from paged_attn.engine.loading import load_model
 
-            model, loaded = load_model(model, dtype, device)
-            tokenizer = tokenizer if tokenizer is not None else loaded
+            model, loaded_tokenizer = load_model(model, dtype, device)
+            tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
+        assert isinstance(model, nn.Module)
         self.tokenizer = tokenizer
         self.engine = Engine(model, tokenizer, config)
         self._lock = threading.RLock()
@@ -81,6 +88,7 @@ class LLM:
             while any(r.finish_reason is None for r in requests):
                 self._step()
                 self._raise_errors(requests)
+            self._raise_errors(requests)  # another thread may have run the last step
         finally:
             self._drop(requests)
         return [Completion.of(request) for request in requests]
@@ -96,8 +104,9 @@ class LLM:
 
         Prompts are checked and queued at the call, not at the first `next`.
         """
-        requests = self._add(prompts, params, namespace)
-        return self._events(requests)
+        events = self._events(self._add(prompts, params, namespace))
+        next(events)  # from here on closing it cancels, even if nothing was read
+        return events  # type: ignore[return-value]
 
     def close(self) -> None:
         """Cancel what runs and free the KV pages; the object can be used again."""
@@ -110,17 +119,20 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _events(self, requests: list[Request]) -> Iterator[TokenEvent]:
+    def _events(self, requests: list[Request]) -> Iterator[TokenEvent | None]:
         index = {request.id: i for i, request in enumerate(requests)}
         try:
+            yield None
             while True:
+                with self._lock:  # before the inboxes are read: another thread's step may fill them after
+                    finished = all(r.finish_reason is not None for r in requests)
                 for request in requests:
                     inbox = self._inboxes[request.id]
                     while inbox:
                         event = inbox.popleft()
                         yield TokenEvent(**{**vars(event), "index": index[request.id]})
                 self._raise_errors(requests)
-                if all(r.finish_reason is not None for r in requests):
+                if finished:
                     return
                 self._step()
         finally:
@@ -133,7 +145,7 @@ class LLM:
         namespace: Any,
     ) -> list[Request]:
         listed = _as_list(prompts)
-        chosen = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
+        chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(listed)
         if len(chosen) != len(listed):
             raise ValueError(f"{len(chosen)} SamplingParams for {len(listed)} prompts; give one for all or one for each")
         for each in chosen:
@@ -143,16 +155,17 @@ class LLM:
                 raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
         ids = [self._token_ids(prompt) for prompt in listed]
         requests: list[Request] = []
-        with self._lock:
+        with self._lock, ExitStack() as undo:
+            undo.callback(self._drop, requests)
             try:
                 for prompt, tokens, each in zip(listed, ids, chosen, strict=True):
                     text = prompt if isinstance(prompt, str) else None
                     requests.append(self.engine.add_request(tokens, each, namespace=namespace, prompt=text))
-            except ValueError as error:
-                self._drop(requests)
+            except (ValueError, TypeError) as error:
                 error.add_note(f"(prompt {len(requests)} of {len(listed)})")
                 raise
             self._inboxes.update({request.id: deque() for request in requests})
+            undo.pop_all()
         return requests
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
@@ -181,7 +194,11 @@ class LLM:
                 raise request.error
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_list(prompts: Any) -> list[Prompt]:
+    if hasattr(prompts, "tolist"):  # a tensor or an array
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise TypeError(f"prompts is a {type(prompts).__name__}; allowed are a text, a list of token ids, or a list of those")
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
+        return [prompts]
+    return list(prompts)

@@ -28,7 +28,9 @@ def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
     except (OSError, ValueError) as error:
         raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
-    return model.to(device or "cpu").eval(), _tokenizer(AutoTokenizer, name)
+    model.eval()
+    torch.nn.Module.to(model, device or "cpu")
+    return model, _tokenizer(AutoTokenizer, name)
 
 
 def _tokenizer(auto: Any, name: str) -> Any:

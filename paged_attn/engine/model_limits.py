@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +42,15 @@ class ModelLimits:
         """The prompt as a list of ints.
 
         Raises:
-            ValueError: it is empty, holds something else than token ids of this model, or is longer than its positions.
+            ValueError: it is empty, holds ids that this model does not have, or is longer than its positions.
+            TypeError: it is not a list of whole numbers.
         """
-        prompt = [int(i) for i in ids]
+        if isinstance(ids, (str, bytes)):
+            raise TypeError(f"a prompt of token ids is {ids!r}; allowed is a list of int; tokenize it first")
+        try:
+            prompt = [operator.index(i) for i in ids]
+        except TypeError as error:
+            raise TypeError(f"a prompt of token ids is a {type(ids).__name__}: {error}; allowed is a list of int") from error
         if not prompt:
             raise ValueError("the prompt is empty; give at least one token (for a fresh start, the model's BOS or end-of-text token)")
         if self.vocab_size is not None:

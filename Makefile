@@ -1,0 +1,44 @@
+# The two commands of the README: `make demo` and `make test`. Both make .venv first; nothing else is needed but git, make, Python 3.11+.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One OpenMP thread per process: test workers on few cores spin against each other otherwise.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+.PHONY: demo test examples lint types fast clean
+
+$(VENV)/.base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.base
+	$(BIN)/paged-attn demo $(ARGS)
+
+test: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations 10 $(ARGS)
+
+fast: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest -q -n 2 -m "not slow" tests/passes tests/attn_ops tests/backends tests/capture $(ARGS)
+
+examples: $(VENV)/.dev
+	for example in compile_backend serve_prompts patch_model engine_author; do $(BIN)/python examples/$$example.py || exit 1; done
+	$(BIN)/python examples/train_tiny_lm.py --steps 2 --batch-size 2 --device cpu --out build/tiny_lm
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@long=$$(git ls-files '*.py' | xargs wc -l | awk '$$2 != "total" && $$1 > 500'); if [ -n "$$long" ]; then echo "files over 500 lines:"; echo "$$long"; exit 1; fi
+
+# mypy has no notion of setuptools' package-dir mapping, so it reads the packages laid out as they are installed.
+types: $(VENV)/.dev
+	rm -rf build/types && mkdir -p build/types
+	cp -r paged_attn build/types/ && cp -r attn_ops backends passes capture build/types/paged_attn/
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --strict -p paged_attn
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info

@@ -1,0 +1,135 @@
+"""The main job: load a model, warm it up, run prompts, count and time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.engine import EngineStats
+from paged_attn.engine.llm import LLM
+from paged_attn.engine.loading import load_model
+from paged_attn.engine.request import Completion, Request, TokenEvent
+from paged_attn.engine.sampling_params import SamplingParams
+
+OnEvent = Callable[[int, TokenEvent], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready, and the seconds that it took to load, to rewrite, and to run and self-check the first token."""
+
+    llm: LLM
+    load_seconds: float
+    rewrite_seconds: float
+    warm_up_seconds: float
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a run cost. Seconds are wall time from the first request to the last token, warm-up not included."""
+
+    seconds: float
+    steps: int
+    new_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_seconds: float | None
+    kv_pool_bytes: int
+    kv_pool_pages: int
+    page_size: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    completions: list[Completion]
+    numbers: Numbers
+
+
+def load(path: str | Path, dtype: str, device: str, config: EngineConfig) -> Loaded:
+    """Load, rewrite and warm up, so that what is timed later is generation only.
+
+    Raises:
+        ValueError: no model there, or no such device. UnsupportedError: as `LLM` does.
+    """
+    started = time.perf_counter()
+    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), _device(device))
+    loaded = time.perf_counter()
+    llm = LLM(model, tokenizer=tokenizer, config=config)
+    rewritten = time.perf_counter()
+    llm.generate([[0]], SamplingParams(max_new_tokens=1))
+    llm.engine.stats = EngineStats()
+    return Loaded(llm, loaded - started, rewritten - loaded, time.perf_counter() - rewritten)
+
+
+def run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, on_event: OnEvent, late: int = 0) -> Run:
+    """Complete all prompts in one continuous batch; the last `late` of them arrive when the first token is out.
+
+    Args:
+        on_event: called with the number of the prompt and each event, as it comes.
+
+    Raises:
+        ValueError: as `LLM.generate` does.
+    """
+    if llm.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so that text can not be a prompt; use paged_attn.LLM with lists of token ids")
+    engine, ids = llm.engine, [llm.tokenizer(prompt).input_ids for prompt in prompts]
+    requests: list[Request] = []
+    number: dict[str, int] = {}
+    queued: dict[str, float] = {}
+    waits: dict[str, float] = {}
+
+    def add(count: int) -> None:
+        for tokens, prompt in list(zip(ids, prompts, strict=True))[len(requests) :][:count]:
+            request = engine.add_request(tokens, params, prompt=prompt)
+            number[request.id], queued[request.id] = len(requests), time.perf_counter()
+            requests.append(request)
+
+    started = time.perf_counter()
+    try:
+        add(len(ids) - late)
+        while engine.has_work:
+            for event in engine.step():
+                if event.token_id is not None:
+                    waits.setdefault(event.request_id, time.perf_counter() - queued[event.request_id])
+                on_event(number[event.request_id], event)
+            if len(requests) < len(ids):
+                add(late)
+    finally:
+        for request in requests:
+            engine.cancel(request.id)
+    seconds = time.perf_counter() - started
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    return Run([Completion.of(request) for request in requests], _numbers(llm, seconds, list(map(len, ids)), list(waits.values())))
+
+
+def _numbers(llm: LLM, seconds: float, prompt_lengths: list[int], waits: list[float]) -> Numbers:
+    stats, pool = llm.engine.stats, llm.engine.pool
+    first = statistics.median(waits) if waits else None
+    return Numbers(
+        seconds, stats.steps, stats.new_tokens, sum(prompt_lengths), stats.cached_tokens, first, pool.nbytes, pool.num_pages, pool.page_size
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name!r} is no device; allowed are cpu, cuda and cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name!r} is not supported; allowed are cpu, cuda and cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"--device {name!r}: this machine shows {count} CUDA devices to PyTorch {torch.__version__}; use --device cpu")
+    return device

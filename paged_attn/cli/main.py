@@ -1,0 +1,60 @@
+"""`paged-attn`: the parser, and what happens to errors."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from paged_attn import __version__
+from paged_attn.cli import backends, demo, doctor, explain, generate
+
+USER_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+COMMANDS = (generate, demo, explain, backends, doctor)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with one subcommand per module of COMMANDS; each sets `run`, which takes the parsed arguments and returns a status."""
+    parser = argparse.ArgumentParser(
+        prog="paged-attn", description="Paged attention for unmodified Hugging Face causal LMs.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"paged-attn {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit status: 2 for an error of the user, 130 after Ctrl-C, else what the command says.
+
+    Raises:
+        SystemExit: from argparse, for --help (0) and for arguments that do not parse (2).
+    """
+    args = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding has not
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered would raise again when the interpreter flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (ValueError, OSError) as error:  # UnsupportedError is a ValueError
+        if getattr(args, "verbose", False):
+            raise
+        print("\n".join([f"paged-attn: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

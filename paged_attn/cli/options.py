@@ -1,0 +1,131 @@
+"""Flags that several commands share, and the settings that they become. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from paged_attn.engine.config import EngineConfig, parse_setting
+from paged_attn.engine.sampling_params import SamplingParams
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ENGINE = "engine_"
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-v", "--verbose", action="store_true", help="show log lines, progress bars, and tracebacks of errors")
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_tokens: int) -> None:
+    """Everything that `generate` and `demo` have in common."""
+    add_common(parser)
+    _add_prompts(parser)
+    _add_sampling(parser, max_new_tokens)
+    place = parser.add_argument_group("model")
+    place.add_argument("--dtype", choices=DTYPES, default=dtype, help="auto is the checkpoint's own (default: %(default)s)")
+    place.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--stream", action="store_true", help="print text as it comes, prompt after prompt; with --json a line per token")
+    output.add_argument(
+        "--check", action="store_true", help="compare with the unmodified model's own generate(), token for token; exit 1 if one differs"
+    )
+    output.add_argument("--json", action="store_true", help="print one JSON document")
+    _add_engine(parser)
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given many times")
+    group.add_argument("--prompt-file", metavar="FILE", help="a prompt per line, empty lines skipped; - reads standard input")
+
+
+def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    group = parser.add_argument_group("sampling (greedy unless --temperature is given)")
+    add = group.add_argument
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="at most N new tokens per prompt (default: %(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 turns it off")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the most likely tokens that reach probability P; 1 turns it off")
+    add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens less likely than P times the likeliest; 0 turns it off")
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 turns it off")
+    add("--seed", type=int, metavar="S", help="default: from entropy")
+    add("--stop", action="append", default=[], metavar="STR", help="text that ends a completion; may be given many times")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    add("--logprobs", type=int, metavar="K", help="log-probability of each new token and of the K likeliest")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine (each also as environment variable PAGED_ATTN_NAME)")
+    for setting in fields(EngineConfig):
+        _add_setting(group, setting)
+
+
+def _add_setting(group: argparse._ArgumentGroup, setting: Field[Any]) -> None:
+    flag, dest = f"--{setting.name.replace('_', '-')}", _ENGINE + setting.name
+    text = setting.metadata["help"].replace("%%", "%").replace("%", "%%")
+    if setting.default is not None:
+        text += f" (default: {_word(setting.default)})"
+    if "bool" in str(setting.type):
+        group.add_argument(flag, dest=dest, nargs="?", const="on", metavar="on|off", help=text)
+        group.add_argument(
+            f"--no-{setting.name.replace('_', '-')}", dest=dest, action="store_const", const="off", help=f"same as {flag} off"
+        )
+    else:
+        group.add_argument(flag, dest=dest, metavar=str(setting.type).removesuffix(" | None").upper(), help=text)
+
+
+def _word(value: object) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Settings from flags, over those of the environment.
+
+    Raises:
+        ValueError: a setting that does not parse or is out of range.
+    """
+    texts = {name.removeprefix(_ENGINE): text for name, text in vars(args).items() if name.startswith(_ENGINE) and text is not None}
+    try:
+        return EngineConfig.from_environment(**{name: parse_setting(name, text) for name, text in texts.items()})
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """Raises ValueError for a value out of range, and for --check with sampling, where there is nothing to compare."""
+    if args.check and args.temperature != 0:
+        raise ValueError(
+            f"--check compares greedy tokens and is not defined for --temperature {args.temperature:g}; use --temperature 0 or drop --check"
+        )
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos", "logprobs")
+    return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The --prompt texts, then the lines of --prompt-file; may be empty.
+
+    Raises:
+        ValueError: the file can not be read as UTF-8 text.
+    """
+    prompts = list(args.prompt)
+    if args.prompt_file is not None:
+        try:
+            text = sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompt-file {args.prompt_file}: {error}") from error
+        prompts += [line for line in text.split("\n") if line.strip()]
+    return prompts
+
+
+def set_verbosity(verbose: bool) -> None:
+    """Warnings only and no progress bars, or our INFO lines and transformers' bars."""
+    import transformers.utils.logging as transformers_logging
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("paged_attn").setLevel(logging.INFO if verbose else logging.WARNING)
+    transformers_logging.set_verbosity_warning()  # its INFO prints whole configs
+    (transformers_logging.enable_progress_bar if verbose else transformers_logging.disable_progress_bar)()

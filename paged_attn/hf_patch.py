@@ -1,0 +1,229 @@
+"""`paged_attn.patch(model)`: the Hugging Face hook, for models that can not be traced.
+
+The second road to paged attention: transformers' AttentionInterface and AttentionMaskInterface, without torch.compile. Every
+layer's spec is proved on entry, the patched model is compared with the original on a ragged probe, and the model is restored on exit.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.hf_mask import ProvedMask, prove_mask_function
+from paged_attn.passes.declared import check_declared
+from paged_attn.passes.mask_family import MaskFamily
+from paged_attn.ragged_probe import probe_prompts, relative_error, run_ragged, tolerance
+
+NAME = "paged_attn"
+# Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.
+_SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "output_router_logits",
+           "position_embeddings", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
+_patched: weakref.WeakKeyDictionary[nn.Module, tuple[Patched, int]] = weakref.WeakKeyDictionary()
+_recording = threading.local()
+
+
+class Patched:
+    """`with patch(model) as patched:` - `patched.layers` are the specs for a KVPool; the model runs paged under a forward context.
+
+    Outside a forward context the patched model computes what it did before with SDPA attention.
+    """
+
+    def __init__(self, model: nn.Module, self_check: bool = True) -> None:
+        self.model, self.self_check = model, self_check
+        self.layers: tuple[AttentionSpec, ...] = ()
+        self._modules: list[nn.Module] = []
+        self._before: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Patched:
+        if self._before:
+            raise ContextError("this model is patched already; leave the first patch before entering it again")
+        _register()
+        self._before = [(config, config._attn_implementation_internal) for config in _configs(self.model)]
+        if any(implementation == NAME for _, implementation in self._before):
+            self._before = []
+            raise ContextError("this model is patched already; leave the first patch before entering another")
+        original = self._run_alone() if self.self_check else None
+        try:
+            self._switch_on()
+            self._record_layers()
+            if original is not None:
+                self._check(original)
+        except BaseException:
+            self._restore()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _switch_on(self) -> None:
+        self.model.set_attn_implementation(NAME)  # type: ignore[operator]
+        refused = [config for config in _configs(self.model) if config._attn_implementation != NAME]
+        if refused:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} does not let its attention be replaced through transformers' AttentionInterface; "
+                "use torch.compile(model, backend='paged_attn')"
+            )
+
+    def _record_layers(self) -> None:
+        """Run a few tokens so that each attention layer says what it computes; the numbers do not matter."""
+        found: dict[nn.Module, AttentionSpec] = {}
+        names = {module: name for name, module in self.model.named_modules()}
+        _recording.state = (self.model, names, found)
+        tokens = torch.arange(1, 9, device=_device(self.model))[None]
+        try:
+            with torch.no_grad():
+                self.model(input_ids=tokens, position_ids=tokens - 1, use_cache=False)
+        finally:
+            _recording.state = None
+        config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        expected = config.num_hidden_layers
+        if len(found) != expected:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were given: the others "
+                "compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
+            )
+        self._modules, self.layers = list(found), tuple(found.values())
+        for index, module in enumerate(self._modules):
+            _patched[module] = (self, index)
+
+    def _run_alone(self) -> list[Tensor]:
+        with torch.no_grad():
+            return [self._logits(p, torch.arange(len(p), device=p.device)) for p in self._probe()]
+
+    def _check(self, alone: list[Tensor]) -> None:
+        """Raises UnsupportedError if the patched model disagrees with the original on a ragged batch."""
+        dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        with torch.no_grad():
+            together = run_ragged(self.layers, self._probe(), dtype, lambda b: self._logits(b.input_ids, b.positions)[b.logits_rows])
+        for expected, got in zip(alone, together, strict=True):
+            error, limit = relative_error(expected, got), tolerance(expected.dtype)
+            if not error <= limit:
+                raise UnsupportedError(
+                    f"self-check failed: on a probe prompt of {len(expected)} tokens the patched model's logits are off by {error:.2g} of "
+                    f"their size (allowed {limit:g}); this model depends on more than its attention interface tells. "
+                    "Use torch.compile(model, backend='paged_attn')."
+                )
+
+    def _probe(self) -> list[Tensor]:
+        return probe_prompts(_device(self.model), self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+
+    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        return logits
+
+    def _restore(self) -> None:
+        for config, implementation in self._before:
+            config._attn_implementation_internal = implementation
+        for module in self._modules:
+            _patched.pop(module, None)
+        self._before, self._modules = [], []
+
+
+def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
+    """Make a Hugging Face model's attention paged under forward contexts, without torch.compile.
+
+    Use as a context manager: `with paged_attn.patch(model) as patched: pool = KVPool(patched.layers, ...)`.
+
+    Raises (on entry, with the model restored):
+        UnsupportedError: a layer does not go through the interface, has a mask that can not be proved or a keyword that is not
+            known; or the self-check on a ragged probe fails.
+        ContextError: the model is patched already.
+    """
+    if not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedError(
+            f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; use torch.compile(model, backend='paged_attn')"
+        )
+    return Patched(model, self_check)
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _mask(**arguments: Any) -> Any:
+    """What transformers' create_*_mask call in place of sdpa_mask."""
+    from transformers.masking_utils import sdpa_mask
+
+    if getattr(_recording, "state", None) is not None:
+        return ProvedMask(prove_mask_function(arguments["mask_function"], "a mask that the model builds"))
+    return None if current_context() is not None else sdpa_mask(**arguments)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What attention layers call: q [1, heads, T, dim] -> [1, T, heads, v_dim]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if getattr(_recording, "state", None) is not None:
+        return _record(module, query, key, value, attention_mask, keywords), None
+    if current_context() is None:
+        result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
+        return result
+    if module not in _patched:
+        raise ContextError(f"{type(module).__name__} is not part of a patched model; enter paged_attn.patch(model) first")
+    patched, layer_id = _patched[module]
+    rows, keys, values = (t[0].transpose(0, 1) for t in (query, key, value))
+    output = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[-1])
+    UNIFIED_ATTENTION(rows, keys, values, output, layer_id, patched.layers[layer_id].kv_layer == layer_id, sinks=keywords.get("s_aux"))
+    return output[None], None
+
+
+def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
+    model, names, found = _recording.state
+    where = names.get(module, type(module).__name__)
+    scaling, window = keywords.pop("scaling", None), keywords.pop("sliding_window", None)
+    softcap, sinks = keywords.pop("softcap", None), keywords.pop("s_aux", None)
+    causal = keywords.pop("is_causal", None)
+    if keywords.pop("dropout", 0.0):
+        raise UnsupportedError(f"layer at {where} has attention dropout; call model.eval() first")
+    unknown = sorted(name for name, value in keywords.items() if value is not None and name not in _SILENT)
+    if unknown:
+        raise UnsupportedError(
+            f"layer at {where} passes {', '.join(unknown)} to its attention; paged_attn does not know what that changes and never drops it"
+        )
+    if mask is not None and not isinstance(mask, ProvedMask):
+        raise UnsupportedError(
+            f"layer at {where} builds its own mask instead of using transformers' mask interface; use torch.compile(model, backend='paged_attn')"
+        )
+    own = causal if causal is not None else getattr(module, "is_causal", True)
+    family = mask.family if mask is not None else MaskFamily(bool(own))
+    if window is not None and window != family.window:
+        raise UnsupportedError(f"layer at {where} asks for a sliding window of {window}, but its mask is {family.describe()}")
+    check_declared(model, where, family, mask is not None)
+    found[module] = AttentionSpec(
+        num_q_heads=query.shape[1], num_kv_heads=key.shape[1], qk_head_dim=query.shape[3], v_head_dim=value.shape[3],
+        scale=float(scaling) if scaling is not None else query.shape[3] ** -0.5, causal=family.causal, sliding_window=family.window,
+        chunk=family.chunk, softcap=softcap, has_sinks=sinks is not None, kv_layer=len(found), module=where,
+    )  # fmt: skip
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Every distinct config in the model, sub-configs included."""
+    configs: list[Any] = []
+    pending: list[Any] = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation_internal")]
+    while pending:
+        config = pending.pop()
+        if not any(config is other for other in configs):
+            configs.append(config)
+            pending += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
+    return configs
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

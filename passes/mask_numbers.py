@@ -1,0 +1,93 @@
+"""The numbers in a mask's subgraph: which are scaled down so that they show on small probes, which need not, which can not be.
+
+A window of 4,096 looks like no window on 59 tokens. So every large number must be scaled (and then found again as the window or the
+chunk), or be known to be harmless (a size, a value that hides); otherwise `hidden_numbers` names it and the mask is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+LARGEST_SHOWN = 20  # a number up to this size shows on the probes as it is
+NO_LIMIT = 1 << 40  # finfo.min, inf, and the end of an open slice
+HIDES = -1e4  # an additive mask hides at and below this
+SMALL_TENSOR = 32  # a tensor of so few elements holds parameters of the mask rather than a table of positions
+
+_SCALED = {"add", "sub", "rsub", "subtract", "mul", "multiply", "floordiv", "floor_divide", "truediv", "true_divide", "div", "divide",
+           "mod", "remainder", "fmod", "neg", "lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal",
+           "not_equal", "tril", "triu", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "sym_min", "sym_max", "where",
+           "full", "full_like", "new_full", "tensor", "scalar_tensor", "fill", "masked_fill", "fill_diagonal", "iadd", "isub", "imul",
+           "ifloordiv"}  # fmt: skip
+_SIZES = {"expand", "view", "reshape", "repeat", "broadcast_to", "unflatten", "ones", "zeros", "empty", "new_ones", "new_zeros",
+          "new_empty", "eye"}  # fmt: skip
+_FILLS = {"masked_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "scalar_tensor"}
+_POWERS = {"lshift", "rshift", "bitwise_left_shift", "bitwise_right_shift", "pow", "ilshift", "irshift", "ipow"}
+
+
+def scaled_number(node: fx.Node, value: Any) -> int | None:
+    """The size of a direct argument of `node` that is scaled on probes, or None."""
+    if not _is_large(value) or value != int(value) or op_name(node) not in _SCALED or _is_harmless(node, value):
+        return None
+    return abs(int(value))
+
+
+def scaled_numbers(nodes: list[fx.Node]) -> list[int]:
+    """All of them, sorted."""
+    arguments = ((node, value) for node in nodes for value in (*node.args, *node.kwargs.values()))
+    return sorted({size for node, value in arguments if (size := scaled_number(node, value)) is not None})
+
+
+def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor]) -> list[str]:
+    """Words for each large number that no probe can show: in an unknown operation, nested, fractional, or in a small tensor."""
+    found = []
+    for node in nodes:
+        for value in owned[node].flatten().tolist() if node in owned and owned[node].numel() <= SMALL_TENSOR else ():
+            if _is_large(value) and not value <= HIDES:
+                found.append(f"{value:g} in the tensor {node.name}")
+        direct = [*node.args, *node.kwargs.values()]
+        for value in _numbers(direct):
+            is_scaled = any(value is d for d in direct) and scaled_number(node, value) is not None
+            is_power = op_name(node) in _POWERS and abs(value) > 4
+            is_reciprocal = type(value) is float and 1 / NO_LIMIT < abs(value) < 1 / LARGEST_SHOWN
+            if is_power or is_reciprocal or (_is_large(value) and not is_scaled and not _is_harmless(node, value)):
+                found.append(f"{value:g} in {op_name(node)}")
+    return list(dict.fromkeys(found))
+
+
+def op_name(node: fx.Node) -> str:
+    """`add` for torch.add, operator.add, aten.add.Tensor, .add and .add_; "" for a node that calls nothing."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name.split(".")[0].strip("_")
+
+
+def _is_large(value: Any) -> bool:
+    return type(value) in (int, float) and LARGEST_SHOWN < abs(value) < NO_LIMIT
+
+
+def _is_harmless(node: fx.Node, value: int | float) -> bool:
+    """A size of a tensor, or what an additive mask hides with (`(1 - mask) * -10000.0`)."""
+    name = op_name(node)
+    if name in _SIZES:
+        return True
+    if name == "arange":
+        return len(node.args) == 1 or node.args[0] == 0
+    if name in ("full", "new_full") and value in _numbers(node.args[:2] if name == "new_full" else node.args[:1]):
+        return True
+    if name in ("mul", "imul", "multiply"):
+        return type(value) is float and abs(value) >= -HIDES
+    return name in _FILLS and value <= HIDES and (type(value) is float or name in ("masked_fill", "fill"))
+
+
+def _numbers(values: Any) -> Iterator[int | float]:
+    if type(values) in (int, float):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _numbers(value)
+    elif isinstance(values, slice):
+        yield from _numbers((values.start, values.stop, values.step))

@@ -1,0 +1,112 @@
+"""Backends through entry points: ours, a third party's, and two of one name."""
+
+import sys
+import types
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+import paged_attn
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.backends import registry
+from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.backends.registry import BUILT_IN, GROUP, backend_class, backend_names
+from paged_attn.backends.select import select_for_pool
+from paged_attn.backends.torch_native import TorchNativeBackend
+from tests.backends.problems import close, make, new_output
+
+OURS = [EntryPoint(name, target, GROUP) for name, target in BUILT_IN.items()]
+
+
+class ThirdParty(ReferenceBackend):
+    name = "acme"
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """`install(entry, ...)`: what importlib.metadata then finds in the group; the registry's cache is emptied before and after."""
+    module = types.ModuleType("acme_attention")
+    module.Backend = ThirdParty
+    monkeypatch.setitem(sys.modules, "acme_attention", module)
+
+    def set_entries(*entries: EntryPoint) -> None:
+        def found(*, group: str):
+            assert group == "paged_attn.backends"
+            return entries
+
+        monkeypatch.setattr(registry, "entry_points", found)
+        registry._entry_points.cache_clear()
+
+    yield set_entries
+    registry._entry_points.cache_clear()
+
+
+def test_the_installed_package_registers_its_own():
+    """The metadata in the environment and the table for checkouts without metadata agree."""
+    installed = {entry.name: entry.value for entry in registry.entry_points(group=GROUP)}
+    assert BUILT_IN.items() <= installed.items()
+
+
+def test_built_in_without_any_metadata(install):
+    install()
+    assert backend_names() == ["torch_native", "reference"]
+    assert backend_class("torch_native") is TorchNativeBackend
+    assert backend_class("reference") is ReferenceBackend
+
+
+def test_a_third_partys_backend_is_ranked_before_the_oracle(install):
+    install(*OURS, EntryPoint("zeta", "zeta:B", GROUP), EntryPoint("acme", "acme_attention:Backend", GROUP))
+    assert backend_names() == ["torch_native", "acme", "zeta", "reference"]
+
+
+def test_a_third_partys_backend_runs_by_name(install):
+    install(*OURS, EntryPoint("acme", "acme_attention:Backend", GROUP))
+    assert backend_class("acme") is ThirdParty
+    case = make([(5, 2), (0, 3)])
+    output = new_output(case)
+    with paged_attn.forward_context(case.batch, case.pool, "acme") as context:
+        assert type(context.backend) is ThirdParty
+        UNIFIED_ATTENTION(case.query, case.key, case.value, output, 1, True)
+    expected = new_output(case)
+    with paged_attn.forward_context(case.batch, case.pool, "torch_native"):
+        UNIFIED_ATTENTION(case.query, case.key, case.value, expected, 1, True)
+    close(output, expected)
+
+
+def test_a_third_partys_backend_is_taken_when_ours_can_not(install, monkeypatch):
+    install(*OURS, EntryPoint("acme", "acme_attention:Backend", GROUP))
+    from dataclasses import replace
+
+    monkeypatch.setattr(TorchNativeBackend, "capabilities", replace(TorchNativeBackend.capabilities, dtypes=frozenset()))
+    selection = select_for_pool("auto", make([(0, 2)]).pool, torch.float32)
+    assert type(selection.backend) is ThirdParty
+    assert set(selection.rejected) == {"torch_native", "reference"}
+
+
+def test_its_code_is_loaded_only_when_asked_for(install):
+    install(*OURS, EntryPoint("broken", "no_such_module_anywhere:B", GROUP))
+    assert "broken" in backend_names()
+    assert select_for_pool("auto", make([(0, 2)]).pool).backend.name == "torch_native"
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        backend_class("broken")
+
+
+@pytest.mark.parametrize("name", ["acme", "torch_native"])
+def test_two_packages_with_one_name(install, name):
+    install(*OURS, EntryPoint(name, "acme_attention:Backend", GROUP), EntryPoint(name, "other_attention:Backend", GROUP))
+    with pytest.raises(UnsupportedError, match=rf"two packages register the attention backend '{name}': .* and .*; uninstall one"):
+        backend_names()
+
+
+def test_the_same_entry_found_twice_is_one(install):
+    """An editable install and a checkout on the path list the same entry point."""
+    install(*OURS, *OURS)
+    assert backend_names() == ["torch_native", "reference"]
+
+
+def test_an_unknown_name_lists_the_known_ones(install):
+    install(*OURS, EntryPoint("acme", "acme_attention:Backend", GROUP))
+    with pytest.raises(ValueError, match=r"unknown attention backend 'fa9'; known are 'auto' and 'torch_native', 'acme', 'reference'"):
+        backend_class("fa9")

@@ -1,0 +1,65 @@
+"""`paged-attn generate` in process: texts, streams, JSON, the check."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from paged_attn.cli import check as check_module
+from paged_attn.cli.main import main
+
+SHORT = ["--max-new-tokens", "6", "--num-pages", "64"]
+
+
+def generate(folder: Path, *flags: str) -> int:
+    return main(["generate", "--model", str(folder), *SHORT, *flags])
+
+
+def test_text_goes_to_stdout_and_numbers_to_stderr(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model_folder, "--prompt", "one", "--prompt", "a much longer second prompt", "--check") == 0
+    out, err = capsys.readouterr()
+    assert "[1] one\n" in out and "[2] a much longer second prompt\n" in out
+    assert "tokens/s (12 new tokens)" in err and "first token" in err and "KV pool" in err
+    assert "check passed: all 12 new tokens equal" in err and "as one left-padded batch" in err
+
+
+def test_json_holds_completions_numbers_explanation_and_check(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--logprobs", "2", "--ignore-eos", "--repetition-penalty", "1.3", "--page-size", "4", "--no-prefix-cache", "--check")
+    assert generate(model_folder, "--prompt", "It was", "--json", *flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    completion, numbers = found["completions"][0], found["numbers"]
+    assert len(completion["token_ids"]) == numbers["new_tokens"] == 6 and numbers["page_size"] == 4
+    assert all(len(known) >= 2 for known in completion["logprobs"])
+    assert found["check"]["passed"] and found["check"]["compared_tokens"] == 6
+    assert found["explanation"]["graphs"][0]["layers"][0]["layer_ids"] == [0, 1, 2]
+
+
+def test_streams_of_text_and_of_json_carry_the_same_text(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts").write_text("first line\n\nsecond line\n", encoding="utf-8")
+    assert generate(model_folder, "--prompt-file", str(tmp_path / "prompts"), "--stream", "--json") == 0
+    *events, document = map(json.loads, capsys.readouterr().out.splitlines())
+    texts = ["".join(e["text"] for e in events if e["index"] == i) for i in range(2)]
+    assert texts == [c["text"] for c in document["completions"]]
+    monkeypatch.setattr("sys.stdin", io.StringIO("first line\nsecond line\n"))
+    assert generate(model_folder, "--prompt-file", "-", "--stream") == 0
+    assert capsys.readouterr().out == f"[1] first line\n{texts[0]}\n[2] second line\n{texts[1]}\n"
+
+
+def test_a_failed_check_names_the_first_difference_and_exits_1(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = check_module.own_tokens
+
+    def altered(llm, prompts, params):  # type: ignore[no-untyped-def]
+        rows = honest(llm, prompts, params)
+        rows[0][3] = (rows[0][3] + 1) % 256
+        return rows
+
+    monkeypatch.setattr(check_module, "own_tokens", altered)
+    assert generate(model_folder, "--prompt", "x", "--check", "--ignore-eos") == 1
+    assert "check FAILED: prompt 1, new token 4: paged_attn gives" in capsys.readouterr().err

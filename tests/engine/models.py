@@ -1,0 +1,156 @@
+"""Tiny models, what their own `generate` says, a tokenizer for them, and engines over them.
+
+Prompts never hold token 0: it is the pad id, and `generate` would take it for padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from paged_attn import LLM, EngineConfig, SamplingParams
+from paged_attn.engine import engine as engine_module
+from paged_attn.engine.detokenizer import IncrementalDetokenizer
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.engine.request import Request
+from paged_attn.engine.sampler import SamplingState
+from tests.tiny_models import VOCAB, build
+
+POISON = VOCAB - 1  # `poisoned` makes this token's embedding NaN
+
+
+@functools.cache
+def tiny(name: str = "qwen3") -> PreTrainedModel:
+    """One model per name and process; untied, for tied tiny models repeat one token for ever."""
+    return build(name, tie_word_embeddings=False)
+
+
+@functools.cache
+def _runner(model: PreTrainedModel) -> ModelRunner:
+    return ModelRunner(model, engine_module.CompileOptions())
+
+
+def make_engine(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> Engine:
+    """An engine of its own over the model's one capture, which takes a second to make and holds no state of a request."""
+    return make_llm(model, tokenizer, **settings).engine
+
+
+def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> LLM:
+    model = model or tiny()
+    config = EngineConfig(**{"page_size": 4, "num_pages": 128, **settings})
+    with mock.patch.object(engine_module, "ModelRunner", lambda model, options: copy.copy(_runner(model))):
+        return LLM(model, tokenizer=tokenizer, config=config)
+
+
+def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, VOCAB - 1) for _ in range(length)] for length in lengths]
+
+
+@functools.cache
+def _generated(model: PreTrainedModel, prompt: tuple[int, ...], new: int, settings: tuple[tuple[str, Any], ...]) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **dict(settings))
+    return out[0, len(prompt) :].tolist()
+
+
+def oracle(prompt: Sequence[int], new: int = 12, model: PreTrainedModel | None = None, **settings: Any) -> list[int]:
+    """The new tokens of the model's own greedy `generate`, this prompt alone."""
+    return list(_generated(model or tiny(), tuple(prompt), new, tuple(settings.items())))
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, for 96 tokens: 0 is <pad>, the others are the 95 printable ASCII characters in order."""
+    vocab = {"<pad>": 0, "Ġ": 1, **{chr(code): code - 31 for code in range(33, 127)}}
+    return _byte_level(vocab)
+
+
+@functools.cache
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, for 257 tokens: 0 is <pad>, then every byte; most sequences are not valid UTF-8."""
+    return _byte_level({"<pad>": 0, **{character: 1 + i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}})
+
+
+def _byte_level(vocab: dict[str, int]) -> PreTrainedTokenizerFast:
+    made = Tokenizer(BPE(vocab, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", clean_up_tokenization_spaces=False)
+
+
+@contextmanager
+def poisoned(model: PreTrainedModel | None = None) -> Iterator[None]:
+    """Inside, any request that holds the token POISON gets NaN logits, and NaN keys and values."""
+    weight = (model or tiny()).get_input_embeddings().weight
+    good = weight[POISON].detach().clone()
+    with torch.no_grad():
+        weight[POISON] = float("nan")
+        try:
+            yield
+        finally:
+            weight[POISON] = good
+
+
+def request_of(tokens: list[int], namespace: Any = None) -> Request:
+    """A request without an engine."""
+    params = SamplingParams()
+    return Request(
+        id="r", prompt_token_ids=list(tokens), params=params, stop_token_ids=frozenset(), max_new_tokens=8, sampling=SamplingState(params),
+        detokenizer=IncrementalDetokenizer(None), arrival=0, namespace=namespace, tokens=list(tokens),
+    )  # fmt: skip
+
+
+def run_all(engine: Engine) -> list[Any]:
+    """Step until no request is left; all events."""
+    events, steps = [], 0
+    while engine.has_work:
+        events += engine.step()
+        steps += 1
+        assert steps < 2000, "the engine makes no progress"
+    return events
+
+
+def fail_once(engine: Engine, error: BaseException, at_call: int = 1) -> None:
+    """Let the model raise in its `at_call`-th step from now on, after it has run."""
+    run, calls = engine.runner.run, iter(range(1, 10**9))
+
+    def failing(*args: Any) -> Any:
+        logits = run(*args)
+        if next(calls) == at_call:
+            raise error
+        return logits
+
+    engine.runner.run = failing  # type: ignore[method-assign]
+
+
+def assert_idle(engine: Engine) -> None:
+    """No request, lock or page is held by anything but the prefix cache."""
+    assert not engine.requests and not engine.scheduler.waiting and not engine.scheduler.running
+    cached = 0
+    if engine.kv.tree is not None:
+        engine.kv.tree.check_invariants()
+        assert engine.kv.tree.locked_pages == 0
+        cached = engine.kv.tree.num_pages
+    assert engine.kv.allocator.num_free + cached == engine.kv.num_usable
+
+
+def assert_nothing_left(llm: LLM) -> None:
+    """Idle, and after `close` every page is free and the tree empty."""
+    assert not llm._inboxes
+    assert_idle(llm.engine)
+    llm.close()
+    assert llm.engine.kv.allocator.num_free == llm.engine.kv.num_usable
+    assert llm.engine.kv.tree is None or llm.engine.kv.tree.num_pages == 0

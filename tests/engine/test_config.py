@@ -1,0 +1,94 @@
+"""Engine settings: ranges, types, unknown names, environment variables."""
+
+import dataclasses
+
+import pytest
+
+from paged_attn import EngineConfig
+from paged_attn.engine.config import parse_setting
+
+NAMES = [setting.name for setting in dataclasses.fields(EngineConfig)]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(f"PAGED_ATTN_{name.upper()}", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("page_size", 0), ("page_size", -4), ("num_pages", 1), ("max_batch_tokens", 0), ("max_requests", 0), ("kv_memory_gib", -0.5)],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {value}; allowed are values of at least"):
+        EngineConfig(**{name: value})
+
+
+def test_not_a_number_is_out_of_range() -> None:
+    with pytest.raises(ValueError, match="kv_memory_gib is nan"):
+        EngineConfig(kv_memory_gib=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("page_size", "16"), ("page_size", 16.0), ("page_size", True), ("page_size", None), ("num_pages", False), ("prefix_cache", 1),
+        ("prefix_cache", None), ("backend", None), ("backend", 3), ("inductor", "yes"), ("kv_memory_gib", "1"), ("kv_memory_gib", True),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} is .*; allowed is"):
+        EngineConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [EngineConfig.from_environment, EngineConfig().with_])
+def test_an_unknown_setting_lists_the_known_ones(make) -> None:
+    with pytest.raises(ValueError, match="unknown engine setting 'pagesize'; known: page_size, num_pages") as raised:
+        make(pagesize=16)
+    assert all(name in str(raised.value) for name in NAMES)
+
+
+def test_it_is_frozen_and_with_makes_a_checked_copy() -> None:
+    config = EngineConfig(page_size=8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.page_size = 4  # type: ignore[misc]
+    changed = config.with_(max_requests=3)
+    assert (changed.page_size, changed.max_requests, config.max_requests) == (8, 3, 256)
+    with pytest.raises(ValueError, match="max_requests is 0"):
+        config.with_(max_requests=0)
+
+
+def test_variables_are_read_and_given_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "page_size": "8", "num_pages": "none", "kv_memory_gib": "0.5", "prefix_cache": "off", "inductor": "1", "backend": "torch_native",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"PAGED_ATTN_{name.upper()}", text)
+    config = EngineConfig.from_environment(page_size=32)
+    assert config == EngineConfig(page_size=32, kv_memory_gib=0.5, prefix_cache=False, inductor=True, backend="torch_native")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("page_size", "many"), ("page_size", "1.5"), ("page_size", "none"), ("prefix_cache", "maybe"), ("inductor", "2")]
+)
+def test_a_variable_that_does_not_parse_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    monkeypatch.setenv(f"PAGED_ATTN_{name.upper()}", text)
+    with pytest.raises(ValueError, match=rf"{name} is '{text}'; allowed is"):
+        EngineConfig.from_environment()
+
+
+def test_a_variable_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_ATTN_PAGE_SIZE", "0")
+    with pytest.raises(ValueError, match="page_size is 0"):
+        EngineConfig.from_environment()
+
+
+def test_parsed_values_have_the_settings_types() -> None:
+    assert parse_setting("num_pages", "12") == 12 and parse_setting("num_pages", "None") is None
+    assert parse_setting("kv_memory_gib", "2") == 2.0
+    assert parse_setting("prefix_cache", "No") is False and parse_setting("prefix_cache", "TRUE") is True
+    assert parse_setting("backend", "none") == "none"
+
+
+def test_every_setting_explains_itself() -> None:
+    assert all(len(setting.metadata["help"]) > 10 for setting in dataclasses.fields(EngineConfig))

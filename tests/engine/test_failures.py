@@ -1,0 +1,209 @@
+"""Exceptions in the middle of a step, and logits that are not finite: nothing is lost, and the engine goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paged_attn import LLM, SamplingParams
+from paged_attn.engine.engine import Engine
+from tests.engine.models import (
+    POISON,
+    assert_idle,
+    assert_nothing_left,
+    fail_once,
+    make_engine,
+    make_llm,
+    oracle,
+    poisoned,
+    random_prompts,
+    run_all,
+    tiny,
+    tokenizer,
+)  # fmt: skip
+
+PROMPTS = random_prompts(0, 6, 19, 11)
+GREEDY = SamplingParams(max_new_tokens=12)
+ERRORS = [RuntimeError("out of memory"), ValueError("bad"), KeyboardInterrupt(), SystemExit(3)]
+
+
+def assert_usable(llm: LLM) -> None:
+    assert_nothing_left(llm)
+    assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [oracle(p) for p in PROMPTS]
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("at_call", [1, 3, 6, 10])
+def test_an_exception_inside_the_model_ends_the_call_and_leaves_nothing_behind(error: BaseException, at_call: int) -> None:
+    llm = make_llm(max_batch_tokens=8)
+    fail_once(llm.engine, error, at_call)
+    with pytest.raises(type(error)) as raised:
+        llm.generate(PROMPTS, GREEDY)
+    assert raised.value is error
+    assert_idle(llm.engine)
+    assert_usable(llm)
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("num_pages", [100, 12])
+def test_an_engine_can_step_on_after_an_exception(at_call: int, num_pages: int) -> None:
+    engine = make_engine(max_batch_tokens=8, num_pages=num_pages)
+    requests = [
+        engine.add_request(p, SamplingParams(max_new_tokens=12, temperature=t, seed=1)) for p, t in zip(PROMPTS, (0, 0, 1), strict=True)
+    ]
+    fail_once(engine, RuntimeError("once"), at_call)
+    events, raised = [], 0
+    while engine.has_work:
+        try:
+            events += engine.step()
+        except RuntimeError:
+            raised += 1
+    assert raised == 1
+    (seeded,) = make_llm().generate(PROMPTS[2], SamplingParams(max_new_tokens=12, temperature=1, seed=1))
+    expected = [oracle(PROMPTS[0]), oracle(PROMPTS[1]), seeded.token_ids]
+    assert [r.output_token_ids for r in requests] == expected
+    assert [[e.token_id for e in events if e.request_id == r.id] for r in requests] == expected
+    assert_idle(engine)
+
+
+def test_requests_of_others_survive_the_exception_of_one_call() -> None:
+    llm = make_llm(max_batch_tokens=8)
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    got = [next(stream).token_id for _ in range(2)]
+    fail_once(llm.engine, RuntimeError("once"), 2)
+    with pytest.raises(RuntimeError, match="once"):
+        llm.generate(PROMPTS[0], GREEDY)
+    assert got + [event.token_id for event in stream] == oracle(PROMPTS[1])
+    assert_usable(llm)
+
+
+def test_events_without_a_token_survive_an_exception() -> None:
+    engine = make_engine()
+    nothing = engine.add_request(PROMPTS[0], SamplingParams(max_new_tokens=0))
+    engine.add_request(PROMPTS[1], GREEDY)
+    fail_once(engine, RuntimeError("once"))
+    events = []
+    while engine.has_work:
+        try:
+            events += engine.step()
+        except RuntimeError:
+            pass
+    assert [(e.token_id, e.finish_reason) for e in events if e.request_id == nothing.id] == [(None, "length")]
+
+
+class BrokenTokenizer:
+    """Fails for one token, as some do for ids beyond their own vocabulary."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad = bad
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        if self.bad in ids:
+            raise IndexError("piece id is out of range")
+        return tokenizer().decode(ids)
+
+
+def test_a_tokenizer_that_fails_for_one_request_does_not_hang_the_others() -> None:
+    prompts = [p for p in random_prompts(8, *range(4, 12)) if len(set(oracle(p)) & {oracle(PROMPTS[0])[2]}) == 0]
+    llm = make_llm(tokenizer=BrokenTokenizer(oracle(PROMPTS[0])[2]))
+    other = llm.stream(prompts[0], GREEDY)  # behind the failing one in the batch, or before it
+    requests = llm._add([PROMPTS[0], prompts[1]], GREEDY, None)
+    with pytest.raises(IndexError):
+        list(other)
+    llm._drop(requests)
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [4, 2048])
+def test_not_finite_logits_end_their_request_and_no_other(max_batch_tokens: int) -> None:
+    engine = make_engine(max_batch_tokens=max_batch_tokens)
+    with poisoned():
+        good = [engine.add_request(PROMPTS[0], GREEDY), engine.add_request(PROMPTS[1], GREEDY)]
+        bad = engine.add_request([*PROMPTS[2], POISON, 4, 5], GREEDY, request_id="bad one")
+        late = engine.add_request(PROMPTS[2], GREEDY)
+        events = run_all(engine)
+    assert [r.output_token_ids for r in (*good, late)] == [oracle(p) for p in PROMPTS]
+    assert (bad.finish_reason, bad.output_token_ids) == ("error", [])
+    assert "NaN or infinite logits for request 'bad one' after 14 tokens" in str(bad.error)
+    assert [(e.token_id, e.finish_reason) for e in events if e.request_id == "bad one"] == [(None, "error")]
+    assert_idle(engine)
+
+
+def test_generate_raises_for_not_finite_logits_and_names_the_request() -> None:
+    llm = make_llm()
+    with poisoned():
+        with pytest.raises(ValueError, match="NaN or infinite logits for request 'request-1'"):
+            llm.generate([PROMPTS[0], [*PROMPTS[1], POISON], PROMPTS[2]], GREEDY)
+        assert_idle(llm.engine)
+        assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [oracle(p) for p in PROMPTS], "on the pages that held NaN"
+    assert_usable(llm)
+
+
+def test_a_stream_yields_what_it_has_and_then_raises() -> None:
+    llm = make_llm(max_requests=2)
+    seen = []
+    with poisoned(), pytest.raises(ValueError, match="NaN or infinite"):
+        for event in llm.stream([PROMPTS[0], PROMPTS[1], [1, POISON]], GREEDY):
+            seen.append(event)
+    assert [e.token_id for e in seen if e.index == 0] == oracle(PROMPTS[0])
+    assert_usable(llm)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [5, 2048])
+def test_poisoned_pages_do_not_stay_in_the_prefix_cache(max_batch_tokens: int) -> None:
+    llm = make_llm(max_batch_tokens=max_batch_tokens, num_pages=20)
+    prompt = [*random_prompts(1, 10)[0], POISON, *random_prompts(2, 9)[0]]
+    with poisoned(), pytest.raises(ValueError, match="NaN or infinite"):
+        llm.generate(prompt, GREEDY)
+    assert llm.engine.kv.tree is not None and llm.engine.kv.tree.num_pages == 0
+    (healed,) = llm.generate(prompt, GREEDY)
+    assert (healed.cached_tokens, healed.token_ids) == (0, oracle(prompt))
+
+
+def test_nan_in_the_middle_of_an_answer_keeps_the_healthy_prefix_only() -> None:
+    engine = make_engine()
+    run, answer = engine.runner.run, oracle(PROMPTS[1])
+    request = engine.add_request(PROMPTS[1], GREEDY)
+    for _ in range(7):
+        engine.step()
+    engine.runner.run = lambda *args: torch.full_like(run(*args), float("inf"))  # type: ignore[method-assign]
+    engine.step()
+    engine.runner.run = run  # type: ignore[method-assign]
+    assert (request.finish_reason, request.output_token_ids) == ("error", answer[:7])
+    assert_idle(engine)
+    assert engine.kv.tree is not None and engine.kv.tree.num_pages == len(PROMPTS[1]) // 4, "what the first good logits vouched for"
+    again = engine.add_request(PROMPTS[1], GREEDY)
+    run_all(engine)
+    assert again.output_token_ids == answer
+
+
+def _end_elsewhere(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are run to their end, as by another thread, between being queued and being waited for."""
+    add = llm._add
+
+    def added(*args):
+        requests = add(*args)
+        while any(r.finish_reason is None for r in requests):
+            llm._step()
+        return requests
+
+    monkeypatch.setattr(llm, "_add", added)
+
+
+def test_an_error_that_another_threads_step_found_is_raised_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    _end_elsewhere(llm, monkeypatch)
+    with poisoned(), pytest.raises(ValueError, match="NaN or infinite"):
+        llm.generate([1, POISON], GREEDY)
+    assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [oracle(p) for p in PROMPTS]
+    assert_nothing_left(llm)
+
+
+def test_a_broken_model_does_not_poison_the_next_engine() -> None:
+    with poisoned(), pytest.raises(ValueError, match="NaN or infinite"):
+        make_llm().generate([POISON], GREEDY)
+    engine: Engine = make_engine(tiny())
+    request = engine.add_request([POISON], GREEDY)
+    run_all(engine)
+    assert request.output_token_ids == oracle([POISON])

@@ -1,0 +1,78 @@
+"""Softmax attention that no finder takes is an error that names the module; a router's softmax is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from tests.passes.graphs import Toy, masked, rewrite_of
+
+SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "F.softmax": lambda s: F.softmax(s, dim=-1),
+    "torch.softmax": lambda s: torch.softmax(s, -1),
+    "method": lambda s: s.softmax(-1),
+    "float32": lambda s: F.softmax(s, dim=-1, dtype=torch.float32).to(s.dtype),
+    "with a sink": lambda s: F.softmax(F.pad(s, (1, 0)), dim=-1)[..., 1:],
+    "one head, 2-D": lambda s: torch.stack([F.softmax(s[0, h], dim=-1) for h in range(4)])[None],
+}
+
+
+class WrittenOut(nn.Module):
+    def __init__(self, softmax: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.softmax = softmax
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(2, 3) + torch.full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
+        return self.softmax(scores) @ v
+
+
+class Layers(nn.Module):
+    """One SDPA attention, and then the other."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([other])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        return self.layers[0](F.scaled_dot_product_attention(q, k, v, is_causal=True), k, v)
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_written_out_attention_is_named(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"written out as a softmax.* in attend\.layers\.0: .*attn_implementation='sdpa'"):
+        rewrite_of(Toy(Layers(WrittenOut(SOFTMAXES[name])), kv_heads=4))
+
+
+def test_flex_attention_is_named() -> None:
+    class Flex(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flex_attention(q, k, v)
+
+    with pytest.raises(UnsupportedError, match=r"attend\.layers\.0"):
+        rewrite_of(Toy(Layers(Flex()), kv_heads=4))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_router_is_no_attention(flat: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        logits = q.sum(1)  # [1, T, 8 experts]
+        weights = F.softmax(logits[0] if flat else logits, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * weights.reshape(1, 1, -1, 8)
+
+    assert len(rewrite_of(Toy(attend, kv_heads=4)).layers) == 1
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no attention that paged_attn can see"):
+        rewrite_of(Toy(lambda q, k, v, ids, pos: q))
+
+
+def test_module_path_of_what_is_found() -> None:
+    assert rewrite_of(masked(lambda ids, pos: None)).specs[0].module == "attend"

@@ -1,0 +1,202 @@
+"""Masks in many spellings are proved to the family that they are, with the numbers that the model has in its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes import runner
+from paged_attn.passes.mask_probe import MaskProbe
+from paged_attn.passes.mask_proof import MaskProof, prove
+from paged_attn.passes.runner import rewrite
+from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of, trace
+
+Mask = Callable[[Tensor, Tensor], Tensor]
+FINFO_MIN = torch.finfo(torch.float32).min
+
+
+def rows(ids: Tensor) -> tuple[Tensor, Tensor]:
+    index = torch.arange(ids.shape[1])
+    return index[:, None], index[None, :]
+
+
+def places(pos: Tensor) -> tuple[Tensor, Tensor]:
+    return pos[:, None, :, None], pos[:, None, None, :]
+
+
+def square(ids: Tensor, value: float | bool, dtype: torch.dtype) -> Tensor:
+    return torch.full((ids.shape[1], ids.shape[1]), value, dtype=dtype)
+
+
+def tril(ids: Tensor, pos: Tensor) -> Tensor:
+    return torch.tril(square(ids, True, torch.bool))
+
+
+def arange(ids: Tensor, pos: Tensor) -> Tensor:
+    q, k = rows(ids)
+    return k <= q
+
+
+def by_position(ids: Tensor, pos: Tensor) -> Tensor:
+    q, k = places(pos)
+    return ~(k > q)
+
+
+def finfo_min(ids: Tensor, pos: Tensor) -> Tensor:
+    return square(ids, FINFO_MIN, torch.float32).triu(diagonal=1)[None, None]
+
+
+def minus_infinity(ids: Tensor, pos: Tensor) -> Tensor:
+    mask = torch.zeros(ids.shape[1], ids.shape[1])
+    mask.masked_fill_(torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu_(1), float("-inf"))
+    return mask
+
+
+def ten_thousand(ids: Tensor, pos: Tensor) -> Tensor:
+    return (1.0 - tril(ids, pos).float()) * -10000.0
+
+
+def where(ids: Tensor, pos: Tensor) -> Tensor:
+    return torch.where(arange(ids, pos), 0.0, FINFO_MIN)
+
+
+def written_by_slice(ids: Tensor, pos: Tensor) -> Tensor:
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+    mask[:, :, :, :] = tril(ids, pos)
+    return mask
+
+
+def segments(ids: Tensor, pos: Tensor) -> Tensor:
+    segment = (pos == 0).cumsum(-1)
+    return arange(ids, pos) & (segment[:, None, :, None] == segment[:, None, None, :])
+
+
+def segments_by_difference(ids: Tensor, pos: Tensor) -> Tensor:
+    start = torch.diff(pos, prepend=pos[:, :1] - 1, dim=-1) != 1
+    segment = start.cumsum(-1)
+    return (segment[:, None, :, None] == segment[:, None, None, :]) & tril(ids, pos)
+
+
+def bidirectional(ids: Tensor, pos: Tensor) -> Tensor:
+    return torch.zeros(ids.shape[1], ids.shape[1])
+
+
+def window(text: str, rows_of: Callable[..., tuple[Tensor, Tensor]] = places, **names: Tensor) -> Mask:
+    """q, k are positions; `text` is compiled into the mask that Dynamo traces."""
+    function = eval(f"lambda q, k: {text}", {"torch": torch, **names})
+
+    def mask(ids: Tensor, pos: Tensor) -> Tensor:
+        q, k = rows_of(pos if rows_of is places else ids)
+        return function(q, k)
+
+    return mask
+
+
+def banded(diagonal: int) -> Mask:
+    return lambda ids, pos: square(ids, True, torch.bool).tril().triu(diagonal=diagonal)
+
+
+def banded_in_place(diagonal: int) -> Mask:
+    return lambda ids, pos: square(ids, True, torch.bool).tril_().triu_(diagonal)
+
+
+SPELLINGS: dict[str, tuple[Mask, str]] = {
+    "tril": (tril, "causal"), "arange": (arange, "causal"), "by position": (by_position, "causal"), "finfo.min": (finfo_min, "causal"),
+    "-inf, in place": (minus_infinity, "causal"), "-10000": (ten_thousand, "causal"), "where": (where, "causal"),
+    "written by slice": (written_by_slice, "causal"), "segments": (segments, "causal"),
+    "segments by diff": (segments_by_difference, "causal"),
+    "zeros": (bidirectional, "bidirectional"),
+    "small window": (window("(k <= q) & (q - k < 8)"), "causal & window 8"),
+    "window of 1": (window("(k <= q) & (q - k < 1)"), "causal & window 1"),
+    "small window on rows": (window("(k <= q) & (k > q - 8)", rows), "causal & window 8"),
+    "small band": (banded(-7), "causal & window 8"),
+    "small chunk": (window("(k <= q) & (q // 8 == k // 8)"), "causal & chunk 8"),
+    "both, small": (window("(k <= q) & (q // 8 == k // 8) & (q - k < 5)"), "causal & window 5 & chunk 8"),
+    "window 4096": (window("(k <= q) & (q - k < 4096)"), "causal & window 4096"),
+    "window 4096, <= 4095": (window("(k <= q) & (q - k <= 4095)"), "causal & window 4096"),
+    "window 4097, <= 4096": (window("(k <= q) & (q - k <= 4096)"), "causal & window 4097"),
+    "window 4096, k > q - 4096": (window("(k <= q) & (k > q - 4096)", rows), "causal & window 4096"),
+    "window 4096, negative": (window("(k - q > -4096) & (k - q <= 0)"), "causal & window 4096"),
+    "window 4096, not": (window("~((k > q) | (q - k >= 4096))"), "causal & window 4096"),
+    "window 4096, band": (banded(-4095), "causal & window 4096"),
+    "window 4096, band in place": (banded_in_place(-4095), "causal & window 4096"),
+    "window 4096, as a tensor": (window("(k <= q) & (q - k < torch.tensor(4096))"), "causal & window 4096"),
+    "window 4096, as a float": (window("(k <= q) & ((q - k).float() < 4096.0)"), "causal & window 4096"),
+    "window 33": (window("(k <= q) & (q - k < 33)"), "causal & window 33"),
+    "window 1000": (window("(k <= q) & (q - k < 1000)"), "causal & window 1000"),
+    "chunk 8192": (window("(k <= q) & (q // 8192 == k // 8192)"), "causal & chunk 8192"),
+    "chunk 8192, on rows": (window("(k <= q) & (q // 8192 == k // 8192)", rows), "causal & chunk 8192"),
+    "chunk 8192, div": (window("(k <= q) & (torch.div(q, 8192, rounding_mode='floor') == torch.div(k, 8192, rounding_mode='floor'))"),
+                        "causal & chunk 8192"),
+    "window 4096 & chunk 8192": (window("(k <= q) & (q // 8192 == k // 8192) & (q - k < 4096)"), "causal & window 4096 & chunk 8192"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_each_spelling(name: str) -> None:
+    mask, words = SPELLINGS[name]
+    (report,) = rewrite_of(masked(mask)).layers
+    spec = report.spec
+    limits = [f"{what} {value}" for what, value in (("window", spec.sliding_window), ("chunk", spec.chunk)) if value is not None]
+    assert " & ".join(["causal" if spec.causal else "bidirectional", *limits]) == words
+    assert "6 probes" in report.proof and words in report.proof
+
+
+@pytest.mark.parametrize("name", ["tril", "segments", "small window", "small window on rows", "small chunk", "both, small", "-10000"])
+def test_the_proved_family_gives_each_prompt_its_own_logits(name: str) -> None:
+    assert_ragged_equals_alone(masked(SPELLINGS[name][0]))
+
+
+@pytest.mark.parametrize("tokens", [200, 60])
+def test_a_mask_read_from_a_stored_table_is_evaluated_over_its_length(tokens: int) -> None:
+    table = torch.ones(tokens, tokens, dtype=torch.bool).tril().triu(-149)  # no number of the graph says 150
+    module = masked(lambda ids, pos: table[pos[0][:, None], pos[0][None, :]])
+    if tokens == 200:
+        assert rewrite_of(module).specs[0].sliding_window == 150
+    else:
+        with pytest.raises(UnsupportedError, match="table of 60 positions"):
+            rewrite_of(module)
+
+
+def attending_twice(change: Callable[[Tensor], object]) -> Toy:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        mask = tril(ids, pos)
+        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        change(mask)
+        return F.scaled_dot_product_attention(out, k, v, mask, enable_gqa=True)
+
+    return Toy(attend)
+
+
+def test_layers_that_share_a_mask_share_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs = []
+
+    def counted(probe: MaskProbe) -> MaskProof:
+        proofs.append(probe)
+        return prove(probe)
+
+    monkeypatch.setattr(runner, "prove", counted)
+    assert [spec.causal for spec in rewrite_of(attending_twice(lambda mask: None)).specs] == [True, True]
+    assert len(proofs) == 1
+
+
+def test_a_mask_that_is_written_in_place_between_two_layers_is_proved_for_each() -> None:
+    result = assert_ragged_equals_alone(attending_twice(lambda mask: mask.triu_(-7)))
+    assert [spec.sliding_window for spec in result.specs] == [None, 8]
+
+
+def test_the_models_own_tensors_stay_as_they_are() -> None:
+    table = torch.ones(200, 200, dtype=torch.bool)
+
+    def mask(ids: Tensor, pos: Tensor) -> Tensor:
+        table.tril_()
+        return table[pos[0][:, None], pos[0][None, :]]
+
+    traced = trace(masked(mask), lambda t: (table.fill_(True), rewrite(t.gm, t.args, None), table.all().item())[1:])
+    result, untouched = traced.result
+    assert result.specs[0].causal and untouched

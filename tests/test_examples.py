@@ -1,0 +1,45 @@
+"""Every example runs, does what it says, and stays short."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted(p.stem for p in (Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_have_a_main_and_are_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    module = importlib.import_module(name)
+    assert callable(module.main)
+    assert len(Path(module.__file__).read_text().splitlines()) <= 80
+
+
+def test_compile_backend() -> None:
+    assert importlib.import_module("examples.compile_backend").main() == 0.0
+
+
+def test_serve_prompts() -> None:
+    completions = importlib.import_module("examples.serve_prompts").main()
+    assert [len(c.token_ids) for c in completions] == [40, 40, 40]
+    assert all(c.text.isprintable() for c in completions)
+
+
+def test_patch_model() -> None:
+    assert len(importlib.import_module("examples.patch_model").main()) == 2
+
+
+def test_engine_author_gives_the_models_own_text() -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tests.oracle import greedy
+
+    example = importlib.import_module("examples.engine_author")
+    texts = example.main()
+    model = AutoModelForCausalLM.from_pretrained(str(example.files("paged_attn.demo_model")))
+    model = model.float()
+    for prompt, count, text in zip(example.PROMPTS, example.NEW_TOKENS, texts, strict=True):
+        assert text == (prompt + bytes(greedy(model, prompt, count))).decode()

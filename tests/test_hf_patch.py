@@ -1,0 +1,121 @@
+"""The Hugging Face hook: agrees with the graph rewrite, drops nothing, restores the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paged_attn import LLM, Batch, BatchRequest, KVPool, SamplingParams, UnsupportedError, forward_context, patch
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.hf_mask import prove_mask_function
+from paged_attn.passes.mask_family import MaskFamily
+from tests.oracle import greedy, random_prompts
+from tests.tiny_models import ARCHITECTURES, build
+
+REFUSED = {"falcon": "AttentionInterface", "llama4_text": "self-check failed"}
+PROMPTS = random_prompts((1, 5, 17, 33))
+
+
+def _serve(model: nn.Module, layers: tuple, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    pool = KVPool(layers, 1 + 8 * len(prompts), 8, torch.float32)
+    pool.storage.fill_(float("nan"))
+    tokens, cached = [list(p) for p in prompts], [0] * len(prompts)
+    for _ in range(new_tokens):
+        requests = [BatchRequest(t[c:], range(1 + 8 * i, 9 + 8 * i), c) for i, (t, c) in enumerate(zip(tokens, cached, strict=True))]
+        batch = Batch.build(requests, 8)
+        with torch.no_grad(), forward_context(batch, pool):
+            logits = model(**batch.model_inputs()).logits[0]
+        for i, token in enumerate(logits[batch.logits_rows[: batch.num_logits]].argmax(-1).tolist()):
+            cached[i] = len(tokens[i])
+            tokens[i].append(token)
+    return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("name", [n for n in ARCHITECTURES if n not in REFUSED])
+def test_both_roads_give_the_models_own_tokens(name: str) -> None:
+    model = build(name)
+    expected = [greedy(model, p, 6) for p in PROMPTS]
+    with patch(model) as patched:
+        assert _serve(model, patched.layers, PROMPTS, 6) == expected
+        by_hook = patched.layers
+    with LLM(model, num_pages=64) as llm:
+        by_graph = llm.engine.runner.compiled.specs
+        assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=6))] == expected
+    assert [a.differences(b) for a, b in zip(by_hook, by_graph, strict=True)] == [[]] * len(by_graph)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_the_hook_would_get_wrong_and_restores(name: str) -> None:
+    model, ids = build(name), torch.tensor([[5, 6, 7, 8]])
+    before = model(ids).logits
+    with pytest.raises(UnsupportedError, match=REFUSED[name]), patch(model):
+        pass
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_outside_a_context_the_model_is_unchanged_and_after_it_restored() -> None:
+    model, ids = build("gemma3_text"), torch.randint(2, 96, (2, 21))
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    before = model(ids).logits
+    with pytest.raises(RuntimeError, match="boom"), patch(model):
+        assert torch.equal(model(ids).logits, before)
+        assert model.config._attn_implementation == "paged_attn"
+        raise RuntimeError("boom")
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(ids).logits, before)
+    assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
+
+
+def test_patching_twice_is_an_error() -> None:
+    model = build("llama")
+    first = patch(model)
+    with first:
+        with pytest.raises(ContextError, match="patched already"), patch(model):
+            pass
+        with pytest.raises(ContextError, match="patched already"):
+            first.__enter__()
+        assert model.config._attn_implementation == "paged_attn"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_unknown_keyword_is_never_dropped() -> None:
+    model = build("llama")
+    attention = model.model.layers[1].self_attn
+    forward = type(attention).forward
+    attention.forward = lambda *args, **kwargs: forward(attention, *args, **kwargs, extra_bias=torch.ones(1))
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn passes extra_bias"), patch(model):
+        pass
+
+
+def test_a_plain_module_is_sent_to_the_other_road() -> None:
+    with pytest.raises(UnsupportedError, match=r"PreTrainedModel, got Linear.*torch\.compile"):
+        patch(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [MaskFamily(True), MaskFamily(True, 1), MaskFamily(True, 4096), MaskFamily(True, None, 8192), MaskFamily(True, 5, 16), MaskFamily(False)],
+)
+def test_mask_functions_are_proved(family: MaskFamily) -> None:
+    def function(batch, head, query, key):
+        seen = key <= query if family.causal else key >= 0
+        if family.window is not None:
+            seen = seen & (query - key < family.window)
+        return seen & (query // family.chunk == key // family.chunk) if family.chunk is not None else seen
+
+    assert prove_mask_function(function, "here") == family
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, q, k: (k <= q) & ((q - k) % 3 == 0),
+        lambda b, h, q, k: (k <= q) | (k < 7),
+        lambda b, h, q, k: (k <= q) & ((q < 150000) | (q - k < 9)),
+    ],
+)
+def test_other_mask_functions_are_refused(function) -> None:
+    with pytest.raises(UnsupportedError, match="can not be proved"):
+        prove_mask_function(function, "layer 3")
