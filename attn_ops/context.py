@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv_pool import KVPool
@@ -33,7 +35,8 @@ class Backend(Protocol):
 class ForwardContext:
     """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.
 
-    The plan is made on entry. Contexts nest (a draft model inside a target's step) and are restored however they are left.
+    The plan is made on entry; gradients are off inside. Contexts nest (a draft model inside a target's step) and
+    are restored however they are left.
     """
 
     def __init__(self, batch: Batch, pool: KVPool, backend: Backend) -> None:
@@ -45,6 +48,7 @@ class ForwardContext:
         self.batch, self.pool, self.backend = batch, pool, backend
         self.plan: Any = None
         self._entered = False
+        self._gradients = True
         self._guard = threading.Lock()
 
     @property
@@ -59,6 +63,8 @@ class ForwardContext:
                 )
             self._entered = True
         self.plan = self.backend.plan(self.batch, self.pool)
+        self._gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
         _stack().append(self)
         return self
 
@@ -67,8 +73,10 @@ class ForwardContext:
         if not stack or stack[-1] is not self:
             if self in stack:  # its block is over: nothing of it may stay active
                 del stack[stack.index(self) :]
+                torch.set_grad_enabled(self._gradients)
             raise ContextError("forward contexts must be left in the reverse order and in the thread in which they were entered")
         stack.pop()
+        torch.set_grad_enabled(self._gradients)
         self.plan = None
 
 

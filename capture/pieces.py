@@ -16,14 +16,17 @@ from paged_attn.capture.split import SplitGraph
 logger = logging.getLogger("paged_attn")
 
 
-def compile_pieces(split: SplitGraph, example_inputs: Sequence[Any]) -> None:
+def compile_pieces(split: SplitGraph, traced: Sequence[Any]) -> None:
     """Compile every piece with Inductor, in place, with T as the symbol that Dynamo gave it.
+
+    Args:
+        traced: Dynamo's fake tensors and symbolic sizes for the graph's inputs, in order.
 
     Must run inside the Dynamo backend call, whose tracing context knows which sizes are symbolic.
     """
     started = time.perf_counter()
     logger.info("compiling %d pieces with Inductor; the first takes longest", len(split.pieces))
-    _PieceCompiler(split).run(*_fake_inputs(split.gm, example_inputs))
+    _PieceCompiler(split).run(*_fake_inputs(traced))
     logger.info("compiled %d pieces in %.1f s", len(split.pieces), time.perf_counter() - started)
 
 
@@ -64,18 +67,9 @@ def _computes(piece: fx.GraphModule) -> bool:
     return any(node.op.startswith("call_") for node in piece.graph.nodes)
 
 
-def _fake_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    """The inputs in the tracing context's own fake mode, with the symbols that Dynamo gave them."""
-    context = TracingContext.get()
-    mode = context.fake_mode
+def _fake_inputs(traced: Sequence[Any]) -> list[Any]:
+    """What Dynamo saw, in the fake mode of the tracing context (Dynamo's own is another), with the same symbols."""
+    mode = TracingContext.get().fake_mode
     assert mode is not None
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    result: list[Any] = []
-    for node, value in zip(placeholders, example_inputs, strict=True):
-        if not isinstance(value, Tensor):
-            result.append(node.meta["example_value"] if "example_value" in node.meta else value)
-            continue
-        symbolic = context.tensor_to_context.get(value)
-        source = symbolic.tensor_source if symbolic is not None else None
-        result.append(mode.from_tensor(value, symbolic_context=symbolic, source=source))
-    return result
+    with mode:
+        return [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v for v in traced]

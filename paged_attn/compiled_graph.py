@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
@@ -17,6 +18,7 @@ from paged_attn.capture.pieces import compile_pieces
 from paged_attn.capture.split import SplitGraph, split_graph
 from paged_attn.capture.split_ops import split_ops
 from paged_attn.options import CompileOptions
+from paged_attn.passes.graph_tools import value_of
 from paged_attn.passes.runner import Rewrite, rewrite
 from paged_attn.self_check import self_check
 
@@ -43,14 +45,16 @@ class CompiledGraph:
         self.split: SplitGraph | None = None
         self.compiled_by = "eager pieces"
         self._run_paged: Callable[..., Any] | None = None
-        self._checked = not options.self_check
+        # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
+        self._marker = self.roles.index("owned") if "owned" in self.roles else None
+        self._checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._check_lock = threading.Lock()
         self._accepted: tuple[AttentionSpec, ...] | None = None
         self.eager_paged: fx.GraphModule | None = self.rewrite.gm
         if self.rewrite.gm is not None:
             self.split = split_graph(self.rewrite.gm, split_ops())
             if _wants_inductor(options, example_inputs):
-                compile_pieces(self.split, example_inputs)
+                compile_pieces(self.split, [value_of(node) for node in gm.graph.nodes if node.op == "placeholder"])
                 self.compiled_by = "Inductor pieces"
             self._run_paged = self.split.gm.forward
         else:
@@ -82,12 +86,17 @@ class CompiledGraph:
                 "Call compiled(**batch.model_inputs()) inside the context."
             )
         self._check_call(context, args)
-        if not self._checked:
-            with self._check_lock:
-                if not self._checked:
-                    self_check(self, args)
-                    self._checked = True
+        self.check(args)
         return self._run_paged(*args)
+
+    def check(self, args: Sequence[Any], truth: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Run the self-check unless this model passed it or it is switched off; `truth` [T] -> logits stands for the original graph."""
+        if not self.options.self_check or self._marker is None or args[self._marker] in self._checked:
+            return
+        with self._check_lock:
+            if args[self._marker] not in self._checked:
+                self_check(self, args, truth)
+                self._checked[args[self._marker]] = True
 
     def _check_call(self, context: ForwardContext, args: Sequence[Any]) -> None:
         rows = next(args[i].shape[1] for i, role in enumerate(self.roles) if role == "input_ids")
@@ -129,5 +138,6 @@ def _check_layers(graph: Sequence[AttentionSpec], pool: Sequence[AttentionSpec])
     for index, (ours, theirs) in enumerate(zip(graph, pool, strict=True)):
         if names := ours.differences(theirs):
             raise ContextError(
-                f"layer {index} ({ours.module}) of the pool differs from the model's in {', '.join(names)}; allocate it with attention_layers(compiled)"
+                f"layer {index} ({ours.module}) of the pool differs from the model's in {', '.join(names)}; "
+                "allocate it with attention_layers(compiled)"
             )

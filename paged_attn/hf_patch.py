@@ -25,8 +25,8 @@ from paged_attn.ragged_probe import probe_prompts, relative_error, run_ragged, t
 
 NAME = "paged_attn"
 # Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.
-_SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "output_router_logits",
-           "position_embeddings", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
+_SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+           "output_router_logits", "position_embeddings", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
 _patched: weakref.WeakKeyDictionary[nn.Module, tuple[Patched, int]] = weakref.WeakKeyDictionary()
 _recording = threading.local()
 
@@ -89,8 +89,8 @@ class Patched:
         expected = config.num_hidden_layers
         if len(found) != expected:
             raise UnsupportedError(
-                f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were given: the others "
-                "compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
+                f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were "
+                "given: the others compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
             )
         self._modules, self.layers = list(found), tuple(found.values())
         for index, module in enumerate(self._modules):
@@ -141,7 +141,8 @@ def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
     """
     if not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(
-            f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; use torch.compile(model, backend='paged_attn')"
+            f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; "
+            "use torch.compile(model, backend='paged_attn')"
         )
     return Patched(model, self_check)
 
@@ -198,7 +199,8 @@ def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
         )
     if mask is not None and not isinstance(mask, ProvedMask):
         raise UnsupportedError(
-            f"layer at {where} builds its own mask instead of using transformers' mask interface; use torch.compile(model, backend='paged_attn')"
+            f"layer at {where} builds its own mask instead of using transformers' mask interface; "
+            "use torch.compile(model, backend='paged_attn')"
         )
     own = causal if causal is not None else getattr(module, "is_causal", True)
     family = mask.family if mask is not None else MaskFamily(bool(own))

@@ -34,7 +34,7 @@ def first_layer_that_differs(compiled: CompiledGraph, inputs: GraphInputs, promp
         error = float((a - got[report.layer_id].float()).abs().max() / a.abs().max().clamp_min(1e-6))
         if not error <= limit:
             return f"The first layer that differs is {report.layer_id} ({report.spec.module}: {report.spec.describe()}), by {error:.2g}."
-    return "All attention layers agree when the prompt is run whole and alone, so the difference comes from running it in chunks or with others."
+    return "All attention layers agree when the prompt is run whole and alone, so the difference comes from chunks or other requests."
 
 
 class _Recorder(fx.Interpreter):

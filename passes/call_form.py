@@ -28,11 +28,13 @@ class CallForm:
         roles: per placeholder: "tokens" (T itself), "input_ids", "position_ids", "logits_rows", "num_logits", "owned" (parameters,
             buffers, tensors of the module) or "call:NAME" for any other input of the call.
         reason: why a paged batch can not run through this graph, or "".
+        max_tokens: the longest call for which the trace holds, or None if it holds for all.
     """
 
     num_tokens: Any
     roles: dict[fx.Node, str]
     reason: str
+    max_tokens: int | None = None
 
     @property
     def positions(self) -> fx.Node | None:
@@ -53,10 +55,11 @@ def find_call_form(graph: fx.Graph) -> CallForm:
     tokens, rows = symbol(length), named.get("logits_to_keep")
     logits = symbol(value_of(rows).shape[0]) if rows is not None and value_of(rows).dim() == 1 else None
     roles = {node: _role(node, tokens, logits) for node in placeholders}
-    return CallForm(tokens, roles, _reason(batch, tokens, named, roles))
+    max_tokens = _upper_bound(length)
+    return CallForm(tokens, roles, _reason(batch, tokens, max_tokens, named, roles), max_tokens)
 
 
-def _reason(batch: Any, tokens: Any, named: dict[str, fx.Node], roles: dict[fx.Node, str]) -> str:
+def _reason(batch: Any, tokens: Any, max_tokens: int | None, named: dict[str, fx.Node], roles: dict[fx.Node, str]) -> str:
     if "inputs_embeds" in named and "input_ids" not in named:
         return "the call passes inputs_embeds; a paged batch has input_ids [1, T]"
     extra = sorted(role.removeprefix("call:") for role in roles.values() if role.startswith("call:"))
@@ -70,13 +73,14 @@ def _reason(batch: Any, tokens: Any, named: dict[str, fx.Node], roles: dict[fx.N
         return f"the call was traced with a fixed length of {tokens} tokens; pass batch.model_inputs(), which marks T as dynamic"
     if "position_ids" not in named:
         return "the graph has no position_ids input, so that it would count positions across requests; pass position_ids"
-    upper = _upper_bound(value_of(named["input_ids"]).shape[1])
-    if upper is not None:
-        return f"the trace holds only for up to {upper} tokens"
+    if max_tokens is not None:
+        return f"the trace holds only for up to {max_tokens} tokens, as the model branches on the length"
     return ""
 
 
-def _upper_bound(size: SymInt) -> int | None:
+def _upper_bound(size: Any) -> int | None:
+    if not isinstance(size, SymInt):
+        return None
     bound = size.node.shape_env.var_to_range[size.node.expr].upper if isinstance(size.node.expr, sympy.Symbol) else None
     return int(bound) if bound is not None and bound.is_finite and bound < 2**31 else None
 

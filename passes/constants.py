@@ -7,6 +7,8 @@ Token counts stay symbolic: they belong to the call.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import SymFloat, SymInt, fx
 
 from paged_attn.passes.graph_tools import source_name, value_of
@@ -23,8 +25,12 @@ def specialise_numbers(original: fx.Graph, copied: fx.Graph) -> int:
             constant = int(value)
         else:
             continue
+
+        def as_number(node: fx.Node, symbolic: fx.Node = new, number: float | int = constant) -> Any:
+            return number if node is symbolic else node
+
         for user in list(new.users):
-            user.args = fx.map_arg(user.args, lambda n, new=new, c=constant: c if n is new else n)
-            user.kwargs = fx.map_arg(user.kwargs, lambda n, new=new, c=constant: c if n is new else n)
+            user.args = fx.map_arg(user.args, as_number)
+            user.kwargs = fx.map_arg(user.kwargs, as_number)
         count += 1
     return count

@@ -16,9 +16,10 @@ def check_declared(model: nn.Module | None, module: str, family: MaskFamily, has
     Raises:
         UnsupportedError: they disagree; an absent mask proves nothing by itself, so this is where its silence is caught.
     """
-    if model is None or getattr(model, "config", None) is None:
+    config: Any = getattr(model, "config", None)
+    if model is None or config is None:
         return "the model declares nothing"
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layer = _submodule(model, module)
     kind = _layer_type(config, layer)
     statements = _statements(config, layer, kind, family)
@@ -27,7 +28,8 @@ def check_declared(model: nn.Module | None, module: str, family: MaskFamily, has
             absent = "" if has_mask else " (the graph has no mask, which proves nothing by itself)"
             raise UnsupportedError(
                 f"layer at {module}: the graph's attention has {what} {proved}{absent}, but the model declares {what} {declared}"
-                f"{f' (layer type {kind})' if kind else ''}. Trace it with batch.model_inputs() so that masks are built, or correct the config."
+                f"{f' (layer type {kind})' if kind else ''}. Trace it with batch.model_inputs() so that masks are built, "
+                "or correct the config."
             )
     if not statements:
         return "the config says nothing of this layer"

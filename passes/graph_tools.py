@@ -51,7 +51,6 @@ def remove_dead_code(graph: fx.Graph) -> None:
         for value in written_values(node) if writes_in_place(node) else ():
             writers.setdefault(value, []).append(node)
     live: set[fx.Node] = {node for node in graph.nodes if node.op in ("output", "placeholder") or _has_effect(node)}
-    live |= {writer for node in live if node.op == "placeholder" for writer in writers.get(node, ())}
     pending = list(live)
     while pending:
         node = pending.pop()

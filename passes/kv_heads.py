@@ -20,8 +20,8 @@ from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.cone import evaluate
 from paged_attn.passes.graph_tools import depends_on, shape_of, symbol, value_of, writes_in_place, written_values
 
-_SHAPE_METHODS = {"expand", "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "transpose", "permute", "contiguous", "repeat",
-                  "repeat_interleave", "broadcast_to", "expand_as", "swapaxes", "clone", "movedim"}  # fmt: skip
+_SHAPE_METHODS = {"expand", "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "transpose", "permute", "contiguous",
+                  "repeat", "repeat_interleave", "broadcast_to", "expand_as", "swapaxes", "clone", "movedim"}  # fmt: skip
 _SHAPE_FUNCTIONS = {operator.getitem, torch.broadcast_to, torch.repeat_interleave, torch.transpose, torch.unsqueeze, torch.reshape,
                     torch.flatten, torch.permute, torch.movedim}  # fmt: skip
 PROBE_TOKENS = 3

@@ -75,7 +75,7 @@ def _is_harmless(node: fx.Node, value: int | float) -> bool:
     if name in _SIZES:
         return True
     if name == "arange":
-        return len(node.args) == 1 or node.args[0] == 0
+        return len(node.args) == 1 or bool(node.args[0] == 0)
     if name in ("full", "new_full") and value in _numbers(node.args[:2] if name == "new_full" else node.args[:1]):
         return True
     if name in ("mul", "imul", "multiply"):

@@ -47,7 +47,9 @@ class MaskProbe:
         # A mask that is read from a stored table (or multiplies weights) shows itself only over that table's length.
         self.table_length = max((min(v.shape[-1], 4096) for v in owned.values() if v.dim() >= 2 and v.shape[-1] == v.shape[-2]), default=0)
         if 0 < self.table_length < SMALLEST_TABLE:
-            raise UnsupportedError(f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}")
+            raise UnsupportedError(
+                f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}"
+            )
 
     def images(self, scale: Sequence[int]) -> dict[int, int]:
         """What each large literal becomes under a scale; literals within 2 of each other keep their difference."""
@@ -58,7 +60,8 @@ class MaskProbe:
                 base, slot = literal, slot + 1
                 if slot >= len(scale):
                     raise UnsupportedError(
-                        f"{self.where}: its mask uses {len(self.literals)} large numbers {self.literals}; at most {len(scale)} can be probed"
+                        f"{self.where}: its mask uses {len(self.literals)} large numbers {self.literals}; "
+                        f"at most {len(scale)} can be probed"
                     )
             images[literal] = scale[slot] + literal - base
         return images
@@ -112,8 +115,9 @@ def as_visibility(mask: Tensor, total: int, where: str) -> BoolMatrix:
         hidden = finite <= -1e4
         if not ((finite == 0) | hidden).all():
             raise UnsupportedError(
-                f"{where}: its additive mask holds values besides 0 and -inf (from {finite[~hidden].min():g} to {finite[~hidden].max():g}): a bias "
-                f"that no rule of paged_attn recognises yet. What it leaves visible (query = line, key = column):\n{_drawn(~hidden, total)}"
+                f"{where}: its additive mask holds values besides 0 and -inf (from {finite[~hidden].min():g} to "
+                f"{finite[~hidden].max():g}): a bias that no rule of paged_attn recognises yet. "
+                f"What it leaves visible (query = line, key = column):\n{_drawn(~hidden, total)}"
             )
         mask = ~hidden
     mask = mask.expand(*mask.shape[:-2], total, total).reshape(-1, total, total)

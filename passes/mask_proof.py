@@ -41,8 +41,8 @@ def prove(probe: MaskProbe) -> MaskProof:
     family = _unscale(probe, found)
     _explain_numbers(probe, family)
     _check(probe, found, family)
-    evidence = f"mask evaluated on {len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS)} probes = {family.describe()}; {len(probe.nodes)} nodes"
-    return MaskProof(family, evidence)
+    count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # and the unscaled one
+    return MaskProof(family, f"mask evaluated on {count} probes = {family.describe()}; {len(probe.nodes)} nodes")
 
 
 def _match_lengths(probe: MaskProbe) -> tuple[int, ...]:
@@ -79,7 +79,9 @@ def _explain_numbers(probe: MaskProbe, family: MaskFamily) -> None:
     if strange:
         mask = probe.run(MATCH_LENGTHS[:1], SCALES[0], 0)
         raise unproved(
-            probe.where, mask, f"small probes say {family.describe()}, but its graph holds {', '.join(strange)}, which they can not show to be harmless"
+            probe.where,
+            mask,
+            f"small probes say {family.describe()}, but its graph holds {', '.join(strange)}, which they can not show to be harmless",
         )
 
 

@@ -89,7 +89,8 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
         return
     if not sites:
         raise UnsupportedError("the model has no attention that paged_attn can see; there is nothing to page")
-    proofs = [_prove(site, form, values, model, cache) for cache in [{}] for site in sites]
+    cache: dict[tuple[fx.Node, ...], MaskProof] = {}
+    proofs = [_prove(site, form, values, model, cache) for site in sites]
     clock.lap("prove masks")
     _replace(result, sites, proofs, form, values)
     clock.lap("replace attention")
@@ -167,7 +168,8 @@ def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, 
         sources = [as_received(n, int(shape_of(n)[1])) for n in (site.key, site.value)]
     if sources[0].num_heads != sources[1].num_heads:
         raise UnsupportedError(
-            f"layer at {site.module or site.node.name}: {sources[0].num_heads} heads of keys but {sources[1].num_heads} of values; known is one number"
+            f"layer at {site.module or site.node.name}: {sources[0].num_heads} heads of keys but {sources[1].num_heads} of values; "
+            "known is one number"
         )
     return sources[0], sources[1]
 
@@ -190,7 +192,7 @@ def _form_of_copy(form: CallForm, original: fx.Graph, copied: fx.Graph) -> CallF
         (n for n in copied.nodes if n.op == "placeholder"),
         strict=True,
     )
-    return CallForm(form.num_tokens, {new: form.roles[old] for old, new in pairs}, form.reason)
+    return replace(form, roles={new: form.roles[old] for old, new in pairs})
 
 
 class _Clock:

@@ -21,8 +21,8 @@ from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.graph_tools import depends_on, value_of, writes_in_place
 
 aten = torch.ops.aten
-_INDEXED_BY = {"index_select": 2, "gather": 2, "index_add_": 2, "index_copy_": 2, "scatter_": 2, "scatter_add_": 2, "embedding": 0, "index_add": 2,
-               "scatter": 2, "scatter_add": 2}  # fmt: skip
+_INDEXED_BY = {"index_select": 2, "gather": 2, "index_add_": 2, "index_copy_": 2, "scatter_": 2, "scatter_add_": 2, "embedding": 0,
+               "index_add": 2, "scatter": 2, "scatter_add": 2}  # fmt: skip
 
 
 def use_batch_positions(graph: fx.Graph, form: CallForm) -> int:
@@ -47,14 +47,16 @@ def use_batch_positions(graph: fx.Graph, form: CallForm) -> int:
 
 def _check_plain(node: fx.Node) -> None:
     if any(writes_in_place(user) for user in node.users):
-        raise UnsupportedError(f"{module_path(node) or node.name} counts tokens along the row with torch.arange and changes the numbers in place")
+        raise UnsupportedError(
+            f"{module_path(node) or node.name} counts tokens along the row with torch.arange and changes the numbers in place"
+        )
     plain = len(node.args) == 1 and not {"start", "step", "end"} & set(node.kwargs)
     zero_start = len(node.args) == 2 and node.args[0] == 0
     dtype = value_of(node).dtype
     if not (plain or zero_start) or dtype != torch.int64:
         raise UnsupportedError(
-            f"{module_path(node) or node.name} counts tokens along the row with torch.arange{node.args} of {dtype}; only arange(T) of int64 is known as "
-            "positions. A ragged batch would get wrong positions, so the model is refused."
+            f"{module_path(node) or node.name} counts tokens along the row with torch.arange{node.args} of {dtype}; "
+            "only arange(T) of int64 is known as positions. A ragged batch would get wrong positions, so the model is refused."
         )
 
 

@@ -18,6 +18,6 @@ def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
 
 def greedy(model: nn.Module, prompt: Sequence[int], new_tokens: int) -> list[int]:
     """The model's own greedy generate of one prompt alone: the new ids."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
     return output[0, len(prompt) :].tolist()

@@ -116,7 +116,7 @@ def test_a_second_compile_is_a_warning(caplog: pytest.LogCaptureFixture) -> None
     batch = Batch.build([BatchRequest([5, 6, 7], [1])], 16)
     with torch.no_grad(), forward_context(batch, KVPool(layers, 2, 16, torch.float32)):
         compiled(**batch.model_inputs(), return_dict=False)
-        with pytest.raises(UnsupportedError, match="logits of 1 rows for 5 tokens"):
+        with pytest.raises(UnsupportedError, match=r"logits of 1 rows for 5 tokens"):
             compiled(**batch.model_inputs(), logits_to_keep=1)
     assert "compiled again" in caplog.text
 
@@ -130,12 +130,12 @@ def test_outside_inputs_and_wrong_inputs_under_a_context() -> None:
     with torch.no_grad(), forward_context(batch, pool):
         with pytest.raises(ContextError, match=r"input_ids has 2 tokens.*batch has 4"):
             compiled(**other.model_inputs())
-        with pytest.raises(UnsupportedError, match="forward context is active.*attention_mask"):
+        with pytest.raises(UnsupportedError, match=r"forward context is active.*attention_mask"):
             compiled(input_ids=batch.input_ids[None], attention_mask=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
-        with pytest.raises(UnsupportedError, match="forward context is active.*batch size"):
+        with pytest.raises(UnsupportedError, match=r"forward context is active.*batch size"):
             compiled(input_ids=torch.ones(2, 4, dtype=torch.int64), use_cache=False)
     wrong_layers = KVPool(attention_layers(torch.compile(build("mistral"), backend="paged_attn")), 8, 16, torch.float32)
-    with torch.no_grad(), forward_context(batch, wrong_layers), pytest.raises(ContextError, match="layer 0.*sliding_window"):
+    with torch.no_grad(), forward_context(batch, wrong_layers), pytest.raises(ContextError, match=r"layer 0.*sliding_window"):
         compiled(**batch.model_inputs())
     with torch.no_grad(), forward_context(batch, pool):
         assert compiled(**batch.model_inputs()).logits.shape == (1, 4, 96)
@@ -193,3 +193,23 @@ def test_an_unproved_mask_raises_and_is_drawn(dynamic: bool) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"can not be proved.*\n#\.\.") as raised:
         compiled(input_ids=ids, position_ids=positions)
     assert isinstance(raised.value.inner_exception, UnsupportedError)
+
+
+def test_gradients_are_off_inside_a_context_and_as_before_after_it() -> None:
+    compiled = torch.compile(build("llama"), backend="paged_attn")
+    pool = KVPool(attention_layers(compiled), 4, 16, torch.float32)
+    for _ in range(3):
+        batch = Batch.build([BatchRequest([5, 6, 7], [1])], 16)
+        with forward_context(batch, pool):
+            assert not compiled(**batch.model_inputs()).logits.requires_grad
+        assert torch.is_grad_enabled()
+    assert len(graphs_of(compiled)) == 1
+
+
+def test_a_second_model_that_shares_the_graph_is_checked_as_well() -> None:
+    first, second = build("llama", seed=0), build("llama", seed=1)
+    for model in (first, second):
+        compiled, prompts = torch.compile(model, backend="paged_attn"), random_prompts((4, 9))
+        assert _serve(compiled, prompts, 4) == [greedy(model, p, 4) for p in prompts]
+        (graph,) = graphs_of(compiled)
+    assert len(graph._checked) == 2

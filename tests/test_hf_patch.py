@@ -96,7 +96,14 @@ def test_a_plain_module_is_sent_to_the_other_road() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [MaskFamily(True), MaskFamily(True, 1), MaskFamily(True, 4096), MaskFamily(True, None, 8192), MaskFamily(True, 5, 16), MaskFamily(False)],
+    [
+        MaskFamily(True),
+        MaskFamily(True, 1),
+        MaskFamily(True, 4096),
+        MaskFamily(True, None, 8192),
+        MaskFamily(True, 5, 16),
+        MaskFamily(False),
+    ],
 )
 def test_mask_functions_are_proved(family: MaskFamily) -> None:
     def function(batch, head, query, key):

@@ -22,7 +22,7 @@ class EngineConfig:
 
     page_size: int = _setting(16, "tokens per KV page", 1)
     num_pages: int | None = _setting(None, "pages in the KV pool, page 0 included; default: as many as fit kv_memory_gib", 2)
-    kv_memory_gib: float | None = _setting(None, "KV pool size in GiB; default: 0.25 on CPU, 80 %% of the free memory on a GPU", 0)
+    kv_memory_gib: float | None = _setting(None, "KV pool size in GiB; default: 0.25 on CPU, 80 % of the free memory on a GPU", 0)
     max_batch_tokens: int = _setting(2048, "token budget of one step; longer prompts are prefilled in chunks", 1)
     max_requests: int = _setting(256, "requests that run at the same time", 1)
     prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")

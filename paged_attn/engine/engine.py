@@ -99,8 +99,9 @@ class Engine:
         self._check_fits(len(ids), max_new)
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_token_ids)
         request = Request(
-            id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, sampling=SamplingState(params),
-            detokenizer=IncrementalDetokenizer(self.tokenizer, params.stop), arrival=arrival, namespace=namespace, prompt=prompt, tokens=list(ids),
+            id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new,
+            sampling=SamplingState(params), detokenizer=IncrementalDetokenizer(self.tokenizer, params.stop),
+            arrival=arrival, namespace=namespace, prompt=prompt, tokens=list(ids),
         )  # fmt: skip
         request.sampling.observe(ids)
         self.requests[request_id] = request
@@ -190,8 +191,8 @@ class Engine:
 
     def _fail(self, request: Request, error: NonFiniteLogitsError) -> TokenEvent:
         request.error = ValueError(
-            f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, others go on. "
-            "Check the weights, or run the model in bfloat16 or float32 if it is in float16."
+            f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
+            "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
         )
         request.error.__cause__ = error
         return self._finish(request, FinishReason.ERROR)
@@ -209,7 +210,7 @@ class Engine:
         needed = -(-total // size)
         if needed > self.kv.num_usable:
             raise UnsupportedError(
-                f"this request can never fit: {prompt} prompt + {new} new tokens hold {total} tokens of KV = {needed} pages of {size}, but the pool has "
-                f"{self.kv.num_usable} usable pages (= {self.kv.num_usable * size} tokens). Lower max_new_tokens, shorten the prompt, or raise num_pages "
-                "or kv_memory_gib."
+                f"this request can never fit: {prompt} prompt + {new} new tokens hold {total} tokens of KV = {needed} pages of {size}, "
+                f"but the pool has {self.kv.num_usable} usable pages (= {self.kv.num_usable * size} tokens). "
+                "Lower max_new_tokens, shorten the prompt, or raise num_pages or kv_memory_gib."
             )

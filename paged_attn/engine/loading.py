@@ -25,7 +25,7 @@ def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device
         )
     name = str(Path(name).expanduser()) if looks_local else name
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
     except (OSError, ValueError) as error:
         raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
     model.eval()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import page_elements
@@ -28,7 +27,7 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelLimits:
+    def of(cls, model: Any) -> ModelLimits:
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -57,11 +56,13 @@ class ModelLimits:
             for position, token in enumerate(prompt):
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(
-                        f"token id {token} at position {position} of the prompt is out of range; this model has ids 0 to {self.vocab_size - 1}"
+                        f"token id {token} at position {position} of the prompt is out of range; "
+                        f"this model has ids 0 to {self.vocab_size - 1}"
                     )
         if self.max_positions is not None and len(prompt) > self.max_positions:
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens, but the model has {self.max_positions} positions; shorten it by {len(prompt) - self.max_positions}"
+                f"the prompt has {len(prompt)} tokens, but the model has {self.max_positions} positions; "
+                f"shorten it by {len(prompt) - self.max_positions}"
             )
         return prompt
 
@@ -88,6 +89,7 @@ def pool_pages(config: EngineConfig, layers: Sequence[AttentionSpec], dtype: tor
     pages = int(budget // page_bytes)
     if pages < 2:
         raise UnsupportedError(
-            f"{budget / 2**20:.1f} MiB for KV holds {pages} pages of {page_bytes / 2**20:.2f} MiB; at least 2 are needed. Raise kv_memory_gib or lower page_size."
+            f"{budget / 2**20:.1f} MiB for KV holds {pages} pages of {page_bytes / 2**20:.2f} MiB; at least 2 are needed. "
+            "Raise kv_memory_gib or lower page_size."
         )
     return pages

@@ -45,9 +45,8 @@ def ops_in(split: SplitGraph, name: str) -> list[object]:
     return [node.target for node in split.gm.get_submodule(name).graph.nodes if node.op in ("call_function", "call_method")]
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_a_model_is_split_at_each_attention_and_computes_the_same(name: str) -> None:
-    model = build(name)
+def test_a_model_is_split_at_each_attention_and_computes_the_same() -> None:
+    model = build("deepseek_v3")  # it assembles its keys in place, which must not cross into another piece
 
     def work(traced: Traced) -> tuple[SplitGraph, fx.GraphModule, float]:
         result = rewrite(traced.gm, traced.args, model)

@@ -42,7 +42,7 @@ CALL_ERRORS: dict[str, tuple[Call, type[Exception], str]] = {
     "params is an empty dict": (lambda llm: llm.generate(GOOD, {}), TypeError, "params holds {}"),  # type: ignore[arg-type]
     "params holds None": (lambda llm: llm.generate(GOOD, [GREEDY, None]), TypeError, "params holds None"),  # type: ignore[list-item]
     "stop without a tokenizer": (lambda llm: llm.generate(GOOD, SamplingParams(stop="x")), ValueError, "stop strings need a tokenizer"),
-    "a namespace that does not hash": (lambda llm: llm.generate(GOOD, namespace=["a"]), TypeError, "unhashable"),
+    "a namespace that does not hash": (lambda llm: llm.stream(GOOD, namespace=["a"]), TypeError, "unhashable"),
     "can never fit": (lambda llm: llm.generate([[1] * 200] * 2, SamplingParams(max_new_tokens=50)), UnsupportedError, "can never fit"),
     "negative temperature": (lambda llm: llm.generate(GOOD, SamplingParams(temperature=-1)), ValueError, "temperature: got -1"),
     "duplicate id": (lambda llm: [llm.engine.add_request([1], request_id="twice") for _ in range(2)], ValueError, "'twice' is in use"),

@@ -104,15 +104,17 @@ class BrokenTokenizer:
         return tokenizer().decode(ids)
 
 
-def test_a_tokenizer_that_fails_for_one_request_does_not_hang_the_others() -> None:
-    prompts = [p for p in random_prompts(8, *range(4, 12)) if len(set(oracle(p)) & {oracle(PROMPTS[0])[2]}) == 0]
-    llm = make_llm(tokenizer=BrokenTokenizer(oracle(PROMPTS[0])[2]))
-    other = llm.stream(prompts[0], GREEDY)  # behind the failing one in the batch, or before it
-    requests = llm._add([PROMPTS[0], prompts[1]], GREEDY, None)
-    with pytest.raises(IndexError):
-        list(other)
-    llm._drop(requests)
-    assert_nothing_left(llm)
+def test_a_tokenizer_that_fails_for_one_request_does_not_hang_those_behind_it() -> None:
+    bad = oracle(PROMPTS[0])[2]
+    prompt = next(p for p in random_prompts(8, *range(4, 12)) if bad not in oracle(p))
+    engine = make_engine(tokenizer=BrokenTokenizer(bad))
+    failing, other = engine.add_request(PROMPTS[0], GREEDY), engine.add_request(prompt, GREEDY)
+    with pytest.raises(IndexError, match="piece id is out of range"):
+        run_all(engine)
+    assert engine.cancel(failing.id)
+    run_all(engine)
+    assert (other.output_token_ids, other.detokenizer.text) == (oracle(prompt), tokenizer().decode(oracle(prompt)))
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("max_batch_tokens", [4, 2048])

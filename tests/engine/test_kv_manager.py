@@ -157,9 +157,10 @@ def test_eviction_takes_the_least_recently_used_and_never_a_locked_page() -> Non
     request = request_of([3] * 24)
     kv.adopt_prefix(request)
     assert not kv.reserve(request, 28) and kv.allocator.num_free == 4, "7 pages are not to be had, and nothing may be evicted for them"
+    assert kv.tree is not None and kv.reserve(request, 20) and kv.tree.num_pages == 3, "one page was missing, and one was evicted"
     assert kv.reserve(request, 24) and kv.num_available == 0
     for token, found in ((1, 8), (2, 0)):
-        assert kv.tree is not None and kv.tree.match([token] * 9).num_tokens == found
+        assert kv.tree.match([token] * 9).num_tokens == found
 
 
 @pytest.mark.parametrize("namespace", ["a", 0, ("tenant", 7)])

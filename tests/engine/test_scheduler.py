@@ -90,7 +90,7 @@ def test_no_more_than_max_requests_run() -> None:
 def test_a_request_waits_until_its_whole_prompt_fits_and_those_behind_it_wait_too() -> None:
     scheduler = scheduler_of(num_pages=9, max_batch_tokens=8)  # 8 usable
     first, large, small = arrive(scheduler, 16, 20, 1)  # 4, 5 and 1 pages
-    for _ in range(2):
+    for _ in range(3):  # in the third there is room for a first chunk, but not for all
         run(scheduler.schedule())
     assert scheduler.running == [first] and list(scheduler.waiting) == [large, small]
     assert not large.pages and large.num_cached == 0
@@ -126,15 +126,15 @@ def test_a_request_that_is_the_newest_itself_is_the_one_preempted() -> None:
 
 def test_a_scheduled_request_that_is_preempted_later_in_the_same_step_does_not_run() -> None:
     scheduler = scheduler_of(num_pages=4, max_batch_tokens=5)  # 3 usable
-    old, new = arrive(scheduler, 12, 2)
-    scheduler.waiting.reverse()
-    run(scheduler.schedule())  # new decodes from now on, old has its first 3 tokens
-    while not scheduler.num_preemptions:
-        scheduled = scheduler.schedule()
-        assert scheduled
-        run(scheduled)
-    assert [s.request for s in scheduled] == [old] and not new.pages
-    assert sum(len(r.pages) for r in (old, new)) + scheduler.kv.allocator.num_free == 3
+    arrive(scheduler, 12)
+    run(scheduler.schedule())
+    (new,) = arrive(scheduler, 2)
+    assert scheduler.kv.reserve(new, 2)  # the last page
+    scheduler.waiting.clear()
+    scheduler.running.append(new)
+    run([Scheduled(new, 2)])
+    assert counts(scheduler.schedule()) == [("r0", 4, False)], "the decode came first, but the older prefill took its page"
+    assert list(scheduler.waiting) == [new] and not new.pages
 
 
 def test_a_prompt_that_is_preempted_half_way_is_not_shared() -> None:

@@ -61,7 +61,7 @@ def test_a_branch_on_the_length_limits_the_trace() -> None:
         return lower(ids, pos) if ids.shape[1] <= 4096 else lower(ids, pos).triu(-4095)
 
     result = rewrite_of(masked(mask))
-    assert result.gm is None and result.not_paged == "the trace holds only for up to 4096 tokens"
+    assert result.gm is None and result.not_paged.startswith("the trace holds only for up to 4096 tokens")
 
 
 def test_a_slice_at_a_fixed_place_limits_the_trace_too() -> None:

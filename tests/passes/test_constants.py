@@ -49,7 +49,7 @@ def rewritten(module: Configured) -> tuple[Rewrite, float, set[str]]:
 def test_each_model_keeps_its_own_numbers(whole_numbers_too: bool) -> None:
     torch._dynamo.reset()
     seen: set[str] = set()
-    for heads, window, scale in ((4, 8, 0.5), (8, 5, 0.25), (4, 30, 0.125), (8, 4096, 0.75)):
+    for heads, window, scale in ((4, 8, 0.5), (8, 5, 0.25), (4, 4096, 0.75)):
         with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=whole_numbers_too):
             result, error, kinds = rewritten(Configured(heads, window, scale))
         (spec,) = result.specs

@@ -121,6 +121,7 @@ SPELLINGS: dict[str, tuple[Mask, str]] = {
     "window 4096, <= 4095": (window("(k <= q) & (q - k <= 4095)"), "causal & window 4096"),
     "window 4097, <= 4096": (window("(k <= q) & (q - k <= 4096)"), "causal & window 4097"),
     "window 4096, k > q - 4096": (window("(k <= q) & (k > q - 4096)", rows), "causal & window 4096"),
+    "window 4095, distance + 1": (window("(k <= q) & (q - k + 1 < 4096)"), "causal & window 4095"),
     "window 4096, negative": (window("(k - q > -4096) & (k - q <= 0)"), "causal & window 4096"),
     "window 4096, not": (window("~((k > q) | (q - k >= 4096))"), "causal & window 4096"),
     "window 4096, band": (banded(-4095), "causal & window 4096"),
@@ -144,7 +145,7 @@ def test_each_spelling(name: str) -> None:
     spec = report.spec
     limits = [f"{what} {value}" for what, value in (("window", spec.sliding_window), ("chunk", spec.chunk)) if value is not None]
     assert " & ".join(["causal" if spec.causal else "bidirectional", *limits]) == words
-    assert "6 probes" in report.proof and words in report.proof
+    assert "7 probes" in report.proof and words in report.proof
 
 
 @pytest.mark.parametrize("name", ["tril", "segments", "small window", "small window on rows", "small chunk", "both, small", "-10000"])
