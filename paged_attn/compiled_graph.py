@@ -19,6 +19,7 @@ from paged_attn.capture.split import SplitGraph, split_graph
 from paged_attn.capture.split_ops import split_ops
 from paged_attn.options import CompileOptions
 from paged_attn.passes.graph_tools import value_of
+from paged_attn.passes.model_facts import max_positions
 from paged_attn.passes.runner import Rewrite, rewrite
 from paged_attn.self_check import self_check
 
@@ -40,6 +41,7 @@ class CompiledGraph:
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, options: CompileOptions) -> None:
         self.options = options
         self.original = gm
+        self.max_positions = max_positions(model)
         self.rewrite: Rewrite = rewrite(gm, example_inputs, model)
         self.roles = tuple(self.rewrite.form.roles.values())
         self.split: SplitGraph | None = None

@@ -21,6 +21,7 @@ from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.hf_mask import ProvedMask, prove_mask_function
 from paged_attn.passes.declared import check_declared
 from paged_attn.passes.mask_family import MaskFamily
+from paged_attn.passes.model_facts import max_positions, text_config
 from paged_attn.ragged_probe import probe_prompts, relative_error, run_ragged, tolerance
 
 NAME = "paged_attn"
@@ -79,14 +80,13 @@ class Patched:
         found: dict[nn.Module, AttentionSpec] = {}
         names = {module: name for name, module in self.model.named_modules()}
         _recording.state = (self.model, names, found)
-        tokens = torch.arange(1, 9, device=_device(self.model))[None]
+        tokens = torch.arange(1, 1 + min(8, max_positions(self.model) or 8), device=_device(self.model))[None]
         try:
             with torch.no_grad():
                 self.model(input_ids=tokens, position_ids=tokens - 1, use_cache=False)
         finally:
             _recording.state = None
-        config = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
-        expected = config.num_hidden_layers
+        expected = text_config(self.model).num_hidden_layers
         if len(found) != expected:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were "
@@ -115,7 +115,11 @@ class Patched:
                 )
 
     def _probe(self) -> list[Tensor]:
-        return probe_prompts(_device(self.model), self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        return probe_prompts(
+            _device(self.model),
+            self.model.get_input_embeddings().num_embeddings,
+            max_positions(self.model),  # type: ignore[operator]
+        )
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]

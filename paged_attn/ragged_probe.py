@@ -18,16 +18,16 @@ from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.select import select_for_pool
 
 PROMPTS = (5, 24, 13)
-FIRST_STEP = (4, 11, 13)
 PAGE_SIZE = 4
 RELATIVE_TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-6}
 LOW_PRECISION_TOLERANCE = 6e-2
 
 
-def probe_prompts(device: torch.device, num_ids: int) -> list[Tensor]:
-    """Seeded random prompts [T] int64 with ids below `num_ids`."""
+def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None) -> list[Tensor]:
+    """Seeded random prompts [T] int64 with ids below `num_ids`, none longer than the model's positions."""
     generator = torch.Generator().manual_seed(20)
-    return [torch.randint(0, num_ids, (n,), generator=generator).to(device) for n in PROMPTS]
+    lengths = [min(n, longest or n) for n in PROMPTS]
+    return [torch.randint(0, num_ids, (n,), generator=generator).to(device) for n in lengths]
 
 
 def run_ragged(
@@ -70,4 +70,5 @@ def relative_error(expected: Tensor, got: Tensor) -> float:
 def _steps(layers: Sequence[AttentionSpec], prompts: list[Tensor]) -> list[list[tuple[int, int]]]:
     if not all(spec.causal for spec in layers):
         return [[(0, len(p)) for p in prompts]]
-    return [[(0, n) for n in FIRST_STEP], [(n, len(p)) for n, p in zip(FIRST_STEP, prompts, strict=True)]]
+    first = (len(prompts[0]) - 1, len(prompts[1]) // 2 - 1, len(prompts[2]))
+    return [[(0, n) for n in first], [(n, len(p)) for n, p in zip(first, prompts, strict=True)]]

@@ -35,7 +35,7 @@ def self_check(compiled: CompiledGraph, args: Sequence[Any], truth: Callable[[Te
     started = time.perf_counter()
     inputs = GraphInputs(compiled.roles, args)
     with torch.no_grad():
-        prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args))
+        prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args), compiled.max_positions)
         truth = truth or (lambda prompt: run_alone(compiled, inputs, prompt))
         alone = [truth(prompt) for prompt in prompts]
         _check_rows(prompts, alone)

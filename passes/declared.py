@@ -8,6 +8,7 @@ from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.mask_family import MaskFamily
+from paged_attn.passes.model_facts import text_config
 
 
 def check_declared(model: nn.Module | None, module: str, family: MaskFamily, has_mask: bool) -> str:
@@ -16,10 +17,9 @@ def check_declared(model: nn.Module | None, module: str, family: MaskFamily, has
     Raises:
         UnsupportedError: they disagree; an absent mask proves nothing by itself, so this is where its silence is caught.
     """
-    config: Any = getattr(model, "config", None)
+    config = text_config(model)
     if model is None or config is None:
         return "the model declares nothing"
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layer = _submodule(model, module)
     kind = _layer_type(config, layer)
     statements = _statements(config, layer, kind, family)

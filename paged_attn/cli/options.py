@@ -128,4 +128,7 @@ def set_verbosity(verbose: bool) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("paged_attn").setLevel(logging.INFO if verbose else logging.WARNING)
     transformers_logging.set_verbosity_warning()  # its INFO prints whole configs
-    (transformers_logging.enable_progress_bar if verbose else transformers_logging.disable_progress_bar)()
+    if verbose:
+        transformers_logging.enable_progress_bar()
+    else:
+        transformers_logging.disable_progress_bar()

@@ -13,6 +13,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import page_elements
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.engine.config import EngineConfig
+from paged_attn.passes.model_facts import max_positions, text_config
 
 CPU_KV_GIB = 0.25
 GPU_KV_SHARE = 0.8
@@ -28,14 +29,13 @@ class ModelLimits:
 
     @classmethod
     def of(cls, model: Any) -> ModelLimits:
-        config: Any = getattr(model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        text = text_config(model)
         embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         vocab = getattr(embeddings, "num_embeddings", None) or getattr(text, "vocab_size", None)
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         eos = eos if eos is not None else getattr(text, "eos_token_id", None)
         ids = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
-        return cls(vocab, getattr(text, "max_position_embeddings", None), frozenset(int(i) for i in ids))
+        return cls(vocab, max_positions(model), frozenset(int(i) for i in ids))
 
     def checked_prompt(self, ids: Sequence[int]) -> list[int]:
         """The prompt as a list of ints.
