@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 
 from paged_attn.capture.split import SplitGraph
@@ -41,7 +42,8 @@ class _PieceCompiler(fx.Interpreter):
         self.fake_mode = context.fake_mode
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        with self.fake_mode, torch.no_grad():
+        # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11).
+        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
             return super().run(*args, **kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,8 @@ def self_check(compiled: CompiledGraph, args: Sequence[Any], truth: Callable[[Te
             assert compiled.eager_paged is not None
             return logits_of(compiled.eager_paged.forward(*inputs.fill(batch.input_ids, batch.positions, batch.logits_rows)))
 
-        together = run_ragged(compiled.specs, prompts, inputs.dtype, run)
+        with _must_run("the rewritten graph", "a small ragged batch"):
+            together = run_ragged(compiled.specs, prompts, inputs.dtype, run)
     for prompt, expected, got in zip(prompts, alone, together, strict=True):
         error, limit = relative_error(expected, got), tolerance(expected.dtype)
         if not error <= limit:
@@ -60,7 +62,17 @@ def self_check(compiled: CompiledGraph, args: Sequence[Any], truth: Callable[[Te
 def run_alone(compiled: CompiledGraph, inputs: GraphInputs, prompt: Tensor) -> Tensor:
     """Logits [T, vocabulary] of one prompt through the graph as it was traced."""
     rows = torch.arange(len(prompt), device=prompt.device)
-    return logits_of(compiled.original.forward(*inputs.fill(prompt, rows, rows)))
+    with _must_run("the traced graph", f"{len(prompt)} tokens"):
+        return logits_of(compiled.original.forward(*inputs.fill(prompt, rows, rows)))
+
+
+@contextmanager
+def _must_run(what: str, on: str) -> Iterator[None]:
+    """A graph that breaks at another length than the traced one was specialised to that length."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        raise UnsupportedError(f"self-check failed: {what} can not run {on}: {error}. The model's code depends on the length.") from error
 
 
 def logits_of(output: Any) -> Tensor:
