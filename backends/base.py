@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -13,12 +14,29 @@ from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.capabilities import Capabilities
 
 
+@dataclass(slots=True)
+class AttentionCall:
+    """One layer of one step, as the op got it.
+
+    query [T, q_heads, qk_dim], key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any strides; output [T, q_heads, v_dim];
+    sinks [q_heads] or None; lse_out [T, q_heads] float32 or None.
+    """
+
+    layer_id: int
+    spec: AttentionSpec
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    sinks: Tensor | None
+    lse_out: Tensor | None
+
+
 class AttentionBackend(ABC):
     """Runs every attention layer of a step. Optional packages are imported in `__init__`, whose ImportError holds the install line.
 
-    Tensors are as in the op: query [T, q_heads, qk_dim], key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any strides, and
-    output [T, q_heads, v_dim]. Write only `output` (and lse_out [T, q_heads] float32), all T rows of it: rows from
-    `batch.num_tokens` on are zeros, and no padded row or unused page may influence a real one.
+    A backend writes only `output` (and lse_out) of a call, all T rows of it: rows from `batch.num_tokens` on are zeros, and no padded
+    row or unused page may influence a real one.
     """
 
     name: ClassVar[str]
@@ -40,41 +58,24 @@ class AttentionBackend(ABC):
         *, save_kv_cache: bool, sinks: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Store K and V if asked, then attend: decode rows and extending rows each with the kernel that fits."""
+        call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out)
         if save_kv_cache:
-            self.write_kv(plan, layer_id, key, value)
-        self.forward_extend(plan, layer_id, spec, query, output, sinks, lse_out)
-        self.forward_decode(plan, layer_id, spec, query, output, sinks, lse_out)
+            self.write_kv(plan, call)
+        self.forward_extend(plan, call)
+        self.forward_decode(plan, call)
         num_tokens = plan.batch.num_tokens
         output[num_tokens:].zero_()
         if lse_out is not None:
             lse_out[num_tokens:].zero_()
 
     @abstractmethod
-    def write_kv(self, plan: Any, layer_id: int, key: Tensor, value: Tensor) -> None:
+    def write_kv(self, plan: Any, call: AttentionCall) -> None:
         """Store the real rows of this step's K and V in their slots."""
 
     @abstractmethod
-    def forward_extend(
-        self,
-        plan: Any,
-        layer_id: int,
-        spec: AttentionSpec,
-        query: Tensor,
-        output: Tensor,
-        sinks: Tensor | None,
-        lse_out: Tensor | None,
-    ) -> None:
+    def forward_extend(self, plan: Any, call: AttentionCall) -> None:
         """Attend for the requests with more than one new token, or with nothing cached."""
 
     @abstractmethod
-    def forward_decode(
-        self,
-        plan: Any,
-        layer_id: int,
-        spec: AttentionSpec,
-        query: Tensor,
-        output: Tensor,
-        sinks: Tensor | None,
-        lse_out: Tensor | None,
-    ) -> None:
+    def forward_decode(self, plan: Any, call: AttentionCall) -> None:
         """Attend for the requests with one new token and a cached context."""

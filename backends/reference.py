@@ -9,12 +9,11 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.base import AttentionBackend
+from paged_attn.backends.base import AttentionBackend, AttentionCall
 from paged_attn.backends.capabilities import Capabilities, Feature
 
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -42,46 +41,29 @@ class ReferenceBackend(AttentionBackend):
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
         return Plan(batch, pool)
 
-    def write_kv(self, plan: Plan, layer_id: int, key: Tensor, value: Tensor) -> None:
+    def write_kv(self, plan: Plan, call: AttentionCall) -> None:
         for row, slot in enumerate(plan.batch.slots[: plan.batch.num_tokens].tolist()):
             page, offset = divmod(slot, plan.batch.page_size)
-            plan.pool.key(layer_id)[page, offset] = key[row]
-            plan.pool.value(layer_id)[page, offset] = value[row]
+            plan.pool.key(call.layer_id)[page, offset] = call.key[row]
+            plan.pool.value(call.layer_id)[page, offset] = call.value[row]
 
-    def forward_decode(
-        self,
-        plan: Plan,
-        layer_id: int,
-        spec: AttentionSpec,
-        query: Tensor,
-        output: Tensor,
-        sinks: Tensor | None,
-        lse_out: Tensor | None,
-    ) -> None:
+    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
         """Nothing: `forward_extend` treats a decode row as the extension by one token that it is."""
 
-    def forward_extend(
-        self,
-        plan: Plan,
-        layer_id: int,
-        spec: AttentionSpec,
-        query: Tensor,
-        output: Tensor,
-        sinks: Tensor | None,
-        lse_out: Tensor | None,
-    ) -> None:
-        batch, row = plan.batch, 0
+    def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
+        batch, spec, sinks, row = plan.batch, call.spec, call.sinks, 0
+        pool_keys, pool_values = plan.pool.key(call.layer_id), plan.pool.value(call.layer_id)
         for request in range(batch.num_requests):
             length = batch.seq_lens_host[request]
             pages = batch.page_table[request].tolist()
             slots = [(pages[j // batch.page_size], j % batch.page_size) for j in range(length)]
             for i in range(length - batch.query_lens_host[request], length):
                 seen = [j for j in range(length) if _sees(spec, i, j)]
-                keys = torch.stack([plan.pool.key(layer_id)[slots[j]] for j in seen]).float()
-                values = torch.stack([plan.pool.value(layer_id)[slots[j]] for j in seen]).float()
+                keys = torch.stack([pool_keys[slots[j]] for j in seen]).float()
+                values = torch.stack([pool_values[slots[j]] for j in seen]).float()
                 for head in range(spec.num_q_heads):
                     kv_head = head // (spec.num_q_heads // spec.num_kv_heads)
-                    scores = spec.scale * (keys[:, kv_head] @ query[row, head].float())
+                    scores = spec.scale * (keys[:, kv_head] @ call.query[row, head].float())
                     if spec.softcap is not None:
                         scores = spec.softcap * torch.tanh(scores / spec.softcap)
                     if spec.alibi_slopes is not None:
@@ -89,9 +71,9 @@ class ReferenceBackend(AttentionBackend):
                     sink = math.exp(float(sinks[head]) - float(scores.max())) if sinks is not None else 0.0
                     weights = torch.exp(scores - scores.max())
                     total = weights.sum() + sink
-                    output[row, head] = ((weights / total) @ values[:, kv_head]).to(output.dtype)
-                    if lse_out is not None:
-                        lse_out[row, head] = torch.log(total) + scores.max()
+                    call.output[row, head] = ((weights / total) @ values[:, kv_head]).to(call.output.dtype)
+                    if call.lse_out is not None:
+                        call.lse_out[row, head] = torch.log(total) + scores.max()
                 row += 1
 
 

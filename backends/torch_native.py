@@ -7,6 +7,7 @@ their own keys one request at a time.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.base import AttentionBackend
+from paged_attn.backends.base import AttentionBackend, AttentionCall
 from paged_attn.backends.capabilities import Capabilities, Feature
 
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -77,68 +78,37 @@ class TorchNativeBackend(AttentionBackend):
             decode_lens_host=[seq[r] for r in decoding],
         )
 
-    def write_kv(self, plan: Plan, layer_id: int, key: Tensor, value: Tensor) -> None:
+    def write_kv(self, plan: Plan, call: AttentionCall) -> None:
         count, index = plan.batch.num_tokens, (plan.slot_pages, plan.slot_offsets)
-        plan.pool.key(layer_id).index_put_(index, key[:count].to(plan.pool.dtype))
-        plan.pool.value(layer_id).index_put_(index, value[:count].to(plan.pool.dtype))
+        plan.pool.key(call.layer_id).index_put_(index, call.key[:count].to(plan.pool.dtype))
+        plan.pool.value(call.layer_id).index_put_(index, call.value[:count].to(plan.pool.dtype))
 
-    def forward_decode(
-        self,
-        plan: Plan,
-        layer_id: int,
-        spec: AttentionSpec,
-        query: Tensor,
-        output: Tensor,
-        sinks: Tensor | None,
-        lse_out: Tensor | None,
-    ) -> None:
+    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
         if not plan.decode_lens_host:
             return
-        gather = _decode_gather(plan, spec)
-        rows = plan.decode_rows
-        keys = plan.pool.key(layer_id)[gather.pages, gather.offsets].to(query.dtype)  # [R, keys, kv_heads, dim]
-        values = plan.pool.value(layer_id)[gather.pages, gather.offsets].to(query.dtype)
-        result, lse = _attend(
-            query[rows][:, None],
-            keys,
-            values,
-            gather.visible[:, None],
-            gather.distance[:, None],
-            spec,
-            sinks,
-            lse_out is not None,
-        )
-        output[rows] = result[:, 0]
-        if lse_out is not None:
-            lse_out[rows] = lse[:, 0]
+        gather, rows = _decode_gather(plan, call.spec), plan.decode_rows
+        keys, values = _gathered(plan, call, gather)  # [R, keys, kv_heads, dim]
+        result, lse = _attend(call.query[rows][:, None], keys, values, gather.visible[:, None], gather.distance[:, None], call)
+        call.output[rows] = result[:, 0]
+        if call.lse_out is not None:
+            call.lse_out[rows] = lse[:, 0]
 
-    def forward_extend(
-        self,
-        plan: Plan,
-        layer_id: int,
-        spec: AttentionSpec,
-        query: Tensor,
-        output: Tensor,
-        sinks: Tensor | None,
-        lse_out: Tensor | None,
-    ) -> None:
-        start = 0
-        starts = []
-        for length in plan.batch.query_lens_host:
-            starts.append(start)
-            start += length
+    def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
+        starts = [0, *itertools.accumulate(plan.batch.query_lens_host)]
         for request in plan.extending:
-            gather = _extend_gather(plan, request, spec)
-            rows = slice(starts[request], starts[request] + plan.batch.query_lens_host[request])
-            keys = plan.pool.key(layer_id)[gather.pages, gather.offsets].to(query.dtype)
-            values = plan.pool.value(layer_id)[gather.pages, gather.offsets].to(query.dtype)
-            result, lse = _attend(
-                query[None, rows], keys[None], values[None], gather.visible[None, None], gather.distance[None, None], spec, sinks,
-                lse_out is not None,
-            )  # fmt: skip
-            output[rows] = result[0]
-            if lse_out is not None:
-                lse_out[rows] = lse[0]
+            gather, rows = _extend_gather(plan, request, call.spec), slice(starts[request], starts[request + 1])
+            keys, values = _gathered(plan, call, gather)
+            visible, distance = gather.visible[None, None], gather.distance[None, None]
+            result, lse = _attend(call.query[None, rows], keys[None], values[None], visible, distance, call)
+            call.output[rows] = result[0]
+            if call.lse_out is not None:
+                call.lse_out[rows] = lse[0]
+
+
+def _gathered(plan: Plan, call: AttentionCall, gather: Gather) -> tuple[Tensor, Tensor]:
+    keys = plan.pool.key(call.layer_id)[gather.pages, gather.offsets]
+    values = plan.pool.value(call.layer_id)[gather.pages, gather.offsets]
+    return keys.to(call.query.dtype), values.to(call.query.dtype)
 
 
 def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
@@ -188,22 +158,14 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
     return cached
 
 
-def _attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    distance: Tensor,
-    spec: AttentionSpec,
-    sinks: Tensor | None,
-    want_lse: bool,
-) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, distance: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """query [R, Q, q_heads, dim], keys and values [R, K, kv_heads, dim], visible and distance [R, 1, Q, K].
 
     Returns the output [R, Q, q_heads, dim] and, where wanted or made on the way, the log-sum-exp [R, Q, q_heads].
     """
+    spec, sinks = call.spec, call.sinks
     q, k, v = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-    if spec.softcap is None and spec.alibi_slopes is None and sinks is None and not want_lse:
+    if spec.softcap is None and spec.alibi_slopes is None and sinks is None and call.lse_out is None:
         result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=spec.group_size > 1)
         return result.transpose(1, 2), result
     k, v = (t.repeat_interleave(spec.group_size, dim=1) for t in (k, v))

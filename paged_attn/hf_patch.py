@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -52,15 +53,14 @@ class Patched:
         if any(implementation == NAME for _, implementation in self._before):
             self._before = []
             raise ContextError("this model is patched already; leave the first patch before entering another")
-        original = self._run_alone() if self.self_check else None
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._restore)
+            original = self._run_alone() if self.self_check else None
             self._switch_on()
             self._record_layers()
             if original is not None:
                 self._check(original)
-        except BaseException:
-            self._restore()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -90,13 +90,13 @@ def _print_start(loaded: Loaded, found: Explanation) -> None:
         )
     )
     print(f"  loaded      in {loaded.load_seconds:.2f} s by transformers; no file of the model was changed")
-    print(f"  rewrote     {graph.num_layers} attention layers in {loaded.rewrite_seconds:.2f} s, tracing included")
+    checked = " and self-check against the original" if loaded.llm.engine.config.self_check else ""
+    print(f"  rewrote     {graph.num_layers} attention layers in {loaded.rewrite_seconds:.2f} s, tracing{checked} included")
     for group in graph.layers:
         print(f"                {group.title}: {group.spec}")
         print(report.dim(f"                  {group.found_by}; {group.proof}"))
         print(report.dim(f"                  {group.declared}"))
-    checked = " and self-check against the original" if loaded.llm.engine.config.self_check else ""
-    print(f"  warmed up   in {loaded.warm_up_seconds:.2f} s (first token{checked})")
+    print(f"  warmed up   in {loaded.warm_up_seconds:.2f} s (first token)")
     print(f"  backend     {found.backend_reason}")
 
 

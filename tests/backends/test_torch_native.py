@@ -12,6 +12,7 @@ from paged_attn.attn_ops.batch import ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.backends.base import AttentionCall
 from paged_attn.backends.reference import ReferenceBackend
 from paged_attn.backends.torch_native import TorchNativeBackend
 from tests.backends.problems import (
@@ -226,7 +227,8 @@ def calls_of(forward: str, requests: int, length: tuple[int, int], feature: str,
     plan, output = NATIVE.plan(case.batch, case.pool), new_output(case)
     lse_out = output.new_empty(output.shape[:2]) if lse else None
     with CallCounter() as counter:
-        getattr(NATIVE, forward)(plan, LAYER, case.spec, case.query, output, case.sinks, lse_out)
+        call = AttentionCall(LAYER, case.spec, case.query, case.key, case.value, output, case.sinks, lse_out)
+        getattr(NATIVE, forward)(plan, call)
     return counter.calls
 
 
