@@ -1,6 +1,6 @@
 """Host time of an engine step: what scheduling, building the batch and sampling cost, next to the model. Writes JSON.
 
-    python benchmarks/host_time.py [--requests 8 64 256] [--out benchmarks/results/host_time.json]
+python benchmarks/host_time.py [--requests 8 64 256] [--out benchmarks/results/host_time.json]
 """
 
 from __future__ import annotations

@@ -213,3 +213,10 @@ def test_a_second_model_that_shares_the_graph_is_checked_as_well() -> None:
         assert _serve(compiled, prompts, 4) == [greedy(model, p, 4) for p in prompts]
         (graph,) = graphs_of(compiled)
     assert len(graph._checked) == 2
+
+
+def test_a_model_compiled_with_dynamic_true_is_paged_as_well() -> None:
+    """Dynamo makes every number symbolic then, scale and window included; they become constants again."""
+    model, prompts = build("mistral"), random_prompts((4, 19))
+    compiled = torch.compile(model, backend="paged_attn", dynamic=True)
+    assert _serve(compiled, prompts, 4) == [greedy(model, p, 4) for p in prompts]
