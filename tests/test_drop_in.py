@@ -220,3 +220,30 @@ def test_a_model_compiled_with_dynamic_true_is_paged_as_well() -> None:
     model, prompts = build("mistral"), random_prompts((4, 19))
     compiled = torch.compile(model, backend="paged_attn", dynamic=True)
     assert _serve(compiled, prompts, 4) == [greedy(model, p, 4) for p in prompts]
+
+
+class _Encoder(nn.Module):
+    """Every token sees its whole request; learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place, self.project = nn.Embedding(96, 16), nn.Embedding(64, 16), nn.Linear(16, 48)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+        x = self.embed(input_ids) + self.place(position_ids)
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.project(x).chunk(3, dim=-1))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_bidirectional_model_runs_whole_prompts_in_a_ragged_batch() -> None:
+    torch.manual_seed(0)
+    model, prompts = _Encoder().eval(), random_prompts((3, 9, 1))
+    compiled = torch.compile(model, backend="paged_attn")
+    layers = attention_layers(compiled)
+    assert [spec.causal for spec in layers] == [False]
+    batch = Batch.build([BatchRequest(p, [i + 1]) for i, p in enumerate(prompts)], 16)
+    with torch.no_grad(), forward_context(batch, KVPool(layers, 4, 16, torch.float32)):
+        rows = compiled(**batch.model_inputs())[0]
+    for prompt, got in zip(prompts, rows.split([3, 9, 1]), strict=True):
+        ids = torch.tensor([prompt])
+        assert torch.allclose(got, model(ids, torch.arange(len(prompt))[None])[0], atol=1e-5)
