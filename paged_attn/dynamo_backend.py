@@ -72,4 +72,4 @@ def _why() -> str:
 
     metrics = get_metrics_context()
     reason = metrics._metrics.get("recompile_reason") if metrics.in_progress() else None
-    return f" because {reason}" if reason else ""
+    return f" because {reason.splitlines()[0].strip()}" if reason else ""

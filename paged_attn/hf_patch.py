@@ -115,11 +115,8 @@ class Patched:
                 )
 
     def _probe(self) -> list[Tensor]:
-        return probe_prompts(
-            _device(self.model),
-            self.model.get_input_embeddings().num_embeddings,
-            max_positions(self.model),  # type: ignore[operator]
-        )
+        model: Any = self.model
+        return probe_prompts(_device(model), model.get_input_embeddings().num_embeddings, max_positions(model))
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
