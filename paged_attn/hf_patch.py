@@ -19,6 +19,7 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.hf_configs import attention_configs, attention_implementation
 from paged_attn.hf_mask import ProvedMask, prove_mask_function
 from paged_attn.passes.declared import check_declared
 from paged_attn.passes.mask_family import MaskFamily
@@ -43,32 +44,28 @@ class Patched:
         self.model, self.self_check = model, self_check
         self.layers: tuple[AttentionSpec, ...] = ()
         self._modules: list[nn.Module] = []
-        self._before: list[tuple[Any, Any]] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> Patched:
-        if self._before:
-            raise ContextError("this model is patched already; leave the first patch before entering it again")
         _register()
-        self._before = [(config, config._attn_implementation_internal) for config in _configs(self.model)]
-        if any(implementation == NAME for _, implementation in self._before):
-            self._before = []
+        if any(config._attn_implementation_internal == NAME for config in attention_configs(self.model)):
             raise ContextError("this model is patched already; leave the first patch before entering another")
         with ExitStack() as undo:
-            undo.callback(self._restore)
+            undo.callback(self._forget)
             original = self._run_alone() if self.self_check else None
-            self._switch_on()
+            undo.enter_context(attention_implementation(self.model, NAME))
+            self._check_switched()
             self._record_layers()
             if original is not None:
                 self._check(original)
-            undo.pop_all()
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._restore()
+        self._undo.close()
 
-    def _switch_on(self) -> None:
-        self.model.set_attn_implementation(NAME)  # type: ignore[operator]
-        refused = [config for config in _configs(self.model) if config._attn_implementation != NAME]
+    def _check_switched(self) -> None:
+        refused = [config for config in attention_configs(self.model) if config._attn_implementation != NAME]
         if refused:
             raise UnsupportedError(
                 f"{type(self.model).__name__} does not let its attention be replaced through transformers' AttentionInterface; "
@@ -122,12 +119,10 @@ class Patched:
         logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
         return logits
 
-    def _restore(self) -> None:
-        for config, implementation in self._before:
-            config._attn_implementation_internal = implementation
+    def _forget(self) -> None:
         for module in self._modules:
             _patched.pop(module, None)
-        self._before, self._modules = [], []
+        self._modules = []
 
 
 def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
@@ -214,18 +209,6 @@ def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
         chunk=family.chunk, softcap=softcap, has_sinks=sinks is not None, kv_layer=len(found), module=where,
     )  # fmt: skip
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    """Every distinct config in the model, sub-configs included."""
-    configs: list[Any] = []
-    pending: list[Any] = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation_internal")]
-    while pending:
-        config = pending.pop()
-        if not any(config is other for other in configs):
-            configs.append(config)
-            pending += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
-    return configs
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.hf_configs import attention_implementation
 from paged_attn.options import CompileOptions
 
+logger = logging.getLogger("paged_attn")
 TRACE_TOKENS = 6
 LONGEST_TRACE = 1 << 20
 
@@ -27,11 +30,28 @@ class _Captured(Exception):
 def capture_model(model: nn.Module, options: CompileOptions) -> tuple[CompiledGraph, list[Any]]:
     """Trace with T and the number of logits rows symbolic; returns the graph and the flat inputs of the traced call.
 
-    A trace that holds for short calls only (a model that builds no mask below its window) is made again beyond that length.
+    A model whose attention is set to another implementation (eager, which writes the softmax out) is traced with SDPA instead where
+    transformers offers that, and set back; the self-check compares with the model as it was found.
 
     Raises:
         UnsupportedError: no single graph, an attention that can not be proved, or a forward without input_ids and position_ids.
     """
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    try:
+        return _capture_all_lengths(model, options)
+    except UnsupportedError as refusal:
+        if implementation == "sdpa":
+            raise
+        try:
+            with attention_implementation(model, "sdpa"):
+                logger.info("tracing with attn_implementation='sdpa' instead of %r", implementation)
+                return _capture_all_lengths(model, options)
+        except (UnsupportedError, ValueError, ImportError):
+            raise refusal from None
+
+
+def _capture_all_lengths(model: nn.Module, options: CompileOptions) -> tuple[CompiledGraph, list[Any]]:
+    """A trace that holds for short calls only (a model that builds no mask below its window) is made again beyond that length."""
     length = TRACE_TOKENS
     while True:
         compiled, args = _capture(model, options, length)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from paged_attn import LLM, EngineConfig, SamplingParams, UnsupportedError
 from paged_attn.attn_ops.batch import Batch, BatchRequest
@@ -16,7 +17,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.model_runner import ModelRunner
 from paged_attn.options import CompileOptions
 from tests.engine.models import make_engine, make_llm, oracle, random_prompts, tiny
-from tests.tiny_models import VOCAB, build
+from tests.tiny_models import COMMON, VOCAB, build
 
 GREEDY = SamplingParams(max_new_tokens=6)
 DIGITS = [3, 1, 4, 1, 5]
@@ -246,3 +247,23 @@ def test_engines_of_two_models_do_not_mix() -> None:
     streams = [llm.stream(prompt, GREEDY) for llm in llms]
     tokens = [[a.token_id, b.token_id] for a, b in zip(*streams, strict=True)]
     assert [list(t) for t in zip(*tokens, strict=True)] == [oracle(prompt, 6), oracle(prompt, 6, tiny("gemma3_text"))]
+
+
+def test_a_model_loaded_with_eager_attention_is_traced_with_sdpa_and_left_eager() -> None:
+    model = build("qwen3")
+    model.set_attn_implementation("eager")
+    prompts = [[5, 6, 7], list(range(2, 19))]
+    with LLM(model, num_pages=32) as llm:
+        assert model.config._attn_implementation == "eager"
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=5))]
+    assert got == [oracle(p, 5, model) for p in prompts]
+
+
+def test_a_model_whose_sdpa_would_drop_its_softcap_is_refused_and_left_eager() -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=2.0, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(UnsupportedError, match="written out as a softmax"):
+        LLM(model)
+    assert model.config._attn_implementation == "eager"

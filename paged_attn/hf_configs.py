@@ -1,0 +1,37 @@
+"""The attention implementation that transformers reads from a model's configs, and setting it for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Every distinct config in the model that names an attention implementation, sub-configs included."""
+    configs: list[Any] = []
+    pending: list[Any] = [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation_internal")]
+    while pending:
+        config = pending.pop()
+        if not any(config is other for other in configs):
+            configs.append(config)
+            pending += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
+    return configs
+
+
+@contextmanager
+def attention_implementation(model: Any, name: str) -> Iterator[None]:
+    """The model with another attention implementation; afterwards every config is as before.
+
+    Raises:
+        ValueError, ImportError: transformers' own, if the model does not support it.
+    """
+    before = [(config, config._attn_implementation_internal) for config in attention_configs(model)]
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
