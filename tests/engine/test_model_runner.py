@@ -264,6 +264,6 @@ def test_a_model_whose_sdpa_would_drop_its_softcap_is_refused_and_left_eager() -
     config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=2.0, attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config).eval()
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(UnsupportedError, match="written out as a softmax|self-check failed"):
+    with pytest.raises(UnsupportedError, match=r"written out as a softmax|self-check failed"):
         LLM(model)
     assert model.config._attn_implementation == "eager"
