@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
 
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.options import CompileOptions
 
@@ -65,6 +67,19 @@ def model_being_compiled() -> nn.Module | None:
     translator = InstructionTranslator.current_tx()
     scope = translator.f_locals
     return next((scope[name] for name in ("self", "model") if isinstance(scope.get(name), nn.Module)), None)
+
+
+@contextmanager
+def unwrapped_refusals() -> Iterator[None]:
+    """Around a call that may compile: an UnsupportedError of ours comes out as itself, not in Dynamo's BackendCompilerFailed."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    try:
+        yield
+    except BackendCompilerFailed as failure:
+        if isinstance(failure.inner_exception, UnsupportedError):
+            raise failure.inner_exception from None
+        raise
 
 
 def _why() -> str:

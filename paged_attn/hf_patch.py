@@ -23,8 +23,8 @@ from paged_attn.hf_configs import attention_configs, attention_implementation
 from paged_attn.hf_mask import ProvedMask, prove_mask_function
 from paged_attn.passes.declared import check_declared
 from paged_attn.passes.mask_family import MaskFamily
-from paged_attn.passes.model_facts import max_positions, text_config
-from paged_attn.ragged_probe import probe_prompts, relative_error, run_ragged, tolerance
+from paged_attn.passes.model_facts import max_positions, model_device, model_dtype, text_config
+from paged_attn.ragged_probe import first_disagreement, probe_prompts, run_ragged
 
 NAME = "paged_attn"
 # Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.
@@ -77,7 +77,7 @@ class Patched:
         found: dict[nn.Module, AttentionSpec] = {}
         names = {module: name for name, module in self.model.named_modules()}
         _recording.state = (self.model, names, found)
-        tokens = torch.arange(1, 1 + min(8, max_positions(self.model) or 8), device=_device(self.model))[None]
+        tokens = torch.arange(1, 1 + min(8, max_positions(self.model) or 8), device=model_device(self.model))[None]
         try:
             with torch.no_grad():
                 self.model(input_ids=tokens, position_ids=tokens - 1, use_cache=False)
@@ -99,21 +99,20 @@ class Patched:
 
     def _check(self, alone: list[Tensor]) -> None:
         """Raises UnsupportedError if the patched model disagrees with the original on a ragged batch."""
-        dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
         with torch.no_grad():
-            together = run_ragged(self.layers, self._probe(), dtype, lambda b: self._logits(b.input_ids, b.positions)[b.logits_rows])
-        for expected, got in zip(alone, together, strict=True):
-            error, limit = relative_error(expected, got), tolerance(expected.dtype)
-            if not error <= limit:
-                raise UnsupportedError(
-                    f"self-check failed: on a probe prompt of {len(expected)} tokens the patched model's logits are off by {error:.2g} of "
-                    f"their size (allowed {limit:g}); this model depends on more than its attention interface tells. "
-                    "Use torch.compile(model, backend='paged_attn')."
-                )
+            together = run_ragged(
+                self.layers, self._probe(), model_dtype(self.model), lambda b: self._logits(b.input_ids, b.positions)[b.logits_rows]
+            )
+        if (found := first_disagreement(alone, together)) is not None:
+            raise UnsupportedError(
+                f"self-check failed: on a probe prompt of {len(alone[found.prompt])} tokens the patched model's logits are off by "
+                f"{found.error:.2g} of their size (allowed {found.limit:g}); this model depends on more than its attention interface "
+                "tells. Use torch.compile(model, backend='paged_attn')."
+            )
 
     def _probe(self) -> list[Tensor]:
         model: Any = self.model
-        return probe_prompts(_device(model), model.get_input_embeddings().num_embeddings, max_positions(model))
+        return probe_prompts(model_device(model), model.get_input_embeddings().num_embeddings, max_positions(model))
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
@@ -209,7 +208,3 @@ def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
         chunk=family.chunk, softcap=softcap, has_sinks=sinks is not None, kv_layer=len(found), module=where,
     )  # fmt: skip
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.select import select
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
-from paged_attn.dynamo_backend import add_graphs, graphs_of
+from paged_attn.dynamo_backend import add_graphs, graphs_of, unwrapped_refusals
 from paged_attn.explanation import Explanation, GraphExplanation
 from paged_attn.options import CompileOptions
+from paged_attn.passes.model_facts import model_device, model_dtype
 
 if TYPE_CHECKING:
     from paged_attn.engine.engine import Engine
@@ -98,18 +98,13 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
 
 def _trace(compiled: nn.Module, model: nn.Module) -> None:
     """Call it as `compiled(**batch.model_inputs())` is called later: any other form would be a second compile."""
-    device = _device(model)
+    device = model_device(model)
     batch = Batch.build([BatchRequest(range(1, 1 + TRACE_TOKENS), [1])], PAGE_SIZE, device)
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     inputs = {name: value for name, value in batch.model_inputs().items() if takes_any or name in parameters}
-    try:
-        with torch.no_grad(), recorded_graphs() as ran:
-            compiled(**inputs)
-    except BackendCompilerFailed as failure:
-        if isinstance(failure.inner_exception, UnsupportedError):
-            raise failure.inner_exception from None
-        raise
+    with torch.no_grad(), unwrapped_refusals(), recorded_graphs() as ran:
+        compiled(**inputs)
     add_graphs(model, ran)
 
 
@@ -117,13 +112,9 @@ def _auto_backend(model: nn.Module, graphs: list[CompiledGraph]) -> tuple[str | 
     specs = next((graph.specs for graph in reversed(graphs) if graph.split is not None), None)
     if specs is None:
         return None, "none is needed: no graph is paged"
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = model_dtype(model)
     try:
-        selection = select("auto", specs, dtype, dtype, PAGE_SIZE, _device(model))
+        selection = select("auto", specs, dtype, dtype, PAGE_SIZE, model_device(model))
     except UnsupportedError as error:
         return None, str(error)
     return selection.backend.name, f"{selection.describe()} [what 'auto' picks for page size {PAGE_SIZE}]"
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))

@@ -7,6 +7,7 @@ shuffled, and all other pages and slots hold NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,23 @@ def run_ragged(
         for i, rows in zip(active, logits[: batch.num_logits].split([len(r.tokens) for r in requests]), strict=True):
             results[i].append(rows)
     return [torch.cat(parts) for parts in results]
+
+
+class Disagreement(NamedTuple):
+    """Which probe prompt differs, by how much of its logits' size, and what is allowed."""
+
+    prompt: int
+    error: float
+    limit: float
+
+
+def first_disagreement(expected: Sequence[Tensor], got: Sequence[Tensor]) -> Disagreement | None:
+    """The first prompt whose logits [T, vocabulary] differ by more than their dtype allows (NaN differs), or None."""
+    for prompt, (one, other) in enumerate(zip(expected, got, strict=True)):
+        error, limit = relative_error(one, other), tolerance(one.dtype)
+        if not error <= limit:
+            return Disagreement(prompt, error, limit)
+    return None
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -16,7 +16,7 @@ from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.layer_difference import first_layer_that_differs
-from paged_attn.ragged_probe import probe_prompts, relative_error, run_ragged, tolerance
+from paged_attn.ragged_probe import first_disagreement, probe_prompts, relative_error, run_ragged, tolerance
 
 if TYPE_CHECKING:
     from paged_attn.compiled_graph import CompiledGraph
@@ -48,14 +48,13 @@ def self_check(compiled: CompiledGraph, args: Sequence[Any], truth: Callable[[Te
 
         with _must_run("the rewritten graph", "a small ragged batch"):
             together = run_ragged(compiled.specs, prompts, inputs.dtype, run)
-    for prompt, expected, got in zip(prompts, alone, together, strict=True):
-        error, limit = relative_error(expected, got), tolerance(expected.dtype)
-        if not error <= limit:
-            raise UnsupportedError(
-                f"self-check failed: on a probe prompt of {len(prompt)} tokens the rewritten graph's logits are off by {error:.2g} of "
-                f"their size (allowed {limit:g}). {first_layer_that_differs(compiled, inputs, prompt, limit)} This is a "
-                "bug of paged_attn or a model whose tokens depend on more than their own prompt; please report it. Nothing was generated."
-            )
+    if (found := first_disagreement(alone, together)) is not None:
+        prompt = prompts[found.prompt]
+        raise UnsupportedError(
+            f"self-check failed: on a probe prompt of {len(prompt)} tokens the rewritten graph's logits are off by {found.error:.2g} of "
+            f"their size (allowed {found.limit:g}). {first_layer_that_differs(compiled, inputs, prompt, found.limit)} This is a "
+            "bug of paged_attn or a model whose tokens depend on more than their own prompt; please report it. Nothing was generated."
+        )
     logger.info("self-check passed in %.2f s", time.perf_counter() - started)
 
 

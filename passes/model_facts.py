@@ -1,9 +1,10 @@
-"""What a model's config says of it, where it has one."""
+"""What a model is (dtype, device) and what its config says of it, where it has one."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -17,3 +18,13 @@ def max_positions(model: nn.Module | None) -> int | None:
     """How many positions the model has, or None if it states no limit."""
     limit: int | None = getattr(text_config(model), "max_position_embeddings", None)
     return limit
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of its first floating parameter; float32 if it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of its first tensor; the CPU if it has none."""
+    return next((tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu"))

@@ -22,7 +22,7 @@ OnEvent = Callable[[int, TokenEvent], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that is ready, and the seconds that it took to load, to rewrite, and to run and self-check the first token."""
+    """A model that is ready, and the seconds that it took to load, to rewrite and self-check, and to run the first token."""
 
     llm: LLM
     load_seconds: float

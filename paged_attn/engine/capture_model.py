@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.dynamo_backend import unwrapped_refusals
 from paged_attn.hf_configs import attention_implementation
 from paged_attn.options import CompileOptions
 
@@ -40,7 +41,7 @@ def capture_model(model: nn.Module, options: CompileOptions) -> tuple[CompiledGr
     try:
         return _capture_all_lengths(model, options)
     except UnsupportedError as refusal:
-        if implementation == "sdpa":
+        if implementation == "sdpa" or not hasattr(model, "set_attn_implementation"):
             raise
         try:
             with attention_implementation(model, "sdpa"):
@@ -106,13 +107,11 @@ def _capture(model: nn.Module, options: CompileOptions, length: int) -> tuple[Co
     # What other models in this process looked like must not make this one's numbers symbolic.
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
     try:
-        with evaluating(model), settings:
+        with evaluating(model), settings, unwrapped_refusals():
             torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length))
     except _Captured:
         return captured[0]
-    except torch._dynamo.exc.BackendCompilerFailed as failure:
-        if isinstance(failure.inner_exception, UnsupportedError):
-            raise failure.inner_exception from None
+    except torch._dynamo.exc.BackendCompilerFailed:
         raise
     except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as failure:
         raise UnsupportedError(

@@ -15,6 +15,7 @@ from paged_attn.backends.base import AttentionBackend
 from paged_attn.engine.capture_model import call_model, capture_model, evaluating, only_device
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.options import CompileOptions
+from paged_attn.passes.model_facts import model_dtype
 from paged_attn.self_check import logits_of
 
 
@@ -32,7 +33,7 @@ class ModelRunner:
     def __init__(self, model: nn.Module, options: CompileOptions) -> None:
         self.model = model
         self.device = only_device(model)
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = model_dtype(model)
         self.compiled, args = capture_model(model, options)
         if self.compiled.split is None:
             raise UnsupportedError(f"{type(model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")

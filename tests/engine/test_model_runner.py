@@ -267,3 +267,19 @@ def test_a_model_whose_sdpa_would_drop_its_softcap_is_refused_and_left_eager() -
     with pytest.raises(UnsupportedError, match=r"written out as a softmax|self-check failed"):
         LLM(model)
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_module_with_a_transformers_config_of_its_own_is_refused_for_its_own_reason() -> None:
+    """It has no attention implementation to switch."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.embed = AutoConfig.for_model("qwen3", **COMMON), nn.Embedding(VOCAB, 8)
+
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            x = self.embed(input_ids) + position_ids[..., None]
+            return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+    with pytest.raises(UnsupportedError, match="written out as a softmax"):
+        LLM(Own())
