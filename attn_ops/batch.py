@@ -33,12 +33,14 @@ class BatchRequest:
         pages: pages that hold its KV in order, enough for `num_cached + len(tokens)` tokens.
         num_cached: tokens whose KV is in the pages already.
         num_logits: how many of the last tokens want logits (0 for a chunk that is not the prompt's last).
+        state_slot: of its recurrent state, for models that have one.
     """
 
     tokens: Sequence[int]
     pages: Sequence[int]
     num_cached: int = 0
     num_logits: int = 1
+    state_slot: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Batch:
     logits_rows: Tensor
     seq_lens_host: tuple[int, ...]
     query_lens_host: tuple[int, ...]
+    state_slots_host: tuple[int, ...] = ()
 
     @property
     def num_requests(self) -> int:
@@ -124,6 +127,7 @@ class Batch:
             logits_rows=on_device(rows, torch.int64),
             seq_lens_host=tuple(seq_lens),
             query_lens_host=tuple(query_lens),
+            state_slots_host=tuple(r.state_slot for r in requests),
         )
 
     def model_inputs(self) -> dict[str, Any]:

@@ -28,8 +28,16 @@ class Backend(Protocol):
 
     def forward(
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
-        *, save_kv_cache: bool, sinks: Tensor | None, lse_out: Tensor | None,
+        *, save_kv_cache: bool, sinks: Tensor | None, bias: Tensor | None, lse_out: Tensor | None,
     ) -> None: ...  # fmt: skip
+
+
+class Recurrent(Protocol):
+    """What the context needs to run layers with recurrent state: `paged_attn.recurrent.run.RecurrentRunner`."""
+
+    def plan(self, batch: Batch) -> Any: ...
+
+    def forward(self, plan: Any, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None: ...
 
 
 class ForwardContext:
@@ -39,14 +47,15 @@ class ForwardContext:
     are restored however they are left.
     """
 
-    def __init__(self, batch: Batch, pool: KVPool, backend: Backend) -> None:
+    def __init__(self, batch: Batch, pool: KVPool, backend: Backend, recurrent: Recurrent | None = None) -> None:
         if batch.page_size != pool.page_size:
             raise ContextError(
                 f"the batch has pages of {batch.page_size} tokens, the pool of {pool.page_size}; "
                 f"build the batch with page_size={pool.page_size}"
             )
-        self.batch, self.pool, self.backend = batch, pool, backend
+        self.batch, self.pool, self.backend, self.recurrent = batch, pool, backend, recurrent
         self.plan: Any = None
+        self.recurrent_plan: Any = None
         self._entered = False
         self._gradients = True
         self._guard = threading.Lock()
@@ -63,6 +72,7 @@ class ForwardContext:
                 )
             self._entered = True
         self.plan = self.backend.plan(self.batch, self.pool)
+        self.recurrent_plan = None if self.recurrent is None else self.recurrent.plan(self.batch)
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         _stack().append(self)
@@ -77,7 +87,7 @@ class ForwardContext:
             raise ContextError("forward contexts must be left in the reverse order and in the thread in which they were entered")
         stack.pop()
         torch.set_grad_enabled(self._gradients)
-        self.plan = None
+        self.plan = self.recurrent_plan = None
 
 
 def _stack() -> list[ForwardContext]:

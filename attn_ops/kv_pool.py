@@ -17,12 +17,12 @@ class KVPool:
     `key(i)` and `value(i)` are views [num_pages, page_size, kv_heads, head_dim] with the page stride of the whole allocation.
 
     Args:
-        layers: one spec per attention layer, in layer-id order.
+        layers: one spec per attention layer, in layer-id order; none for a model that has recurrent layers only, whose pages hold nothing.
         num_pages: page 0 included, so that `num_pages - 1` are usable.
         dtype: KV element type; the model's by default choice of the caller.
 
     Raises:
-        ValueError: fewer than two pages, a page size below 1, no layers, or a layer that shares KV it can not read.
+        ValueError: fewer than two pages, a page size below 1, or a layer that shares KV it can not read.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        if num_pages < 2 or page_size < 1 or not layers:
+        if num_pages < 2 or page_size < 1:
             raise ValueError(
-                f"a KV pool needs at least 2 pages (page 0 is reserved), a page_size of at least 1 and one layer; "
-                f"got num_pages={num_pages}, page_size={page_size}, {len(layers)} layers"
+                "a KV pool needs at least 2 pages (page 0 is reserved) and a page_size of at least 1; "
+                f"got num_pages={num_pages}, page_size={page_size}"
             )
         self.layers = tuple(layers)
         self.num_pages, self.page_size = num_pages, page_size

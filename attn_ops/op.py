@@ -16,7 +16,8 @@ from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 _library = torch.library.Library("paged_attn", "DEF")
 _library.define(
     "unified_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor(a!) output, int layer_id, bool save_kv_cache, *, "
-    "Tensor? sinks=None, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? positions=None, Tensor(b!)? lse_out=None) -> ()"
+    "Tensor? sinks=None, Tensor? bias=None, "
+    "Tensor? q_rope=None, Tensor? k_rope=None, Tensor? positions=None, Tensor(b!)? lse_out=None) -> ()"
 )
 
 
@@ -29,6 +30,7 @@ def _run(
     save_kv_cache: bool,
     *,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     q_rope: Tensor | None = None,
     k_rope: Tensor | None = None,
     positions: Tensor | None = None,
@@ -36,6 +38,7 @@ def _run(
 ) -> None:
     """query [T, q_heads, qk_dim], key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any strides; output [T, q_heads, v_dim].
 
+    sinks [q_heads]; bias [q_heads, N], see `AttentionSpec.bias_index`.
     Rows past the batch's real tokens are zeroed. lse_out [T, q_heads] float32: log-sum-exp of the scores.
     """
     context = current_context()
@@ -55,7 +58,7 @@ def _run(
         raise ContextError(f"layer {layer_id} is not in the pool, which has {len(context.layers)} layers; allocate the pool for this model")
     context.backend.forward(
         context.plan, layer_id, context.layers[layer_id], query, key, value, output,
-        save_kv_cache=save_kv_cache, sinks=sinks, lse_out=lse_out,
+        save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out,
     )  # fmt: skip
 
 

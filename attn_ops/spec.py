@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -10,7 +11,8 @@ class AttentionSpec:
     """One attention layer, as proved from the graph. Token positions count from 0 within each request.
 
     Query i may see key j iff `j <= i` (causal) and `i - sliding_window < j` (Hugging Face's window: i itself counts)
-    and `i // chunk == j // chunk` (Llama 4's chunks). Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`.
+    and `i // chunk == j // chunk` (Llama 4's chunks). Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`,
+    plus `bias[h, i - j]` or `bias[h, j]` where the layer has a table of biases (an operand of the op, like sinks).
 
     Attributes:
         num_q_heads, num_kv_heads: query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
@@ -20,6 +22,8 @@ class AttentionSpec:
         sliding_window, chunk, softcap: None where the layer has none.
         has_sinks: a learned logit per query head joins the softmax's denominator (GPT-OSS).
         alibi_slopes: one slope per query head, or None.
+        bias_index: "distance" if a table [q_heads, N] is read at i - j (T5; distances past N - 1 read its last entry), "key" if it is
+            read at j, None without one.
         kv_layer: the layer id whose KV this layer reads; its own id unless the model shares KV.
         module: path of the module in the model, for messages.
     """
@@ -35,6 +39,7 @@ class AttentionSpec:
     softcap: float | None = None
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] | None = None
+    bias_index: Literal["distance", "key"] | None = None
     kv_layer: int = 0
     module: str = ""
 
@@ -67,6 +72,7 @@ class AttentionSpec:
         words += [f"{word} {value:g}" for word, value in
                   (("window", self.sliding_window), ("chunk", self.chunk), ("softcap", self.softcap)) if value is not None]  # fmt: skip
         words += ["sinks"] * self.has_sinks + ["ALiBi"] * (self.alibi_slopes is not None)
+        words += [f"bias by {self.bias_index}"] * (self.bias_index is not None)
         return ", ".join([*words, f"scale {self.scale:.4g}"])
 
     def differences(self, other: AttentionSpec) -> list[str]:

@@ -19,7 +19,7 @@ class AttentionCall:
     """One layer of one step, as the op got it.
 
     query [T, q_heads, qk_dim], key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any strides; output [T, q_heads, v_dim];
-    sinks [q_heads] or None; lse_out [T, q_heads] float32 or None.
+    sinks [q_heads] or None; lse_out [T, q_heads] float32 or None; bias [q_heads, N] or None, read as `spec.bias_index` says.
     """
 
     layer_id: int
@@ -30,6 +30,7 @@ class AttentionCall:
     output: Tensor
     sinks: Tensor | None
     lse_out: Tensor | None
+    bias: Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -55,10 +56,10 @@ class AttentionBackend(ABC):
 
     def forward(
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
-        *, save_kv_cache: bool, sinks: Tensor | None = None, lse_out: Tensor | None = None,
+        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Store K and V if asked, then attend: decode rows and extending rows each with the kernel that fits."""
-        call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out)
+        call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
         if save_kv_cache:
             self.write_kv(plan, call)
         self.forward_extend(plan, call)

@@ -16,6 +16,7 @@ class Feature(enum.Enum):
     SOFTCAP = "softcap"
     SINKS = "attention sinks"
     ALIBI = "ALiBi"
+    POSITION_BIAS = "biases by distance or key"
     BIDIRECTIONAL = "bidirectional attention"
     CUSTOM_MASK = "custom mask"
     CROSS = "cross-attention"
@@ -98,6 +99,7 @@ class Problem:
             Feature.SOFTCAP: spec.softcap is not None,
             Feature.SINKS: spec.has_sinks,
             Feature.ALIBI: spec.alibi_slopes is not None,
+            Feature.POSITION_BIAS: spec.bias_index is not None,
             Feature.BIDIRECTIONAL: not spec.causal,
             Feature.UNEQUAL_DIMS: spec.qk_head_dim != spec.v_head_dim,
         }

@@ -32,8 +32,8 @@ class ReferenceBackend(AttentionBackend):
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES,
         features=frozenset(
-            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.BIDIRECTIONAL, Feature.LSE,
-             Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
+            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
+             Feature.LSE, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
         ),
         note="the float32 oracle of the tests; slow",
     )  # fmt: skip
@@ -68,6 +68,9 @@ class ReferenceBackend(AttentionBackend):
                         scores = spec.softcap * torch.tanh(scores / spec.softcap)
                     if spec.alibi_slopes is not None:
                         scores = scores + torch.tensor([spec.alibi_slopes[head] * (j - i) for j in seen], device=scores.device)
+                    if call.bias is not None:
+                        places = [j if spec.bias_index == "key" else min(i - j, call.bias.shape[1] - 1) for j in seen]
+                        scores = scores + call.bias[head, torch.tensor(places, device=scores.device)].float()
                     sink = math.exp(float(sinks[head]) - float(scores.max())) if sinks is not None else 0.0
                     weights = torch.exp(scores - scores.max())
                     total = weights.sum() + sink

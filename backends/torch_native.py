@@ -26,10 +26,12 @@ MaskKey = tuple[bool, int | None, int | None]
 
 @dataclass
 class Gather:
-    """Where a set of queries finds its keys: pages and offsets [..., keys], which are visible [..., queries, keys], and j - i."""
+    """Where a set of queries finds its keys: pages and offsets [R, keys], their positions and which are visible [R, 1, queries, keys],
+    and the distances j - i."""
 
     pages: Tensor
     offsets: Tensor
+    positions: Tensor
     visible: Tensor
     distance: Tensor
 
@@ -55,8 +57,8 @@ class TorchNativeBackend(AttentionBackend):
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES,
         features=frozenset(
-            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.BIDIRECTIONAL, Feature.LSE,
-             Feature.UNEQUAL_DIMS}
+            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
+             Feature.LSE, Feature.UNEQUAL_DIMS}
         ),
         note="PyTorch operations only",
     )  # fmt: skip
@@ -88,7 +90,7 @@ class TorchNativeBackend(AttentionBackend):
             return
         gather, rows = _decode_gather(plan, call.spec), plan.decode_rows
         keys, values = _gathered(plan, call, gather)  # [R, keys, kv_heads, dim]
-        result, lse = _attend(call.query[rows][:, None], keys, values, gather.visible[:, None], gather.distance[:, None], call)
+        result, lse = _attend(call.query[rows][:, None], keys, values, gather, call)
         call.output[rows] = result[:, 0]
         if call.lse_out is not None:
             call.lse_out[rows] = lse[:, 0]
@@ -98,8 +100,7 @@ class TorchNativeBackend(AttentionBackend):
         for request in plan.extending:
             gather, rows = _extend_gather(plan, request, call.spec), slice(starts[request], starts[request + 1])
             keys, values = _gathered(plan, call, gather)
-            visible, distance = gather.visible[None, None], gather.distance[None, None]
-            result, lse = _attend(call.query[None, rows], keys[None], values[None], visible, distance, call)
+            result, lse = _attend(call.query[None, rows], keys, values, gather, call)
             call.output[rows] = result[0]
             if call.lse_out is not None:
                 call.lse_out[rows] = lse[0]
@@ -136,8 +137,9 @@ def _decode_gather(plan: Plan, spec: AttentionSpec) -> Gather:
         inside = torch.minimum(seen, last[:, None])
         pages = torch.gather(plan.batch.page_table.to(torch.int64)[plan.decode_requests], 1, inside // plan.batch.page_size)
         cached = plan.decode[mask] = Gather(
-            pages, inside % plan.batch.page_size, (seen <= last[:, None])[:, None], (seen - last[:, None])[:, None]
-        )
+            pages, inside % plan.batch.page_size, inside[:, None, None], (seen <= last[:, None])[:, None, None],
+            (seen - last[:, None])[:, None, None],
+        )  # fmt: skip
     return cached
 
 
@@ -154,19 +156,21 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
         elif spec.chunk is not None:
             visible = visible & (seen < (position // spec.chunk + 1) * spec.chunk)
         pages = plan.batch.page_table[request].to(torch.int64)[seen // plan.batch.page_size]
-        cached = plan.extend[key] = Gather(pages, seen % plan.batch.page_size, visible, seen - position)
+        cached = plan.extend[key] = Gather(
+            pages[None], (seen % plan.batch.page_size)[None], seen[None, None, None], visible[None, None], (seen - position)[None, None]
+        )
     return cached
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, distance: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """query [R, Q, q_heads, dim], keys and values [R, K, kv_heads, dim], visible and distance [R, 1, Q, K].
+def _attend(query: Tensor, keys: Tensor, values: Tensor, gather: Gather, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """query [R, Q, q_heads, dim], keys and values [R, K, kv_heads, dim].
 
     Returns the output [R, Q, q_heads, dim] and, where wanted or made on the way, the log-sum-exp [R, Q, q_heads].
     """
     spec, sinks = call.spec, call.sinks
     q, k, v = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
-    if spec.softcap is None and spec.alibi_slopes is None and sinks is None and call.lse_out is None:
-        result = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=spec.scale, enable_gqa=spec.group_size > 1)
+    if spec.softcap is None and spec.alibi_slopes is None and call.bias is None and sinks is None and call.lse_out is None:
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=gather.visible, scale=spec.scale, enable_gqa=spec.group_size > 1)
         return result.transpose(1, 2), result
     k, v = (t.repeat_interleave(spec.group_size, dim=1) for t in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)  # in float16, q.k may overflow before the scale
@@ -174,11 +178,20 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, distan
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.alibi_slopes is not None:
-        scores = scores + scores.new_tensor(spec.alibi_slopes)[:, None, None] * distance
-    scores = scores.masked_fill(~visible, float("-inf"))
+        scores = scores + scores.new_tensor(spec.alibi_slopes)[:, None, None] * gather.distance
+    if call.bias is not None:
+        scores = scores + _bias(call, gather)
+    scores = scores.masked_fill(~gather.visible, float("-inf"))
     if sinks is not None:
         column = sinks.to(wide)[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, column], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None])[..., : keys.shape[1]]
     return (weights.to(v.dtype) @ v).transpose(1, 2), lse.float().transpose(1, 2)
+
+
+def _bias(call: AttentionCall, gather: Gather) -> Tensor:
+    """[R, q_heads, Q or 1, K] from the layer's table [q_heads, N]."""
+    assert call.bias is not None
+    places = gather.positions if call.spec.bias_index == "key" else -gather.distance
+    return call.bias[:, places[:, 0].clamp(0, call.bias.shape[1] - 1)].transpose(0, 1)

@@ -6,8 +6,10 @@ import torch
 from torch._ops import OpOverload
 
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
+from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
 
-_split_ops: set[OpOverload] = {UNIFIED_ATTENTION}
+_split_ops: set[OpOverload] = {UNIFIED_ATTENTION, BATCH_POSITIONS, RECURRENT_LAYER}
 
 
 def register_split_op(op: OpOverload) -> None:
@@ -23,5 +25,5 @@ def register_split_op(op: OpOverload) -> None:
 
 
 def split_ops() -> frozenset[OpOverload]:
-    """The registered overloads; attention is always among them."""
+    """The registered overloads; attention, recurrent layers and the batch's positions are always among them."""
     return frozenset(_split_ops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from paged_attn.options import CompileOptions
 from paged_attn.passes.graph_tools import value_of
 from paged_attn.passes.model_facts import max_positions
 from paged_attn.passes.runner import Rewrite, rewrite
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.refuse import refuse_recurrent
 from paged_attn.self_check import self_check
 
 logger = logging.getLogger("paged_attn")
@@ -35,16 +38,28 @@ class CompiledGraph:
 
     Attributes:
         rewrite: what the passes found.
+        max_positions: the longest sequence, as the model's config or its tables of positions say; None if neither does.
         split: the rewritten graph in pieces, or None if the call is not a paged one.
+        recurrent: the layers that the graph's recurrent ops stand for, by layer id, set by who captured it; None if nobody has looked.
     """
 
-    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, options: CompileOptions) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        model: nn.Module | None,
+        options: CompileOptions,
+        limited: bool = False,
+    ) -> None:
         self.options = options
         self.original = gm
-        self.max_positions = max_positions(model)
-        self.rewrite: Rewrite = rewrite(gm, example_inputs, model)
+        self.rewrite: Rewrite = rewrite(gm, example_inputs, model, limited)
+        limits = [limit for limit in (max_positions(model), self.rewrite.max_positions) if limit is not None]
+        self.max_positions = min(limits, default=None)
         self.roles = tuple(self.rewrite.form.roles.values())
         self.split: SplitGraph | None = None
+        self.recurrent: tuple[RecurrentLayer, ...] | None = None
+        self._model = None if model is None else weakref.ref(model)
         self.compiled_by = "eager pieces"
         self._run_paged: Callable[..., Any] | None = None
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
@@ -82,6 +97,7 @@ class CompiledGraph:
             UnsupportedError: this call form can not be paged, or the self-check failed.
             ContextError: the inputs or the pool do not belong to this batch and model.
         """
+        self.refuse_recurrent()
         if self._run_paged is None:
             raise UnsupportedError(
                 f"a forward context is active, but this call of the model can not run a paged batch: {self.rewrite.not_paged}. "
@@ -90,6 +106,13 @@ class CompiledGraph:
         self._check_call(context, args)
         self.check(args)
         return self._run_paged(*args)
+
+    def refuse_recurrent(self) -> None:
+        """Raises UnsupportedError for a model with recurrent state, unless who captured the graph keeps that state."""
+        model = None if self._model is None else self._model()
+        if self.recurrent is None and model is not None:
+            refuse_recurrent(model, "torch.compile")
+        self.recurrent = self.recurrent or ()
 
     def check(self, args: Sequence[Any], truth: Callable[[Tensor], Tensor] | None = None) -> None:
         """Run the self-check unless this model passed it or it is switched off; `truth` [T] -> logits stands for the original graph."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.passes.runner import LayerReport
+from paged_attn.recurrent.layer import RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,17 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
+class RecurrentGroup:
+    """Recurrent layers with the same states: their modules as in `LayerGroup`, and the bytes of one request's state in each of them."""
+
+    count: int
+    modules: str
+    states: tuple[str, ...]
+    request_bytes: int
+    runs: str
+
+
+@dataclass(frozen=True)
 class GraphExplanation:
     """One graph that Dynamo captured: what was rewritten in it, or why it is not paged (`not_paged` is then not empty)."""
 
@@ -38,6 +50,7 @@ class GraphExplanation:
     nodes_before: int
     nodes_after: int
     seconds: dict[str, float] = field(default_factory=dict)
+    recurrent: tuple[RecurrentGroup, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -54,6 +67,7 @@ class GraphExplanation:
             nodes_before=found.nodes_before,
             nodes_after=found.nodes_after,
             seconds=dict(found.seconds),
+            recurrent=group_recurrent(graph.recurrent or ()),
         )
 
 
@@ -75,6 +89,8 @@ class Explanation:
                 lines.append(f"  paged graph {number + 1} of {len(paged)}")
             for group in graph.layers:
                 lines += layer_lines(group)
+            for each in graph.recurrent:
+                lines += recurrent_lines(each)
             total = sum(graph.seconds.values())
             passes = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in graph.seconds.items())
             lines += [
@@ -96,6 +112,29 @@ def layer_lines(group: LayerGroup) -> list[str]:
         f"    proved by  {group.proof}",
         f"    declared   {group.declared}",
     ]
+
+
+def recurrent_lines(group: RecurrentGroup) -> list[str]:
+    """The three lines of a group of recurrent layers."""
+    return [
+        f"  {group.count} recurrent layer{'s' * (group.count > 1)}  {group.modules}",
+        f"    state      {', '.join(group.states)}: {group.request_bytes:,} bytes per request in each layer",
+        f"    runs       {group.runs}",
+    ]
+
+
+def group_recurrent(layers: Iterable[RecurrentLayer]) -> tuple[RecurrentGroup, ...]:
+    """Groups in the order of their first layers."""
+    members: dict[tuple[object, ...], list[RecurrentLayer]] = {}
+    for layer in layers:
+        members.setdefault((layer.spec.states, layer.chunks, layer.batches), []).append(layer)
+    return tuple(
+        RecurrentGroup(
+            len(group), _modules([layer.spec.module for layer in group]), tuple(s.describe() for s in group[0].spec.states),
+            group[0].spec.nbytes, group[0].describe(),
+        )
+        for group in members.values()
+    )  # fmt: skip
 
 
 def group_layers(reports: Iterable[LayerReport]) -> tuple[LayerGroup, ...]:

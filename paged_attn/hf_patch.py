@@ -25,6 +25,7 @@ from paged_attn.passes.declared import check_declared
 from paged_attn.passes.mask_family import MaskFamily
 from paged_attn.passes.model_facts import max_positions, model_device, model_dtype, text_config
 from paged_attn.ragged_probe import first_disagreement, probe_prompts, run_ragged
+from paged_attn.recurrent.refuse import refuse_recurrent
 
 NAME = "paged_attn"
 # Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.
@@ -85,6 +86,7 @@ class Patched:
             _recording.state = None
         expected = text_config(self.model).num_hidden_layers
         if len(found) != expected:
+            refuse_recurrent(self.model, "paged_attn.patch")
             raise UnsupportedError(
                 f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were "
                 "given: the others compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
@@ -104,6 +106,7 @@ class Patched:
                 self.layers, self._probe(), model_dtype(self.model), lambda b: self._logits(b.input_ids, b.positions)[b.logits_rows]
             )
         if (found := first_disagreement(alone, together)) is not None:
+            refuse_recurrent(self.model, "paged_attn.patch")
             raise UnsupportedError(
                 f"self-check failed: on a probe prompt of {len(alone[found.prompt])} tokens the patched model's logits are off by "
                 f"{found.error:.2g} of their size (allowed {found.limit:g}); this model depends on more than its attention interface "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +11,7 @@ from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.select import select
+from paged_attn.call_signature import takes, token_argument
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
 from paged_attn.dynamo_backend import add_graphs, graphs_of, unwrapped_refusals
 from paged_attn.explanation import Explanation, GraphExplanation
@@ -41,6 +41,7 @@ def attention_layers(compiled: nn.Module | LLM | Engine) -> tuple[AttentionSpec,
         return target.runner.compiled.specs
     model, graphs = _graphs(target)
     paged = [graph for graph in graphs if graph.split is not None]
+    (paged or graphs)[-1].refuse_recurrent()
     if not paged:
         raise UnsupportedError(f"{type(model).__name__} can not run paged batches: {graphs[-1].rewrite.not_paged}")
     return paged[-1].specs
@@ -100,11 +101,10 @@ def _trace(compiled: nn.Module, model: nn.Module) -> None:
     """Call it as `compiled(**batch.model_inputs())` is called later: any other form would be a second compile."""
     device = model_device(model)
     batch = Batch.build([BatchRequest(range(1, 1 + TRACE_TOKENS), [1])], PAGE_SIZE, device)
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    inputs = {name: value for name, value in batch.model_inputs().items() if takes_any or name in parameters}
+    token, given = token_argument(model), batch.model_inputs()
+    inputs = {name: value for name, value in given.items() if name != "input_ids" and takes(model, name)}
     with torch.no_grad(), unwrapped_refusals(), recorded_graphs() as ran:
-        compiled(**inputs)
+        compiled(**{token: given["input_ids"]}, **inputs)
     add_graphs(model, ran)
 
 

@@ -12,6 +12,7 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.backends.select import select_for_pool
 from paged_attn.graph_inputs import GraphInputs
+from paged_attn.recurrent.run import runner_of
 
 if TYPE_CHECKING:
     from paged_attn.compiled_graph import CompiledGraph
@@ -24,13 +25,18 @@ def first_layer_that_differs(compiled: CompiledGraph, inputs: GraphInputs, promp
     before = {report.original_node: report.layer_id for report in compiled.rewrite.layers}
     after = {report.op_node: report.layer_id for report in compiled.rewrite.layers}
     with torch.no_grad():
-        expected = _Recorder(compiled.original, before).record(inputs.fill(prompt, rows, rows))
-        pool = KVPool(compiled.specs, len(prompt) + 1, 1, next(iter(expected.values())).dtype, prompt.device)
-        batch = Batch.build([BatchRequest(prompt.tolist(), list(range(1, len(prompt) + 1)), 0, len(prompt))], 1, prompt.device)
-        with ForwardContext(batch, pool, select_for_pool("auto", pool).backend):
+        pool = KVPool(compiled.specs, len(prompt) + 1, 1, inputs.dtype, prompt.device)
+        batch = Batch.build([BatchRequest(prompt.tolist(), list(range(1, len(prompt) + 1)), 0, len(prompt), 1)], 1, prompt.device)
+        backend = select_for_pool("auto", pool).backend
+        # Recurrent layers are ops in both graphs, and need their state in both.
+        with ForwardContext(batch, pool, backend, runner_of(compiled.recurrent or (), 1, prompt.device)):
+            expected = _Recorder(compiled.original, before).record(inputs.fill(prompt, rows, rows))
+        with ForwardContext(batch, pool, backend, runner_of(compiled.recurrent or (), 1, prompt.device)):
             got = _Recorder(compiled.eager_paged, after).record(inputs.fill(batch.input_ids, batch.positions, batch.logits_rows))
     for report in compiled.rewrite.layers:
-        a = expected[report.layer_id][0].transpose(0, 1).float()  # [1, heads, T, dim] -> [T, heads, dim]
+        a = expected[report.layer_id]  # laid out as [lead.., T, dim] -> [T, heads, dim]
+        a = a.permute(report.original_order).reshape(-1, *a.shape[-2:]) if a.dim() == len(report.original_order) else a[0]
+        a = a.transpose(0, 1).float()
         error = float((a - got[report.layer_id].float()).abs().max() / a.abs().max().clamp_min(1e-6))
         if not error <= limit:
             return f"The first layer that differs is {report.layer_id} ({report.spec.module}: {report.spec.describe()}), by {error:.2g}."

@@ -17,6 +17,8 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.select import select_for_pool
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.run import runner_of
 
 PROMPTS = (5, 24, 13)
 PAGE_SIZE = 4
@@ -32,7 +34,11 @@ def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None
 
 
 def run_ragged(
-    layers: Sequence[AttentionSpec], prompts: list[Tensor], kv_dtype: torch.dtype, run: Callable[[Batch], Tensor]
+    layers: Sequence[AttentionSpec],
+    prompts: list[Tensor],
+    kv_dtype: torch.dtype,
+    run: Callable[[Batch], Tensor],
+    recurrent: Sequence[RecurrentLayer] = (),
 ) -> list[Tensor]:
     """Logits [T, vocabulary] of each prompt; `run` gives those of a batch's `logits_rows` [N, vocabulary], under its context."""
     counts = [-(-len(p) // PAGE_SIZE) for p in prompts]
@@ -42,12 +48,16 @@ def run_ragged(
     free = list(range(2 + sum(counts), 1, -2)) + list(range(1 + sum(counts), 0, -2))
     tables = [[free.pop(0) for _ in range(n)] for n in counts]
     backend = select_for_pool("auto", pool).backend
+    states = runner_of(recurrent, len(prompts), device)
     results: list[list[Tensor]] = [[] for _ in prompts]
     for step in _steps(layers, prompts):
         active = [i for i, (start, end) in enumerate(step) if end > start]
-        requests = [BatchRequest(prompts[i][slice(*step[i])].tolist(), tables[i], step[i][0], step[i][1] - step[i][0]) for i in active]
+        requests = [
+            BatchRequest(prompts[i][slice(*step[i])].tolist(), tables[i], step[i][0], step[i][1] - step[i][0], len(prompts) - i)
+            for i in active
+        ]
         batch = Batch.build(requests, PAGE_SIZE, device)
-        with ForwardContext(batch, pool, backend):
+        with ForwardContext(batch, pool, backend, states):
             logits = run(batch)
         for i, rows in zip(active, logits[: batch.num_logits].split([len(r.tokens) for r in requests]), strict=True):
             results[i].append(rows)
@@ -62,10 +72,10 @@ class Disagreement(NamedTuple):
     limit: float
 
 
-def first_disagreement(expected: Sequence[Tensor], got: Sequence[Tensor]) -> Disagreement | None:
-    """The first prompt whose logits [T, vocabulary] differ by more than their dtype allows (NaN differs), or None."""
+def first_disagreement(expected: Sequence[Tensor], got: Sequence[Tensor], slack: float = 0.0) -> Disagreement | None:
+    """The first prompt whose logits [T, vocabulary] differ by more than their dtype and `slack` allow (NaN differs), or None."""
     for prompt, (one, other) in enumerate(zip(expected, got, strict=True)):
-        error, limit = relative_error(one, other), tolerance(one.dtype)
+        error, limit = relative_error(one, other), tolerance(one.dtype) + slack
         if not error <= limit:
             return Disagreement(prompt, error, limit)
     return None

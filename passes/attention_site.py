@@ -9,30 +9,62 @@ from torch import fx
 
 
 @dataclass(frozen=True)
+class SdpaScores:
+    """softmax(scale * q.k + mask), as F.scaled_dot_product_attention says it: mask boolean, additive or None."""
+
+    mask: fx.Node | None
+    is_causal: bool
+    scale: float
+
+
+@dataclass(frozen=True)
+class WrittenScores:
+    """weights = softmax(scores), where `scores` is made from `products` in whatever way, and `weights` is what multiplies the values.
+
+    Attributes:
+        products: q.k [lead.., T, T].
+        scores: given to the softmax, [lead.., T, T] or wider by sinks.
+        softmax: the softmax of the scores.
+        weights: [lead.., T, T].
+        output: the product of weights and values; the graph's attention output before the rewrite.
+    """
+
+    products: fx.Node
+    scores: fx.Node
+    softmax: fx.Node
+    weights: fx.Node
+    output: fx.Node
+
+
+@dataclass(frozen=True)
 class AttentionSite:
-    """softmax(scale * query @ key^T + mask) @ value, as the graph spells it.
+    """weights(query @ key^T) @ value, as the graph spells it.
 
     Attributes:
         node: produces the attention output [1, q_heads, T, v_dim]; replaced by the rewrite.
         query, key, value: [1, heads, T, dim] nodes; key and value may still be repeated over heads.
-        mask: boolean or additive mask node, or None.
-        is_causal: the call's own causal flag.
-        scale: multiplies q.k.
+        scores: how q.k becomes weights.
         found_by: the finder's words for `explain`.
+        original: name of the node in the traced graph whose value is the attention's output.
+        original_order: permutes that output to [lead.., T, v_dim].
     """
 
     node: fx.Node
     query: fx.Node
     key: fx.Node
     value: fx.Node
-    mask: fx.Node | None
-    is_causal: bool
-    scale: float
+    scores: SdpaScores | WrittenScores
     found_by: str
+    original: str
+    original_order: tuple[int, ...] = (0, 1, 2, 3)
 
     @property
     def module(self) -> str:
         return module_path(self.node)
+
+    @property
+    def where(self) -> str:
+        return f"layer at {self.module or self.original}"
 
 
 def module_path(node: fx.Node) -> str:

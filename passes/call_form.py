@@ -1,18 +1,23 @@
-"""Which call a graph was traced from: only a row of tokens with explicit positions and no cache of its own can be paged."""
+"""Which call a graph was traced from: only a row of tokens with no mask or cache of its own can be paged."""
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
+import torch.nn.functional as F
 from torch import SymInt, Tensor, fx
 
 from paged_attn.passes.graph_tools import source_name, symbol, value_of
 
 _KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
+
+_LARGEST_OFFSET = 16  # rows of a table of positions before that of the first token
+_NO_TOKENS = ("position_ids", "attention_mask", "token_type_ids", "labels")  # tables [batch, T] of other things
 
 
 class CallNotPaged(Exception):
@@ -28,7 +33,8 @@ class CallForm:
         roles: per placeholder: "tokens" (T itself), "input_ids", "position_ids", "logits_rows", "num_logits", "owned" (parameters,
             buffers, tensors of the module) or "call:NAME" for any other input of the call.
         reason: why a paged batch can not run through this graph, or "".
-        max_tokens: the longest call for which the trace holds, or None if it holds for all.
+        max_tokens: the longest call for which the trace holds, or None if it holds for all. Where the model has no more positions
+            than that, it is no `reason`.
     """
 
     num_tokens: Any
@@ -40,23 +46,51 @@ class CallForm:
     def positions(self) -> fx.Node | None:
         return next((node for node, role in self.roles.items() if role == "position_ids"), None)
 
+    @property
+    def input_ids(self) -> fx.Node:
+        return next(node for node, role in self.roles.items() if role == "input_ids")
 
-def find_call_form(graph: fx.Graph) -> CallForm:
-    """Read the call form off the placeholders of a Dynamo graph."""
+
+def find_call_form(graph: fx.Graph, limited: bool = False) -> CallForm:
+    """Read the call form off the placeholders of a Dynamo graph.
+
+    Args:
+        limited: the model has no more positions than the trace allows, so that a bound is no reason to trace a longer call.
+    """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     named = {input_name(node): node for node in placeholders if isinstance(value_of(node), Tensor) and not is_owned(node)}
     ids = next((named[name] for name in ("input_ids", "inputs_embeds") if name in named), None)
     if ids is None:  # a positional call: the only table of token ids, if there is just one
-        tables = [node for node in named.values() if value_of(node).dim() == 2 and not value_of(node).dtype.is_floating_point]
+        tables = [node for name, node in named.items() if name not in _NO_TOKENS and _is_table_of_ids(value_of(node))]
         ids = tables[0] if len(tables) == 1 else None
     if ids is None:
-        return CallForm(0, {n: _role(n, None, None) for n in placeholders}, "the call has no input_ids")
+        return CallForm(0, {n: _role(n, None, None, None) for n in placeholders}, "the call has no input_ids")
     batch, length = value_of(ids).shape[:2] if value_of(ids).dim() >= 2 else (None, value_of(ids).shape[0])
     tokens, rows = symbol(length), named.get("logits_to_keep")
     logits = symbol(value_of(rows).shape[0]) if rows is not None and value_of(rows).dim() == 1 else None
-    roles = {node: _role(node, tokens, logits) for node in placeholders}
+    roles = {node: _role(node, tokens, logits, ids) for node in placeholders}
     max_tokens = _upper_bound(length)
-    return CallForm(tokens, roles, _reason(batch, tokens, max_tokens, named, roles), max_tokens)
+    limited = limited or (max_tokens is not None and ends_with_a_table(graph, ids, max_tokens))
+    return CallForm(tokens, roles, _reason(batch, tokens, None if limited else max_tokens, named, roles), max_tokens)
+
+
+def _is_table_of_ids(value: Tensor) -> bool:
+    return value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+
+
+def ends_with_a_table(graph: fx.Graph, ids: fx.Node, rows: int) -> bool:
+    """Whether T rows of a tensor with about `rows` rows are read otherwise than by token id: the model has no more positions."""
+    tokens = symbol(value_of(ids).shape[-1])
+    for node in graph.nodes:
+        value = value_of(node)
+        if not isinstance(value, Tensor) or all(symbol(size) != tokens for size in value.shape):
+            continue
+        looked_up = node.target is F.embedding and len(node.args) > 1 and node.args[0] is not ids
+        table = node.args[1] if looked_up else node.args[0] if node.target in (operator.getitem, torch.narrow, "narrow") else None
+        sizes = [symbol(size) for size in value_of(table).shape] if isinstance(value_of(table), Tensor) else []
+        if all(isinstance(size, int) for size in sizes) and any(rows <= size <= rows + _LARGEST_OFFSET for size in sizes):
+            return True
+    return False
 
 
 def _reason(batch: Any, tokens: Any, max_tokens: int | None, named: dict[str, fx.Node], roles: dict[fx.Node, str]) -> str:
@@ -71,8 +105,6 @@ def _reason(batch: Any, tokens: Any, max_tokens: int | None, named: dict[str, fx
         return f"the call has the sizes {', '.join(extra)} besides the number of tokens"
     if isinstance(tokens, int):
         return f"the call was traced with a fixed length of {tokens} tokens; pass batch.model_inputs(), which marks T as dynamic"
-    if "position_ids" not in named:
-        return "the graph has no position_ids input, so that it would count positions across requests; pass position_ids"
     if max_tokens is not None:
         return f"the trace holds only for up to {max_tokens} tokens, as the model branches on the length"
     return ""
@@ -85,11 +117,11 @@ def _upper_bound(size: Any) -> int | None:
     return int(bound) if bound is not None and bound.is_finite and bound < 2**31 else None
 
 
-def _role(node: fx.Node, tokens: Any, logits: Any) -> str:
+def _role(node: fx.Node, tokens: Any, logits: Any, ids: fx.Node | None) -> str:
     value = value_of(node)
     if isinstance(value, SymInt):
         expression = symbol(value)
-        if expression == tokens:
+        if expression == tokens or source_name(node).endswith("['position_ids'].size()[1]"):
             return "tokens"
         if source_name(node).startswith(("L['self']", "L['model']")):
             return "owned"  # a number of the module; `specialise_numbers` makes it a constant
@@ -97,6 +129,8 @@ def _role(node: fx.Node, tokens: Any, logits: Any) -> str:
     if is_owned(node):
         return "owned"
     name = input_name(node)
+    if node is ids and name != "inputs_embeds":
+        return "input_ids"  # by whatever name
     if name in ("input_ids", "position_ids"):
         return name
     return "logits_rows" if name == "logits_to_keep" else f"call:{name}"

@@ -39,8 +39,9 @@ def check_declared(model: nn.Module | None, module: str, family: MaskFamily, has
 def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: MaskFamily) -> list[tuple[str, Any, Any]]:
     """(what, proved, declared) for everything that the model states; no statement where it says nothing."""
     said: list[tuple[str, Any, Any]] = []
-    if kind == "sliding_attention":
-        said.append(("sliding window", family.window, _window(config, layer)))
+    window = _window(config, layer)
+    if kind == "sliding_attention" or (kind == "full_attention" and family.window is not None and family.window == window):
+        said.append(("sliding window", family.window, window))  # some models apply their window to layers that they call full
     elif kind in ("full_attention", "chunked_attention"):
         said.append(("sliding window", family.window, None))
         said.append(
@@ -50,8 +51,8 @@ def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: 
                 getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None,
             )
         )
-    elif kind is None and _window(config, layer) is not None:
-        said.append(("sliding window", family.window, _window(config, layer)))
+    elif kind is None and window is not None:
+        said.append(("sliding window", family.window, window))
     if getattr(layer, "is_causal", None) is True:
         said.append(("causal", family.causal, True))
     return said

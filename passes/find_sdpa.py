@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.attention_site import AttentionSite, module_path
+from paged_attn.passes.attention_site import AttentionSite, SdpaScores, module_path
 from paged_attn.passes.call_form import CallForm, CallNotPaged
 from paged_attn.passes.graph_tools import shape_of, symbol
 
@@ -46,7 +46,7 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
     if not form.reason and lengths[0] != form.num_tokens:
         raise UnsupportedError(f"{where}: it attends over {shapes[0][2]} positions, not over the {form.num_tokens} tokens of the call")
     scale = given.get("scale")
-    return AttentionSite(
-        node=node, query=query, key=key, value=value, mask=given.get("attn_mask"), is_causal=bool(given.get("is_causal", False)),
-        scale=float(scale) if scale is not None else 1.0 / math.sqrt(shapes[0][3]), found_by="F.sdpa",
-    )  # fmt: skip
+    scores = SdpaScores(
+        given.get("attn_mask"), bool(given.get("is_causal", False)), float(scale) if scale is not None else 1.0 / math.sqrt(shapes[0][3])
+    )
+    return AttentionSite(node, query, key, value, scores, "F.sdpa", node.name)

@@ -122,6 +122,24 @@ def symbol(size: Any) -> Any:
     return int(expression) if getattr(expression, "is_Integer", False) else expression
 
 
+def token_dims(node: Any, token_symbol: Any) -> int:
+    """How many dims of a node's tensor depend on the number of tokens; 0 for anything else."""
+    value = value_of(node)
+    return sum(depends_on(size, token_symbol) for size in value.shape) if isinstance(value, torch.Tensor) else 0
+
+
+def call_with_value(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call of a function (or, by name, of a method) with its example value, and the module of its first input."""
+    node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
+    values, keywords = fx.map_arg(args, value_of), fx.map_arg(kwargs, value_of)
+    function = getattr(values[0], target) if isinstance(target, str) else target
+    node.meta["example_value"] = function(*(values[1:] if isinstance(target, str) else values), **keywords)
+    source = next((a for a in args if isinstance(a, fx.Node)), None)
+    if source is not None and "nn_module_stack" in source.meta:
+        node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
+    return node
+
+
 def as_traced(value: Any) -> Any:
     """A symbolic number as it was in the traced call, anything else as it is; reading it so installs no guard."""
     return value.node.hint if isinstance(value, (SymInt, SymFloat)) else value

@@ -20,7 +20,7 @@ _SCALED = {"add", "sub", "rsub", "subtract", "mul", "multiply", "floordiv", "flo
            "mod", "remainder", "fmod", "neg", "lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal",
            "not_equal", "tril", "triu", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "sym_min", "sym_max", "where",
            "full", "full_like", "new_full", "tensor", "scalar_tensor", "fill", "masked_fill", "fill_diagonal", "iadd", "isub", "imul",
-           "ifloordiv"}  # fmt: skip
+           "ifloordiv", "arange"}  # fmt: skip
 _SIZES = {"expand", "view", "reshape", "repeat", "broadcast_to", "unflatten", "ones", "zeros", "empty", "new_ones", "new_zeros",
           "new_empty", "eye"}  # fmt: skip
 _FILLS = {"masked_fill", "fill", "full", "full_like", "new_full", "where", "tensor", "scalar_tensor"}
@@ -65,6 +65,11 @@ def op_name(node: fx.Node) -> str:
     return name.split(".")[0].strip("_")
 
 
+def is_size(node: fx.Node) -> bool:
+    """Whether a node's numbers are the sizes of its result."""
+    return op_name(node) in _SIZES
+
+
 def _is_large(value: Any) -> bool:
     return type(value) in (int, float) and LARGEST_SHOWN < abs(value) < NO_LIMIT
 
@@ -72,7 +77,7 @@ def _is_large(value: Any) -> bool:
 def _is_harmless(node: fx.Node, value: int | float) -> bool:
     """A size of a tensor, or what an additive mask hides with (`(1 - mask) * -10000.0`)."""
     name = op_name(node)
-    if name in _SIZES:
+    if is_size(node):
         return True
     if name == "arange":
         return len(node.args) == 1 or bool(node.args[0] == 0)

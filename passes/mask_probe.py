@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,29 +11,49 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.bias_family import FloatArray
 from paged_attn.passes.call_form import CallForm, CallNotPaged
 from paged_attn.passes.cone import MAX_NODES, ancestors, evaluate
-from paged_attn.passes.graph_tools import as_traced
+from paged_attn.passes.graph_tools import as_traced, value_of
 from paged_attn.passes.mask_family import BoolMatrix, draw
-from paged_attn.passes.mask_numbers import hidden_numbers, scaled_number, scaled_numbers
+from paged_attn.passes.mask_numbers import HIDES, hidden_numbers, is_size, scaled_number, scaled_numbers
+from paged_attn.passes.score_cone import needed_for_values, refuse_hidden_states, without_score_arithmetic, zeros_for
 
 SMALLEST_TABLE = 83  # the longest probe
+LIMITS = ((97, 127, 149, 173), (101, 131, 151, 179))  # scales that leave every literal longer than the probes: tables, not windows
 # Two ways to scale the large literals (a 4,096 window, an 8,192 chunk) down: what a mask does must follow both.
 SCALES: tuple[tuple[int, ...], ...] = ((7, 13, 18, 23), (10, 16, 21, 27))
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a mask did on one row of T tokens: visible [T, T], and bias [heads, T, T] float64, 0 where hidden; None if it adds nothing."""
+
+    visible: BoolMatrix
+    bias: FloatArray | None = None
+
+
+class ProbeFailed(UnsupportedError):
+    """The mask's own operations fail on a probe: a table in it is too short."""
+
+
 class MaskProbe:
-    """The subgraph behind one mask, ready to be evaluated for a row of packed sequences.
+    """The subgraph behind one mask (or behind the whole scores), ready to be evaluated for a row of packed sequences.
 
     Args:
-        mask: the node given to an attention as its mask.
+        mask: the node given to an attention as its mask; or, with `products`, the scores given to its softmax.
         user: that attention; until it, the mask may be written in place.
         values: the real tensor (or number) behind each placeholder.
+        products: q.k before anything was done to it; taken as zeros, so that the scores are mask and bias alone.
     """
 
-    def __init__(self, mask: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str) -> None:
-        self.mask, self.form, self.values, self.where = mask, form, values, where
-        self.nodes = ancestors(mask, user)
+    def __init__(
+        self, mask: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str, products: fx.Node | None = None
+    ) -> None:
+        self.mask, self.form, self.values, self.where, self.products = mask, form, values, where, products
+        self.scales = SCALES
+        self.first_column = 0  # of the keys among the softmax's columns: 1 after a sink
+        self.nodes, self.shapes = needed_for_values(mask, ancestors(mask, user, frozenset({products} if products else ())))
         if len(self.nodes) > MAX_NODES:
             raise UnsupportedError(
                 f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
@@ -41,9 +62,12 @@ class MaskProbe:
             role = form.roles.get(node, "")
             if role.startswith("call:"):
                 raise CallNotPaged(f"the mask of {where} is made from {role.removeprefix('call:')}, which belongs to this call")
-        self.literals = scaled_numbers(self.nodes)
+        refuse_hidden_states([node for node in self.nodes if node not in self.shapes], form, where)
+        # Arithmetic on q.k itself is proved by `score_function`; its numbers say nothing about positions.
+        about_positions = self.nodes if products is None else without_score_arithmetic(self.nodes, products)
+        self.literals = scaled_numbers(about_positions)
         owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned"}
-        self.hidden = hidden_numbers(self.nodes, owned)
+        self.hidden = hidden_numbers(about_positions, owned)
         # A mask that is read from a stored table (or multiplies weights) shows itself only over that table's length.
         self.table_length = max((min(v.shape[-1], 4096) for v in owned.values() if v.dim() >= 2 and v.shape[-1] == v.shape[-2]), default=0)
         if 0 < self.table_length < SMALLEST_TABLE:
@@ -66,26 +90,39 @@ class MaskProbe:
             images[literal] = scale[slot] + literal - base
         return images
 
-    def run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> BoolMatrix:
-        """[T, T] bool on a row of sequences of these lengths; `scale` None leaves literals as they are.
+    def run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
+        """What is seen on a row of sequences of these lengths; `scale` None leaves literals as they are.
 
         Raises:
-            UnsupportedError: the mask has values between visible and hidden, differs by head, or is not [.., T, T].
+            UnsupportedError: what is visible differs by head, or the mask is not [.., T, T].
+            ProbeFailed: its operations do not run on such a row.
         """
         total = sum(lengths)
         images = self.images(scale) if scale is not None else {}
         generator = torch.Generator().manual_seed(seed)
         given = {node: self._given(node, lengths, generator) for node in self.nodes if node.op == "placeholder"}
+        given.update({node: zeros_for(node, self.form, total) for node in self.shapes})
+        if self.products is not None:  # float64, so that probes see no rounding of their own
+            given[self.products] = zeros_for(self.products, self.form, total, torch.float64)
 
         def constant(node: fx.Node, value: Any) -> Any:
             image = images.get(scaled_number(node, value))  # type: ignore[arg-type]
+            if image is None and self.scales is LIMITS and is_size(node):  # a table that is made of so many entries is shaped so, too
+                image = images.get(value) if type(value) is int else None
             return value if image is None else type(value)(image if value > 0 else -image)
 
-        return as_visibility(evaluate(self.nodes, given, self.mask, constant), total, self.where)
+        try:
+            mask = evaluate(self.nodes, given, self.mask, constant)
+        except (RuntimeError, IndexError) as error:
+            raise ProbeFailed(f"{self.where}: its mask can not be made for {total} tokens: {error}") from error
+        return as_seen(mask if self.products is None else mask[..., self.first_column : self.first_column + total], total, self.where)
 
     def evaluate_as_called(self) -> Tensor:
         """The mask of the very call that was traced, on its own inputs."""
         given = {node: as_traced(self.values[node]) for node in self.nodes if node.op == "placeholder"}
+        for node in self.shapes:
+            value = value_of(node)
+            given[node] = torch.zeros([as_traced(size) for size in value.shape], dtype=value.dtype, device=value.device)
         result: Tensor = evaluate(self.nodes, given, self.mask)
         return result
 
@@ -100,35 +137,30 @@ class MaskProbe:
         return value
 
 
-def as_visibility(mask: Tensor, total: int, where: str) -> BoolMatrix:
-    """A boolean or additive mask broadcast to [B, H, T, T] as one [T, T] of what is visible.
+def as_seen(mask: Tensor, total: int, where: str) -> Seen:
+    """A boolean or additive mask that broadcasts to [.., T, T], as what is visible and what is added there.
 
     Raises:
         UnsupportedError: see `MaskProbe.run`.
     """
-    if mask.dim() > 4 or any(size not in (1, total) for size in mask.shape[-2:]):
+    if any(size not in (1, total) for size in mask.shape[-2:]):
         raise UnsupportedError(
             f"{where}: its mask has shape {list(mask.shape)}; known are masks that broadcast to [batch, heads, {total}, {total}]"
         )
+    added = None
     if mask.dtype != torch.bool:
-        finite = mask.float()
-        hidden = finite <= -1e4
-        if not ((finite == 0) | hidden).all():
-            raise UnsupportedError(
-                f"{where}: its additive mask holds values besides 0 and -inf (from {finite[~hidden].min():g} to "
-                f"{finite[~hidden].max():g}): a bias that no rule of paged_attn recognises yet. "
-                f"What it leaves visible (query = line, key = column):\n{_drawn(~hidden, total)}"
-            )
-        mask = ~hidden
+        added = mask.double()
+        mask = ~(added <= HIDES)
     mask = mask.expand(*mask.shape[:-2], total, total).reshape(-1, total, total)
     if not (mask == mask[:1]).all():
         other = int((mask != mask[:1]).flatten(1).any(1).nonzero()[0])
         raise UnsupportedError(
             f"{where}: its mask differs between heads or batch rows; known are masks that all heads share. Head 0 (query = line, "
-            f"key = column):\n{_drawn(mask[0], total)}\nand head {other}:\n{_drawn(mask[other], total)}"
+            f"key = column):\n{draw(mask[0].numpy(force=True))}\nand head {other}:\n{draw(mask[other].numpy(force=True))}"
         )
-    return np.asarray(mask[0].cpu().numpy())
-
-
-def _drawn(visible: Tensor, total: int) -> str:
-    return draw(visible.expand(*visible.shape[:-2], total, total).reshape(-1, total, total)[0].cpu().numpy())
+    visible = np.asarray(mask[0].numpy(force=True))
+    if added is None:
+        return Seen(visible)
+    bias = np.where(visible, added.expand(*added.shape[:-2], total, total).reshape(-1, total, total).numpy(force=True), 0.0)
+    by_row = bias[:, np.arange(total), visible.argmax(axis=1)][:, :, None]  # softmax does not see what a whole row shares
+    return Seen(visible, None if (np.where(visible, bias - by_row, 0.0) == 0).all() else bias)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.bias_family import BiasFamily, FloatArray, equals_bias, match_bias
 from paged_attn.passes.mask_family import BoolMatrix, MaskFamily, draw, match_family, packed_variants
-from paged_attn.passes.mask_probe import SCALES, MaskProbe
+from paged_attn.passes.mask_probe import LIMITS, MaskProbe, ProbeFailed, Seen
 
 MATCH_LENGTHS = (59, 67)
 CHECK_LENGTHS = (41, 83)
@@ -16,55 +17,100 @@ PACKINGS = ((5, 26, 31), (1, 34, 9, 12))
 DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # a family is also checked on one unscaled mask, of more tokens if these suffice to show it
 
 
+MOST_BIAS_ELEMENTS = 1 << 27  # of one bias evaluated for all positions of a model
+
+
 @dataclass(frozen=True)
 class MaskProof:
-    """A family, and the words that say how it was proved."""
+    """A family, what is added to the scores, and the words that say how it was proved."""
 
     family: MaskFamily
     evidence: str
+    bias: BiasFamily | None = None
+    max_tokens: int | None = None  # a table in the mask ends here
 
 
-def prove(probe: MaskProbe) -> MaskProof:
-    """Find the family of a traced mask.
+def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
+    """Find the family of a traced mask, and of the bias that it adds; `max_positions` is how far a bias must be known.
 
     Raises:
         UnsupportedError: no family fits, or the two scales do not agree; the message holds the layer and the mask.
         CallNotPaged: the mask is made from an input of this call.
     """
+    try:
+        return _prove(probe, max_positions)
+    except ProbeFailed:
+        if not probe.literals:
+            raise
+        # A number that was scaled down may be the length of a table.
+        limit = _table_limit(probe)
+        return replace(_prove(probe, limit), max_tokens=limit)
+
+
+def _table_limit(probe: MaskProbe) -> int:
+    """For how many tokens the tables in a mask suffice; from here on its numbers are scaled to lengths above the probes'.
+
+    Raises:
+        ProbeFailed: the numbers are no such lengths.
+    """
+    probe.scales = LIMITS
+    ends = set()
+    for scale in probe.scales:
+        images = probe.images(scale)
+        shortest, literal = min(images.values(), default=0), min(images, default=0)
+        probe.run((shortest,), scale, seed=0)
+        longest = shortest
+        try:
+            for longest in range(shortest, shortest + 4):
+                probe.run((longest + 1,), scale, seed=0)
+        except ProbeFailed:
+            ends.add(literal + longest - shortest)
+    if len(ends) != 1 or max(images.values()) - shortest > 2:
+        raise ProbeFailed(f"{probe.where}: its mask can not be made for small probes, and none of its numbers {probe.literals} says why")
+    probe.table_length = ends.pop()
+    return probe.table_length
+
+
+def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
     found: list[MaskFamily] = []
-    for length, scale in zip(_match_lengths(probe), SCALES, strict=True):
-        mask = probe.run((length,), scale, seed=length)
+    for length, scale in zip(_match_lengths(probe), probe.scales, strict=True):
+        mask = probe.run((length,), scale, seed=length).visible
         family = match_family(mask)
         if family is None:
             raise unproved(probe.where, mask, f"it matches no known family on {length} tokens")
         found.append(family)
     family = _unscale(probe, found)
-    _explain_numbers(probe, family)
-    _check(probe, found, family)
+    direct = probe.run((_direct_length(probe, family),), None, seed=0)
+    _explain_numbers(probe, family, direct)
+    _check(probe, found, family, direct.visible)
+    bias = None if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
     count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # and the unscaled one
-    return MaskProof(family, f"mask evaluated on {count} probes = {family.describe()}; {len(probe.nodes)} nodes")
+    adds = f" + {bias.describe()}" if bias else ""
+    return MaskProof(family, f"mask evaluated on {count} probes = {family.describe()}{adds}; {len(probe.nodes)} nodes", bias)
 
 
 def _match_lengths(probe: MaskProbe) -> tuple[int, ...]:
-    return tuple(max(length, probe.table_length - extra) for extra, length in enumerate(MATCH_LENGTHS))
+    """A stored table is looked at over its whole length; a computed one is scaled to just above these."""
+    longest = 0 if probe.scales is LIMITS else probe.table_length
+    return tuple(max(length, longest - extra) for extra, length in enumerate(MATCH_LENGTHS))
 
 
 def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
     """The family in the model's own numbers: each limit is a small literal, or a large one (plus or minus one) seen at both scales."""
     first, second = found
     if first.causal != second.causal:
-        raise unproved(probe.where, probe.run(MATCH_LENGTHS[:1], SCALES[0], 0), "it is causal at one length and not at another")
+        raise unproved(probe.where, probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible, "it is causal on one probe alone")
 
     def limit(name: str) -> int | None:
         a, b = getattr(first, name), getattr(second, name)
         if a == b:
             return a  # type: ignore[no-any-return]
-        images = [probe.images(scale) for scale in SCALES]
+        images = [probe.images(scale) for scale in probe.scales]
         fits = {literal + d for literal in probe.literals for d in (-1, 0, 1) if (images[0][literal] + d, images[1][literal] + d) == (a, b)}
         if len(fits) != 1:
             raise unproved(
                 probe.where,
-                probe.run(MATCH_LENGTHS[:1], SCALES[0], 0),
+                probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible,
                 f"its {name} is {a} and {b} on two probes, which no number in it explains",
             )
         return fits.pop()
@@ -72,12 +118,23 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
     return MaskFamily(first.causal, limit("window"), limit("chunk"))
 
 
-def _explain_numbers(probe: MaskProbe, family: MaskFamily) -> None:
-    """Every large number in the mask must be its window or its chunk (or within 2 of it): what else it does, small probes may not show."""
+def _direct_length(probe: MaskProbe, family: MaskFamily) -> int:
+    length = max((limit + 97 for limit in (family.window, family.chunk) if limit is not None and limit + 97 <= DIRECT_LIMIT), default=0)
+    return min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT)
+
+
+def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None:
+    """Every large number in the mask must be its window or its chunk (or within 2 of it): what else it does, small probes may not show.
+
+    A bias has numbers of its own (T5's 128): those are shown by the direct probe, which is more than twice as long.
+    """
     limits = [limit for limit in (family.window, family.chunk) if limit is not None]
-    strange = [f"{literal}" for literal in probe.literals if not any(abs(limit - literal) <= 2 for limit in limits)] + probe.hidden
+    shown = len(direct.visible) // 2 if direct.bias is not None else 0
+    limits += probe.literals if probe.scales is LIMITS else []
+    unexplained = [literal for literal in probe.literals if literal > shown and not any(abs(limit - literal) <= 2 for limit in limits)]
+    strange = [f"{literal}" for literal in unexplained] + probe.hidden
     if strange:
-        mask = probe.run(MATCH_LENGTHS[:1], SCALES[0], 0)
+        mask = probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible
         raise unproved(
             probe.where,
             mask,
@@ -85,23 +142,59 @@ def _explain_numbers(probe: MaskProbe, family: MaskFamily) -> None:
         )
 
 
-def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily) -> None:
-    for scaled, scale, length, packing in zip(found, SCALES, CHECK_LENGTHS, PACKINGS, strict=True):
-        mask = probe.run((length,), scale, seed=length)
+def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily, direct: BoolMatrix) -> None:
+    for scaled, scale, length, packing in zip(found, probe.scales, CHECK_LENGTHS, PACKINGS, strict=True):
+        mask = probe.run((length,), scale, seed=length).visible
         if not np.array_equal(scaled.matrix(length), mask):
             raise unproved(probe.where, mask, f"it is {scaled.describe()} on one probe but not on {length} tokens")
-        mask = probe.run(packing, scale, seed=length + 1)
+        mask = probe.run(packing, scale, seed=length + 1).visible
         if not any(np.array_equal(variant, mask) for variant in packed_variants(scaled, packing).values()):
             raise unproved(
                 probe.where,
                 mask,
                 f"it is {scaled.describe()} for one sequence, but packed sequences {packing} see each other in a way no rule explains",
             )
-    length = max((limit + 97 for limit in (family.window, family.chunk) if limit is not None and limit + 97 <= DIRECT_LIMIT), default=0)
-    length = min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT)
-    mask = probe.run((length,), None, seed=0)
-    if not np.array_equal(family.matrix(length), mask):
-        raise unproved(probe.where, mask, f"small probes say {family.describe()}, but the mask of {length} tokens is another")
+    if not np.array_equal(family.matrix(len(direct)), direct):
+        raise unproved(probe.where, direct, f"small probes say {family.describe()}, but the mask of {len(direct)} tokens is another")
+
+
+def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_positions: int | None) -> BiasFamily:
+    """The family of what is added to the scores, known for as many positions as the model has."""
+    family = match_bias(bias, visible)
+    if family is None:
+        raise _unknown_bias(probe, visible, bias, "matches no known family")
+    if family.table is not None and not _saturates(family):
+        length = max_positions or 0
+        if length * length * bias.shape[0] > MOST_BIAS_ELEMENTS or (length <= len(visible) and max_positions is None):
+            raise _unknown_bias(
+                probe, visible, bias, f"is {family.describe()} that goes on changing, and the model states {max_positions} positions"
+            )
+        longer = probe.run((max(length, len(visible)),), None, seed=0)
+        assert longer.bias is not None
+        family = match_bias(longer.bias, longer.visible)
+        if family is None:
+            raise _unknown_bias(probe, visible, bias, f"is of another kind on {length} tokens than on {len(visible)}")
+    for length in CHECK_LENGTHS:
+        seen = probe.run((length,), None, seed=length)
+        if not equals_bias(family, seen.bias if seen.bias is not None else np.zeros((1, length, length)), seen.visible):
+            raise _unknown_bias(probe, visible, bias, f"is {family.describe()} on {len(visible)} tokens but not on {length}")
+    return family
+
+
+def _saturates(family: BiasFamily) -> bool:
+    """Whether a table over distances has long stopped changing where it ends."""
+    assert family.table is not None
+    half = family.table.shape[1] // 2
+    return family.index == "distance" and bool((family.table[:, half:] == family.table[:, half : half + 1]).all())
+
+
+def _unknown_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, why: str) -> UnsupportedError:
+    low, high = bias[:, visible].min(), bias[:, visible].max()
+    return UnsupportedError(
+        f"{probe.where}: its additive mask holds values besides 0 and -inf (from {low:g} to {high:g}), a bias that {why}. "
+        "Known are ALiBi and biases that depend on the distance or on the key's position alone. "
+        f"What it leaves visible (query = line, key = column):\n{draw(visible)}"
+    )
 
 
 def unproved(where: str, mask: BoolMatrix, why: str) -> UnsupportedError:

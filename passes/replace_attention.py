@@ -3,6 +3,7 @@
 Before: out = F.sdpa(q [1, Hq, T, D], repeated k, repeated v, mask) [1, Hq, T, Dv]
 After:  o = aten.new_empty(q', [T, Hq, Dv]); unified_attention_with_output(q', k', v', o, layer_id, save); out = o^T[None]
         with q' [T, Hq, D], k' [T, Hkv, D], v' [T, Hkv, Dv] as views; the mask and repeat_kv are dead code afterwards.
+Sinks join the call as the model's own parameter [Hq]; sinks that are constants and tables of biases become buffers of the graph.
 Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's cache bypass.
 """
 
@@ -15,11 +16,14 @@ from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.passes.attention_site import AttentionSite
 from paged_attn.passes.kv_heads import KVSource, as_received
+from paged_attn.passes.prove_attention import AttentionProof
 
 aten = torch.ops.aten
 
 
-def replace_attention(site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource) -> tuple[fx.Node, fx.Node]:
+def replace_attention(
+    site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof
+) -> tuple[fx.Node, fx.Node]:
     """Rewrite one site in place; returns the op's node, and the one that stands for the old output."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
@@ -27,15 +31,36 @@ def replace_attention(site: AttentionSite, spec: AttentionSpec, layer_id: int, k
         keys, values = _rows(graph, key), _rows(graph, value)
         tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
         output = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads, spec.v_head_dim]))
-        op = graph.call_function(UNIFIED_ATTENTION, (query, keys, values, output, layer_id, spec.kv_layer == layer_id))
+        extra = _extra_operands(graph, proof, layer_id)
+        op = graph.call_function(UNIFIED_ATTENTION, (query, keys, values, output, layer_id, spec.kv_layer == layer_id), extra)
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
         result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
-    for node in (query, keys, values, output, op, heads_first, result):
-        node.meta["nn_module_stack"] = site.node.meta.get("nn_module_stack")
+    for node in (query, keys, values, output, *extra.values(), op, heads_first, result):
+        node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
     result.meta["example_value"] = site.node.meta.get("example_value")
     site.node.replace_all_uses_with(result)
     graph.erase_node(site.node)
     return op, result
+
+
+def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, fx.Node]:
+    """sinks [Hq] and bias [Hq, N], for layers that have them."""
+    extra: dict[str, fx.Node] = {}
+    function, bias = proof.function, proof.bias
+    if function.sinks is not None:
+        extra["sinks"] = graph.call_function(aten.reshape.default, (function.sinks, [-1]))
+    elif function.constant_sinks is not None:
+        extra["sinks"] = _buffer(graph, f"sinks_{layer_id}", torch.tensor(function.constant_sinks), proof)
+    if bias is not None and bias.table is not None:
+        extra["bias"] = _buffer(graph, f"bias_{layer_id}", torch.from_numpy(bias.table).float(), proof)
+    return extra
+
+
+def _buffer(graph: fx.Graph, name: str, value: torch.Tensor, proof: AttentionProof) -> fx.Node:
+    module = graph.owning_module
+    assert module is not None
+    module.register_buffer(name, value.to(proof.device), persistent=False)
+    return graph.get_attr(name)
 
 
 def _rows(graph: fx.Graph, source: KVSource) -> fx.Node:

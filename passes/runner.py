@@ -11,20 +11,18 @@ from typing import Any
 from torch import fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.passes.attention_site import AttentionSite
 from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.constants import specialise_numbers
-from paged_attn.passes.declared import check_declared
 from paged_attn.passes.equal_heads import has_equal_heads
 from paged_attn.passes.find_attention import find_attention
 from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, shape_of
 from paged_attn.passes.kv_heads import KVSource, as_received, kv_source
-from paged_attn.passes.mask_family import MaskFamily, match_family
-from paged_attn.passes.mask_probe import MaskProbe, as_visibility
-from paged_attn.passes.mask_proof import MaskProof, prove, unproved
+from paged_attn.passes.own_positions import use_own_positions
+from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.replace_attention import replace_attention
-from paged_attn.passes.token_positions import use_batch_positions
 
 logger = logging.getLogger("paged_attn")
 
@@ -39,6 +37,7 @@ class LayerReport:
     proof: str
     declared: str
     original_node: str
+    original_order: tuple[int, ...]
     op_node: str
 
 
@@ -54,24 +53,29 @@ class Rewrite:
     nodes_before: int = 0
     nodes_after: int = 0
     positions_redirected: int = 0
+    max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
         return tuple(report.spec for report in self.layers)
 
 
-def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None) -> Rewrite:
+def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, limited: bool = False) -> Rewrite:
     """Rewrite a copy of a Dynamo graph; `gm` itself stays as it is.
+
+    Args:
+        limited: see `find_call_form`.
 
     Raises:
         UnsupportedError: the model has an attention that can not be proved or replaced; the message names it.
     """
-    form = find_call_form(gm.graph)
+    form = find_call_form(gm.graph, limited)
     result = Rewrite(form, not_paged=form.reason, nodes_before=len(gm.graph.nodes))
     try:
         _rewrite_into(result, gm, example_inputs, model)
     except CallNotPaged as reason:
         result.not_paged = result.not_paged or str(reason)
+        result.layers.clear()
     return result
 
 
@@ -85,17 +89,18 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
     sites = find_attention(copied.graph, form)
     clock.lap("find attention")
     if form.reason:
-        _refuse_implausible(sites, form, values)
+        refuse_implausible(sites, form, values)
         return
-    if not sites:
-        raise UnsupportedError("the model has no attention that paged_attn can see; there is nothing to page")
-    cache: dict[tuple[fx.Node, ...], MaskProof] = {}
-    proofs = [_prove(site, form, values, model, cache) for site in sites]
+    if not sites and not any(node.target is RECURRENT_LAYER for node in copied.graph.nodes):
+        none = "the model has no attention that paged_attn can see; there is nothing to page"
+        raise UnsupportedError(none) if form.positions is not None else CallNotPaged(none)  # a part of a broken graph has no positions
+    prover = Prover(form, values, model)
+    proofs = [prover.prove(site) for site in sites]
     clock.lap("prove masks")
     _replace(result, sites, proofs, form, values)
     clock.lap("replace attention")
     remove_dead_code(copied.graph)
-    result.positions_redirected = use_batch_positions(copied.graph, form)
+    result.positions_redirected, result.max_positions = use_own_positions(copied.graph, form, values)
     remove_dead_code(copied.graph)
     copied.graph.lint()
     copied.recompile()
@@ -104,37 +109,16 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
     logger.info("rewrote %d attention layers in %.2f s", len(sites), sum(result.seconds.values()))
 
 
-def _prove(
-    site: AttentionSite,
-    form: CallForm,
-    values: dict[fx.Node, Any],
-    model: nn.Module | None,
-    cache: dict[tuple[fx.Node, ...], MaskProof],
-) -> tuple[MaskProof, str]:
-    where = f"layer at {site.module or site.node.name}"
-    if site.mask is None:
-        proof = MaskProof(MaskFamily(site.is_causal), "no mask, is_causal=" + str(site.is_causal))
-    else:
-        probe = MaskProbe(site.mask, site.node, form, values, where)
-        made_by = (site.mask, *probe.nodes)
-        if made_by not in cache:
-            cache[made_by] = prove(probe)
-        proof = cache[made_by]
-        if site.is_causal and not proof.family.causal:  # both given: a key must pass both
-            proof = MaskProof(replace(proof.family, causal=True), proof.evidence + ", and is_causal=True")
-    return proof, check_declared(model, site.module, proof.family, site.mask is not None)
-
-
 def _replace(
     result: Rewrite,
     sites: list[AttentionSite],
-    proofs: list[tuple[MaskProof, str]],
+    proofs: list[AttentionProof],
     form: CallForm,
     values: dict[fx.Node, Any],
 ) -> None:
     owners: dict[tuple[KVSource, KVSource], int] = {}
     replaced: dict[fx.Node, fx.Node] = {}  # attention may read another attention's output directly
-    for layer_id, (found, (proof, declared)) in enumerate(zip(sites, proofs, strict=True)):
+    for layer_id, (found, proof) in enumerate(zip(sites, proofs, strict=True)):
         operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
         site = replace(found, **operands)  # type: ignore[arg-type]
         key, value = _keys_and_values(site, form, values)
@@ -143,16 +127,20 @@ def _replace(
             num_kv_heads=key.num_heads,
             qk_head_dim=int(shape_of(site.query)[3]),
             v_head_dim=int(shape_of(site.value)[3]),
-            scale=site.scale,
+            scale=proof.function.scale,
             causal=proof.family.causal,
             sliding_window=proof.family.window,
             chunk=proof.family.chunk,
+            softcap=proof.function.softcap,
+            has_sinks=proof.function.has_sinks,
+            alibi_slopes=proof.bias.slopes if proof.bias else None,
+            bias_index=proof.bias.index if proof.bias else None,
             kv_layer=owners.setdefault((key, value), layer_id),
             module=site.module,
         )
-        original = site.node.name
-        op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value)
-        result.layers.append(LayerReport(layer_id, spec, site.found_by, proof.evidence, declared, original, op.name))
+        op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value, proof)
+        words = (site.found_by, proof.evidence, proof.declared)
+        result.layers.append(LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name))
 
 
 def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:
@@ -168,22 +156,9 @@ def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, 
         sources = [as_received(n, int(shape_of(n)[1])) for n in (site.key, site.value)]
     if sources[0].num_heads != sources[1].num_heads:
         raise UnsupportedError(
-            f"layer at {site.module or site.node.name}: {sources[0].num_heads} heads of keys but {sources[1].num_heads} of values; "
-            "known is one number"
+            f"{site.where}: {sources[0].num_heads} heads of keys but {sources[1].num_heads} of values; known is one number"
         )
     return sources[0], sources[1]
-
-
-def _refuse_implausible(sites: list[AttentionSite], form: CallForm, values: dict[fx.Node, Any]) -> None:
-    """A call that is not paged still must not hide a model that can never be: its masks, as they are, must look like some family."""
-    last = {site.mask: site for site in sites if site.mask is not None}
-    for mask, site in last.items():
-        where = f"layer at {site.module or site.node.name}"
-        probe = MaskProbe(mask, site.node, form, values, where)
-        as_called = probe.evaluate_as_called()
-        seen = as_visibility(as_called, as_called.shape[-1], where)
-        if match_family(seen) is None:
-            raise unproved(where, seen, f"it matches no known family on the {seen.shape[0]} tokens of this call")
 
 
 def _form_of_copy(form: CallForm, original: fx.Graph, copied: fx.Graph) -> CallForm:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,8 +13,10 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.call_signature import plain_inputs, takes
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.dynamo_backend import unwrapped_refusals
+from paged_attn.evaluating import evaluating
 from paged_attn.hf_configs import attention_implementation
 from paged_attn.options import CompileOptions
 
@@ -28,51 +29,57 @@ class _Captured(Exception):
     """Ends the traced call before it computes anything."""
 
 
-def capture_model(model: nn.Module, options: CompileOptions) -> tuple[CompiledGraph, list[Any]]:
+def capture_model(model: nn.Module, options: CompileOptions, positions: bool = True) -> tuple[CompiledGraph, list[Any]]:
     """Trace with T and the number of logits rows symbolic; returns the graph and the flat inputs of the traced call.
 
     A model whose attention is set to another implementation (eager, which writes the softmax out) is traced with SDPA instead where
     transformers offers that, and set back; the self-check compares with the model as it was found.
 
+    Args:
+        positions: give position_ids where forward takes them; without, the model counts its own, which become the batch's.
+
     Raises:
-        UnsupportedError: no single graph, an attention that can not be proved, or a forward without input_ids and position_ids.
+        UnsupportedError: no single graph, an attention that can not be proved, or a forward that needs more than tokens and positions.
     """
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     try:
-        return _capture_all_lengths(model, options)
+        return _capture_all_lengths(model, options, positions)
     except UnsupportedError as refusal:
         if implementation == "sdpa" or not hasattr(model, "set_attn_implementation"):
             raise
         try:
             with attention_implementation(model, "sdpa"):
                 logger.info("tracing with attn_implementation='sdpa' instead of %r", implementation)
-                return _capture_all_lengths(model, options)
+                return _capture_all_lengths(model, options, positions)
         except (UnsupportedError, ValueError, ImportError):
             raise refusal from None
 
 
-def _capture_all_lengths(model: nn.Module, options: CompileOptions) -> tuple[CompiledGraph, list[Any]]:
-    """A trace that holds for short calls only (a model that builds no mask below its window) is made again beyond that length."""
+def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
+    """A trace that holds for short calls only (a model that builds no mask below its window) is made again beyond that length.
+
+    A model that can not run beyond it has no more positions (it asserts that, or slices a table), and its short trace is all there is.
+    """
     length = TRACE_TOKENS
     while True:
-        compiled, args = _capture(model, options, length)
+        compiled, args = _capture(model, options, length, positions)
         bound = compiled.rewrite.form.max_tokens
         if compiled.split is not None or bound is None or bound >= LONGEST_TRACE:
             return compiled, args
+        if not _runs(model, bound + 1, positions):
+            return _capture(model, options, min(length, bound), positions, limited=True)
         length = bound + 2
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, with every module's own flag restored."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
+def _runs(model: nn.Module, length: int, positions: bool) -> bool:
+    """Whether the model itself takes that many tokens."""
     try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in flags:
-            module.training = training
+        with evaluating(model):
+            model(**_trace_inputs(model, length, positions))
+    except (AssertionError, ValueError, IndexError, RuntimeError) as error:
+        logger.info("%s has no more than %d positions: %s", type(model).__name__, length - 1, error)
+        return False
+    return True
 
 
 def call_model(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -92,14 +99,16 @@ def only_device(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def _capture(model: nn.Module, options: CompileOptions, length: int) -> tuple[CompiledGraph, list[Any]]:
+def _capture(
+    model: nn.Module, options: CompileOptions, length: int, positions: bool, limited: bool = False
+) -> tuple[CompiledGraph, list[Any]]:
     captured: list[tuple[CompiledGraph, list[Any]]] = []
 
     def stop(*_: Any) -> NoReturn:
         raise _Captured
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        captured.append((CompiledGraph(gm, example_inputs, model, options), list(example_inputs)))
+        captured.append((CompiledGraph(gm, example_inputs, model, options, limited), list(example_inputs)))
         return stop
 
     # Dynamo counts recompiles per code object; a copy keeps engines from using up each other's limit.
@@ -108,7 +117,7 @@ def _capture(model: nn.Module, options: CompileOptions, length: int) -> tuple[Co
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
     try:
         with evaluating(model), settings, unwrapped_refusals():
-            torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length))
+            torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
     except _Captured:
         return captured[0]
     except torch._dynamo.exc.BackendCompilerFailed:
@@ -121,22 +130,16 @@ def _capture(model: nn.Module, options: CompileOptions, length: int) -> tuple[Co
     raise UnsupportedError(f"{type(model).__name__}.forward computes nothing that torch.compile can capture")
 
 
-def _trace_inputs(model: nn.Module, length: int) -> dict[str, Any]:
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if "input_ids" not in parameters or not ("position_ids" in parameters or takes_any):
-        raise UnsupportedError(
-            f"{type(model).__name__}.forward takes ({', '.join(parameters)}); serving needs input_ids and position_ids, "
-            "so that each request counts its own positions"
-        )
+def _trace_inputs(model: nn.Module, length: int, positions: bool = True) -> dict[str, Any]:
+    """Inputs of a call of `length` tokens with T marked; with position_ids where forward may take them and `positions` says so."""
     device = only_device(model)
-    positions = torch.arange(length, device=device)[None]
-    inputs: dict[str, Any] = {"input_ids": positions % TRACE_TOKENS, "position_ids": positions}
+    rows = torch.arange(length, device=device)
+    inputs = plain_inputs(model, rows % TRACE_TOKENS, positions)
     for tensor in inputs.values():
         torch._dynamo.mark_dynamic(tensor, 1)
-    if "logits_to_keep" in parameters:
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
         inputs["logits_to_keep"] = torch.tensor([0, 2, length - 1], device=device)
         torch._dynamo.mark_dynamic(inputs["logits_to_keep"], 0)
-    if "use_cache" in parameters or takes_any:
+    if takes(model, "use_cache"):
         inputs["use_cache"] = False
     return inputs

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +16,21 @@ from torch import nn
 from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.attn_ops.state_pool import StatePool
 from paged_attn.backends.select import Selection, select_for_pool
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.kv_manager import KVManager
-from paged_attn.engine.model_limits import ModelLimits, pool_pages
+from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.model_runner import ModelRunner
 from paged_attn.engine.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampler import NonFiniteLogitsError, SampledToken, SamplingState, sample
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.scheduler import Scheduled, Scheduler
 from paged_attn.options import CompileOptions
+from paged_attn.recurrent.run import RecurrentRunner
+
+logger = logging.getLogger("paged_attn")
 
 
 @dataclass
@@ -53,13 +59,22 @@ class Engine:
     def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig.from_environment()
         self.tokenizer = tokenizer
-        self.limits = ModelLimits.of(model)
         self.runner = ModelRunner(model, CompileOptions(inductor=self.config.inductor, self_check=self.config.self_check))
+        self.limits = ModelLimits.of(model, self.runner.compiled.max_positions)
+        if (rows := self.runner.max_rows) is not None and rows < self.config.max_batch_tokens:
+            self.config = self.config.with_(max_batch_tokens=rows)
         layers = self.runner.compiled.specs
-        num_pages = pool_pages(self.config, layers, self.runner.dtype, self.runner.device)
+        recurrent = [layer.spec for layer in self.runner.recurrent]
+        num_slots = num_state_slots(self.config, recurrent, self.runner.device)
+        self.states = StatePool(recurrent, num_slots, self.runner.device) if recurrent else None
+        self._recurrent = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
+        state_bytes = self.states.nbytes if self.states else 0
+        num_pages = pool_pages(self.config, layers, self.runner.dtype, self.runner.device, state_bytes)
         self.pool = KVPool(layers, num_pages, self.config.page_size, self.runner.dtype, self.runner.device)
         self.selection: Selection = select_for_pool(self.config.backend, self.pool, self.runner.dtype)
-        self.kv = KVManager(num_pages, self.config.page_size, self.config.prefix_cache)
+        if self.states and self.config.prefix_cache:
+            logger.info("no prefix is reused: the KV of a prefix is of no use without the recurrent state at its end")
+        self.kv = KVManager(num_pages, self.config.page_size, self.config.prefix_cache and self.states is None, num_slots)
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
@@ -130,19 +145,21 @@ class Engine:
             assert not self.requests, f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
             return []
         batch = Batch.build([self._share_of(s) for s in scheduled], self.config.page_size, self.runner.device)
-        before_model = time.perf_counter()
-        logits = self.runner.run(batch, self.pool, self.selection.backend)
-        after_model = time.perf_counter()
-        sampling = [s.request for s in scheduled if s.samples]
-        tokens = self._sample(logits, sampling) if sampling else []
-        chosen = iter(tokens)
-        for s in scheduled:  # one by one: an exception must not leave a request computed to its end, but without its next token
-            samples = s.samples
-            s.request.num_cached += s.count
-            self.stats.prompt_tokens += s.count if not s.request.sampled else 0
-            if samples:
-                token = next(chosen)
-                events.append(self._accept(s.request, token) if isinstance(token, SampledToken) else self._fail(s.request, token))
+        with self._restarting_on_error([s.request for s in scheduled]) as unfinished:
+            before_model = time.perf_counter()
+            logits = self.runner.run(batch, self.pool, self.selection.backend, self._recurrent)
+            after_model = time.perf_counter()
+            sampling = [s.request for s in scheduled if s.samples]
+            tokens = self._sample(logits, sampling) if sampling else []
+            chosen = iter(tokens)
+            for s in scheduled:  # one by one: an exception must not leave a request computed to its end, but without its next token
+                samples = s.samples
+                s.request.num_cached += s.count
+                unfinished.remove(s.request)
+                self.stats.prompt_tokens += s.count if not s.request.sampled else 0
+                if samples:
+                    token = next(chosen)
+                    events.append(self._accept(s.request, token) if isinstance(token, SampledToken) else self._fail(s.request, token))
         self.stats.steps += 1
         self.stats.model_seconds += after_model - before_model
         self.stats.host_seconds += before_model - started + time.perf_counter() - after_model
@@ -155,9 +172,21 @@ class Engine:
         if self.kv.tree is not None:
             self.kv.tree.clear()
 
+    @contextmanager
+    def _restarting_on_error(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Yields `requests`; those left in it when an error comes are computed anew, if they have recurrent state: unlike KV, which the
+        next try writes over, a state that has advanced can not be taken back."""
+        try:
+            yield requests
+        except BaseException:
+            for request in requests if self.states is not None else []:
+                self.scheduler.preempt(request)
+            raise
+
     def _share_of(self, scheduled: Scheduled) -> BatchRequest:
         request, start = scheduled.request, scheduled.request.num_cached
-        return BatchRequest(request.tokens[start : start + scheduled.count], request.pages, start, int(scheduled.samples))
+        tokens = request.tokens[start : start + scheduled.count]
+        return BatchRequest(tokens, request.pages, start, int(scheduled.samples), request.state_slot)
 
     def _sample(self, logits: torch.Tensor, requests: list[Request]) -> list[SampledToken | NonFiniteLogitsError]:
         """A token for each request; for rows that are not finite the error, while the others go on."""

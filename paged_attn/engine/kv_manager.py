@@ -1,22 +1,27 @@
-"""Pages of requests: taken from the allocator, shared through the prefix cache, given back whatever happens."""
+"""Pages and state slots of requests: taken from their allocators, shared through the prefix cache, given back whatever happens."""
 
 from __future__ import annotations
 
 from paged_attn.attn_ops.page_allocator import PageAllocator
 from paged_attn.attn_ops.radix_cache import RadixCache
+from paged_attn.attn_ops.state_pool import SlotAllocator
 from paged_attn.engine.request import Request
 
 
 class KVManager:
-    """Owns the allocator and the radix tree.
+    """Owns the allocators and the radix tree.
 
     A request's leading `num_locked` tokens lie in pages of the tree, under its lock; its other pages are its own.
+
+    Args:
+        num_state_slots: slots of the model's recurrent state, slot 0 included; 0 for a model that has none.
     """
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool, num_state_slots: int = 0) -> None:
         self.allocator = PageAllocator(num_pages, page_size)
         self.tree = RadixCache(self.allocator) if prefix_cache else None
         self.page_size = page_size
+        self.state_slots = SlotAllocator(num_state_slots) if num_state_slots else None
 
     @property
     def num_available(self) -> int:
@@ -26,6 +31,16 @@ class KVManager:
     @property
     def num_usable(self) -> int:
         return self.allocator.num_usable
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether one more request could have a state slot."""
+        return self.state_slots is None or self.state_slots.num_free > 0
+
+    def take_state_slot(self, request: Request) -> None:
+        """Give a request that is about to run its slot, where the model has recurrent state; `release` takes it back."""
+        if self.state_slots is not None:
+            request.state_slot = self.state_slots.allocate()
 
     def adopt_prefix(self, request: Request) -> None:
         """Give a request without pages the longest cached prefix; its last token is always left to compute."""
@@ -69,4 +84,7 @@ class KVManager:
         if request.lock is not None:
             assert self.tree is not None
             self.tree.unlock(request.lock)
-        request.pages, request.num_cached, request.num_locked, request.lock = [], 0, 0, None
+        if request.state_slot:
+            assert self.state_slots is not None
+            self.state_slots.free(request.state_slot)
+        request.pages, request.num_cached, request.num_locked, request.lock, request.state_slot = [], 0, 0, None, 0

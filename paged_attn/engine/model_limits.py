@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,30 +13,35 @@ import torch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import page_elements
 from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.attn_ops.state_pool import RecurrentSpec, slot_bytes
 from paged_attn.engine.config import EngineConfig
 from paged_attn.passes.model_facts import max_positions, text_config
 
 CPU_KV_GIB = 0.25
 GPU_KV_SHARE = 0.8
+STATE_SHARE = 0.5  # of that, at most, for recurrent state
+TOKENS_WITHOUT_KV = 1 << 20
+logger = logging.getLogger("paged_attn")
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits that the model's own config states; None where it states none."""
+    """Limits that the model's own config states, or its tables show; None where there is none."""
 
     vocab_size: int | None
     max_positions: int | None
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def of(cls, model: Any) -> ModelLimits:
+    def of(cls, model: Any, positions: int | None = None) -> ModelLimits:
+        """`positions`: the limit that the model's graph shows, config included; without it the config's alone."""
         text = text_config(model)
         embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         vocab = getattr(embeddings, "num_embeddings", None) or getattr(text, "vocab_size", None)
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         eos = eos if eos is not None else getattr(text, "eos_token_id", None)
         ids = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
-        return cls(vocab, max_positions(model), frozenset(int(i) for i in ids))
+        return cls(vocab, max_positions(model) if positions is None else positions, frozenset(int(i) for i in ids))
 
     def checked_prompt(self, ids: Sequence[int]) -> list[int]:
         """The prompt as a list of ints.
@@ -71,8 +77,10 @@ class ModelLimits:
         return wanted if self.max_positions is None else max(min(wanted, self.max_positions - prompt + 1), 0)
 
 
-def pool_pages(config: EngineConfig, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device) -> int:
-    """Pages of the pool, page 0 included: as configured, or as many as the memory setting holds.
+def pool_pages(
+    config: EngineConfig, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, state_bytes: int = 0
+) -> int:
+    """Pages of the pool, page 0 included: as configured, or as many as the memory setting holds beside `state_bytes` of recurrent state.
 
     Raises:
         UnsupportedError: fewer than two fit; the message does the sum.
@@ -80,12 +88,9 @@ def pool_pages(config: EngineConfig, layers: Sequence[AttentionSpec], dtype: tor
     if config.num_pages is not None:
         return config.num_pages
     page_bytes = page_elements(layers, config.page_size) * dtype.itemsize
-    if config.kv_memory_gib is not None:
-        budget = config.kv_memory_gib * 2**30
-    elif device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] * GPU_KV_SHARE
-    else:
-        budget = CPU_KV_GIB * 2**30
+    if page_bytes == 0:  # no attention: a page is only a count of tokens
+        return 1 + -(-TOKENS_WITHOUT_KV // config.page_size)
+    budget = _memory_budget(config, device) - state_bytes
     pages = int(budget // page_bytes)
     if pages < 2:
         raise UnsupportedError(
@@ -93,3 +98,33 @@ def pool_pages(config: EngineConfig, layers: Sequence[AttentionSpec], dtype: tor
             "Raise kv_memory_gib or lower page_size."
         )
     return pages
+
+
+def num_state_slots(config: EngineConfig, layers: Sequence[RecurrentSpec], device: torch.device) -> int:
+    """Slots of recurrent state, slot 0 included: one for each request that may run, as far as half of the memory setting holds; 0 for
+    a model without recurrent layers.
+
+    Raises:
+        UnsupportedError: not one fits; the message does the sum.
+    """
+    if not layers:
+        return 0
+    each, budget = slot_bytes(layers), _memory_budget(config, device) * STATE_SHARE
+    fit = int(budget // each) - 1
+    if fit < 1:
+        raise UnsupportedError(
+            f"{budget / 2**20:.1f} MiB for recurrent state ({STATE_SHARE:.0%} of the memory for KV) holds {fit + 1} slots of "
+            f"{each / 2**20:.2f} MiB; at least 2 are needed. Raise kv_memory_gib."
+        )
+    slots = min(config.max_requests, fit) + 1
+    logger.info("recurrent state: %d slots of %.2f MiB, %.1f MiB in all", slots, each / 2**20, slots * each / 2**20)
+    return slots
+
+
+def _memory_budget(config: EngineConfig, device: torch.device) -> float:
+    """Bytes for KV and recurrent state."""
+    if config.kv_memory_gib is not None:
+        return config.kv_memory_gib * 2**30
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * GPU_KV_SHARE
+    return CPU_KV_GIB * 2**30

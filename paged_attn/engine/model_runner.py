@@ -12,10 +12,16 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.backends.base import AttentionBackend
-from paged_attn.engine.capture_model import call_model, capture_model, evaluating, only_device
+from paged_attn.call_signature import plain_inputs, positions_are_optional, takes
+from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
+from paged_attn.evaluating import evaluating
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.options import CompileOptions
 from paged_attn.passes.model_facts import model_dtype
+from paged_attn.ragged_probe import relative_error, tolerance
+from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
+from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.recurrent.wrap import replaced_by_ops
 from paged_attn.self_check import logits_of
 
 
@@ -23,7 +29,7 @@ class ModelRunner:
     """Runs ragged batches through a model, which stays as it was.
 
     Args:
-        model: takes input_ids and position_ids [1, T]; on one device.
+        model: takes token ids [1, T], as input_ids or as its first parameter, and position_ids or not; on one device.
 
     Raises:
         UnsupportedError: the model can not be captured as one graph, has an attention that can not be proved, or the self-check
@@ -34,9 +40,38 @@ class ModelRunner:
         self.model = model
         self.device = only_device(model)
         self.dtype = model_dtype(model)
-        self.compiled, args = capture_model(model, options)
+        try:
+            self._capture_as_it_counts(options)
+        except UnsupportedError as refusal:
+            self._refuse_state_elsewhere(refusal)
+            raise
+
+    def _capture_as_it_counts(self, options: CompileOptions) -> None:
+        try:
+            self._capture(options, positions=True)
+        except UnsupportedError as refusal:
+            if not self._counts_otherwise(refusal):
+                raise
+            self._capture(options, positions=False)
+
+    def _refuse_state_elsewhere(self, refusal: UnsupportedError) -> None:
+        """The truer words for a refused model that keeps its state where no request's can be told apart."""
+        with evaluating(self.model):
+            where = state_elsewhere(self.model, lambda length: _trace_inputs(self.model, length, True))
+        if where:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, which "
+                "can be kept for each request. Nothing was generated."
+            ) from refusal
+
+    def _capture(self, options: CompileOptions, positions: bool) -> None:
+        with evaluating(self.model):
+            self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
+        with replaced_by_ops(self.recurrent):
+            self.compiled, args = capture_model(self.model, options, positions)
+        self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
-            raise UnsupportedError(f"{type(model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
+            raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
         if acausal := [spec.module for spec in self.compiled.specs if not spec.causal]:
             raise UnsupportedError(
                 f"{acausal[0]} attends in both directions, so that a later token would change earlier ones: "
@@ -44,20 +79,42 @@ class ModelRunner:
             )
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
-        with evaluating(model):
+        self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
+        with evaluating(self.model):
             self.compiled.check(args, self._logits_alone)
 
-    def _logits_alone(self, prompt: Tensor) -> Tensor:
-        """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it."""
-        inputs = {"input_ids": prompt[None]}
-        positions = inspect.signature(self.model.forward).parameters.get("position_ids")
-        if positions is not None and positions.default is inspect.Parameter.empty:
-            inputs["position_ids"] = torch.arange(len(prompt), device=prompt.device)[None]
-        return call_model(self.model, inputs)[0]
+    def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
+        """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
+        return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
 
-    def run(self, batch: Batch, pool: KVPool, backend: AttentionBackend) -> Tensor:
-        """Logits [batch.num_logits, vocabulary] of the rows that want them."""
+    def _counts_otherwise(self, refusal: UnsupportedError) -> bool:
+        """Whether a model that was refused with position_ids 0, 1, ... numbers positions in another way when it is given none.
+
+        Raises:
+            UnsupportedError: it does, and its `generate` gives them: then its users get two answers.
+        """
+        if not positions_are_optional(self.model) or not takes(self.model, "position_ids"):
+            return False
+        prompt = torch.arange(1, 5, device=self.device) % TRACE_TOKENS
+        with evaluating(self.model):
+            without = self._logits_alone(prompt)
+            try:
+                given = self._logits_alone(prompt, positions=True)
+            except (TypeError, ValueError, RuntimeError):
+                return True  # **kwargs that lead to something that takes none
+        if relative_error(without, given) <= tolerance(without.dtype):
+            return False
+        if hasattr(self.model, "generate") and "position_ids" in inspect.signature(self.model.forward).parameters:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} called without position_ids gives other logits than with position_ids 0, 1, 2, ..., and its "
+                "generate() passes those: generate() and a plain call model(input_ids) disagree about every token, so that there is no one "
+                'answer to serve. torch.compile(model, backend="paged_attn") runs it with the position_ids that you pass.'
+            ) from refusal
+        return True
+
+    def run(self, batch: Batch, pool: KVPool, backend: AttentionBackend, recurrent: RecurrentRunner | None = None) -> Tensor:
+        """Logits [batch.num_logits, vocabulary] of the rows that want them; `recurrent` holds the state of models that have one."""
         args = self.inputs.fill(batch.input_ids, batch.positions, batch.logits_rows)
-        with torch.no_grad(), ForwardContext(batch, pool, backend) as context:
+        with torch.no_grad(), ForwardContext(batch, pool, backend, recurrent) as context:
             logits = logits_of(self.compiled.run_paged(context, args))
         return logits[: batch.num_logits] if self.takes_logits_rows else logits[batch.logits_rows[: batch.num_logits]]

@@ -28,6 +28,7 @@ class Request:
         max_new_tokens: of the params, cut to the model's positions.
         pages: pages that hold the KV of the first `num_cached` tokens, in order (and maybe room for more).
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
+        state_slot: of its recurrent state while it runs, 0 if it has none.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
     """
 
@@ -46,6 +47,7 @@ class Request:
     num_cached: int = 0
     num_locked: int = 0
     lock: Any = None
+    state_slot: int = 0
     cached_tokens: int = 0
     sampled: list[SampledToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None

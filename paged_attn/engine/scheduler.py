@@ -62,7 +62,7 @@ class Scheduler:
         return True
 
     def _admit(self, chosen: dict[Request, int], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_requests:
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_requests and self.kv.can_admit:
             request = self.waiting[0]
             self.kv.adopt_prefix(request)
             needed = self.kv.allocator.pages_for(len(request.tokens)) - len(request.pages)
@@ -70,6 +70,7 @@ class Scheduler:
             if needed > self.kv.num_available or not self.kv.reserve(request, request.num_cached + count):
                 self.kv.release(request, share=False)
                 return
+            self.kv.take_state_slot(request)
             self.waiting.popleft()
             if not request.sampled:
                 request.cached_tokens = request.num_cached

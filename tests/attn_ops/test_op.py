@@ -29,7 +29,7 @@ def test_schema_mutates_output_and_lse_out_alone():
     assert schema.returns == []
     assert str(schema) == (
         "paged_attn::unified_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor(a!) output, int layer_id, "
-        "bool save_kv_cache, *, Tensor? sinks=None, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? positions=None, "
+        "bool save_kv_cache, *, Tensor? sinks=None, Tensor? bias=None, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? positions=None, "
         "Tensor(b!)? lse_out=None) -> ()"
     )
 

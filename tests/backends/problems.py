@@ -36,6 +36,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window_chunk": {"sliding_window": 4, "chunk": 7},
     "softcap": {"softcap": 1.5},
     "sinks": {"has_sinks": True},
+    "bias_by_distance": {"bias_index": "distance"},
+    "bias_by_key": {"bias_index": "key"},
+    "windowed_bias": {"bias_index": "distance", "sliding_window": 5, "softcap": 1.5, "has_sinks": True},
     "alibi": {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)},
     "bidirectional": {"causal": False},
     "bidirectional_window": {"causal": False, "sliding_window": 5},
@@ -67,6 +70,7 @@ class Case:
     key: Tensor
     value: Tensor
     sinks: Tensor | None
+    bias: Tensor | None
     dense_keys: list[Tensor]
     dense_values: list[Tensor]
 
@@ -131,7 +135,7 @@ def make(
 
     shared = min(cached for cached, _ in lengths) // page_size if layout == "shared" else 0
     tables, num_pages = pages_for([-(-(c + n) // page_size) for c, n in lengths], layout, rng, shared)
-    neighbours = dataclasses.replace(spec, kv_layer=0), dataclasses.replace(spec, kv_layer=2, num_kv_heads=1, alibi_slopes=None)
+    neighbours = dataclasses.replace(spec, kv_layer=0), dataclasses.replace(spec, kv_layer=2, num_kv_heads=1, alibi_slopes=None, bias_index=None)
     pool = KVPool([neighbours[0], spec, neighbours[1]], num_pages, page_size, dtype)
     pool.storage.fill_(NAN)
     keys = [normal(c + n, spec.num_kv_heads, spec.qk_head_dim) for c, n in lengths]
@@ -153,8 +157,11 @@ def make(
 
     queries = [normal(c + n, spec.num_q_heads, spec.qk_head_dim) for c, n in lengths]
     sinks = normal(spec.num_q_heads) if spec.has_sinks else None
+    # Distances go past the end of the table; keys never do.
+    width = 6 if spec.bias_index == "distance" else max(c + n for c, n in lengths)
+    bias = normal(spec.num_q_heads, width).float() if spec.bias_index else None
     dense = [[t.float() for t in parts] for parts in (keys, values)]
-    return Case(spec, pool, batch, rows_of(queries), rows_of(keys), rows_of(values), sinks, dense[0], dense[1])
+    return Case(spec, pool, batch, rows_of(queries), rows_of(keys), rows_of(values), sinks, bias, dense[0], dense[1])
 
 
 def new_output(case: Case, strides: str = "contiguous") -> Tensor:
@@ -166,7 +173,7 @@ def run(case: Case, backend: AttentionBackend, *, save: bool = True, lse: bool =
     output = new_output(case)
     lse_out = torch.full(output.shape[:2], NAN) if lse else None
     with ForwardContext(case.batch, case.pool, backend):
-        UNIFIED_ATTENTION(case.query, case.key, case.value, output, layer, save, sinks=case.sinks, lse_out=lse_out)
+        UNIFIED_ATTENTION(case.query, case.key, case.value, output, layer, save, sinks=case.sinks, bias=case.bias, lse_out=lse_out)
     return output, lse_out
 
 

@@ -49,6 +49,7 @@ def test_nothing_is_unmet():
         (with_spec(softcap=5.0), "no softcap"),
         (with_spec(has_sinks=True), "no attention sinks"),
         (with_spec(alibi_slopes=(1.0,) * 8), "no ALiBi"),
+        (with_spec(bias_index="key"), "no biases by distance or key"),
         (with_spec(causal=False), "no bidirectional attention"),
         (dataclasses.replace(WANT, extra=frozenset({Feature.LSE})), "no log-sum-exp output"),
     ],
@@ -152,7 +153,7 @@ def test_empty_exactly_if_every_condition_holds(pair):
     ]
     needed = {
         Feature.WINDOW: spec.sliding_window, Feature.CHUNK: spec.chunk, Feature.SOFTCAP: spec.softcap, Feature.SINKS: spec.has_sinks,
-        Feature.ALIBI: spec.alibi_slopes, Feature.BIDIRECTIONAL: not spec.causal, Feature.UNEQUAL_DIMS: spec.qk_head_dim - spec.v_head_dim,
+        Feature.ALIBI: spec.alibi_slopes, Feature.POSITION_BIAS: spec.bias_index, Feature.BIDIRECTIONAL: not spec.causal, Feature.UNEQUAL_DIMS: spec.qk_head_dim - spec.v_head_dim,
     }  # fmt: skip
     for feature in Feature:
         conditions.append(not (needed.get(feature) or feature in problem.extra) or feature in able.features)
@@ -171,6 +172,7 @@ def test_built_in_backends_claim_what_the_tests_run(name):
         Feature.SOFTCAP,
         Feature.SINKS,
         Feature.ALIBI,
+        Feature.POSITION_BIAS,
         Feature.BIDIRECTIONAL,
         Feature.LSE,
         Feature.UNEQUAL_DIMS,

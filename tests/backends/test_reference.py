@@ -26,6 +26,9 @@ def dense_scores(case: Case, request: int) -> torch.Tensor:
     j = torch.arange(length)[None, :]
     if spec.alibi_slopes:
         scores = scores + torch.tensor(spec.alibi_slopes).double()[:, None, None] * (j - i)
+    if case.bias is not None:
+        places = j.expand(new, length) if spec.bias_index == "key" else (i - j).clamp(0, case.bias.shape[1] - 1)
+        scores = scores + case.bias.double()[:, places]
     hidden = torch.zeros(new, length, dtype=torch.bool)
     if spec.causal:
         hidden |= j > i
@@ -83,6 +86,7 @@ def test_equals_sdpas_own_causal_mask(layout, page_size):
         ("chunk", {"chunk": 7}),
         ("softcap", {"softcap": None}),
         ("alibi", {"alibi_slopes": None}),
+        ("bias_by_distance", {"bias_index": "key"}),
         ("bidirectional", {"causal": True}),
         ("bidirectional_chunk", {"chunk": None}),
         ("bidirectional_window", {"sliding_window": None}),

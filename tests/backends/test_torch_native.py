@@ -227,7 +227,7 @@ def calls_of(forward: str, requests: int, length: tuple[int, int], feature: str,
     plan, output = NATIVE.plan(case.batch, case.pool), new_output(case)
     lse_out = output.new_empty(output.shape[:2]) if lse else None
     with CallCounter() as counter:
-        call = AttentionCall(LAYER, case.spec, case.query, case.key, case.value, output, case.sinks, lse_out)
+        call = AttentionCall(LAYER, case.spec, case.query, case.key, case.value, output, case.sinks, lse_out, case.bias)
         getattr(NATIVE, forward)(plan, call)
     return counter.calls
 
@@ -279,7 +279,7 @@ def test_a_step_copies_no_pool(feature):
     output = new_output(case)
     with LargestNew(large) as seen:
         plan = NATIVE.plan(case.batch, large)
-        NATIVE.forward(plan, LAYER, case.spec, case.query, case.key, case.value, output, save_kv_cache=True, sinks=case.sinks, lse_out=None)
+        NATIVE.forward(plan, LAYER, case.spec, case.query, case.key, case.value, output, save_kv_cache=True, sinks=case.sinks, bias=case.bias, lse_out=None)
     assert 0 < seen.largest < large.key(LAYER).numel() // 10
 
 

@@ -77,7 +77,7 @@ def test_every_attention_is_found_in_order() -> None:
         return sdpa(sdpa(q, k, v, is_causal=True, scale=0.5), k, v, is_causal=True, scale=0.25)
 
     traced = trace(Toy(twice, kv_heads=4), lambda t: find_sdpa(t.gm.graph, t.form))
-    assert [site.scale for site in traced.result] == [0.5, 0.25]
+    assert [site.scores.scale for site in traced.result] == [0.5, 0.25]
     assert traced.result[1].query is traced.result[0].node
 
 

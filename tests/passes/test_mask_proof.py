@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes import runner
+from paged_attn.passes import prove_attention
 from paged_attn.passes.mask_probe import MaskProbe
 from paged_attn.passes.mask_proof import MaskProof, prove
 from paged_attn.passes.runner import rewrite
@@ -177,11 +177,11 @@ def attending_twice(change: Callable[[Tensor], object]) -> Toy:
 def test_layers_that_share_a_mask_share_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs = []
 
-    def counted(probe: MaskProbe) -> MaskProof:
+    def counted(probe: MaskProbe, max_positions: int | None) -> MaskProof:
         proofs.append(probe)
-        return prove(probe)
+        return prove(probe, max_positions)
 
-    monkeypatch.setattr(runner, "prove", counted)
+    monkeypatch.setattr(prove_attention, "prove", counted)
     assert [spec.causal for spec in rewrite_of(attending_twice(lambda mask: None)).specs] == [True, True]
     assert len(proofs) == 1
 

@@ -16,9 +16,9 @@ def per_head(ids: Tensor, pos: Tensor) -> Tensor:
     return (k <= q) & (q - k < torch.arange(1, 5)[:, None, None] * 3)
 
 
-def alibi(ids: Tensor, pos: Tensor) -> Tensor:
+def bias_of_both(ids: Tensor, pos: Tensor) -> Tensor:
     q, k = rows(ids)
-    return torch.where(k <= q, (k - q) * 0.25, float("-inf"))
+    return torch.where(k <= q, torch.sin(k * q * 0.25), float("-inf"))
 
 
 def soft(ids: Tensor, pos: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[Mask, str]] = {
     "random": (random, "matches no known family"),
     "prefix-LM": (window("(k <= q) | (k < 4)"), "matches no known family"),
     "differs per head": (per_head, r"differs between heads"),
-    "ALiBi": (alibi, r"a bias that no rule"),
+    "bias of query and key": (bias_of_both, r"a bias that matches no known family"),
     "soft": (soft, r"holds values besides 0 and -inf \(from -8 to 0\)"),
     "padding token": (padding_token, "matches no known family"),
     "rare token": (rare_token, "matches no known family"),

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.passes.find_sdpa import TARGETS
 from paged_attn.passes.graph_tools import depends_on, value_of
 from paged_attn.passes.runner import Rewrite, rewrite
-from tests.passes.graphs import Toy, Traced, masked, ragged_error, rewrite_of, trace
+from tests.passes.graphs import Toy, Traced, assert_ragged_equals_alone, masked, ragged_error, rewrite_of, trace
 from tests.tiny_models import ARCHITECTURES, VOCAB, build
 
 
@@ -159,11 +160,33 @@ def test_a_call_that_is_not_paged_still_refuses_a_mask_of_no_family(monkeypatch:
     assert result.gm is None and "fixed length" in result.not_paged
 
 
-def test_without_positions_the_call_is_not_paged() -> None:
-    class NoPositions(Toy):
-        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-            x = self.embed(input_ids).unflatten(-1, (4, 8)).transpose(1, 2)
-            return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2))
+class NoPositions(Toy):
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids).unflatten(-1, (4, 8)).transpose(1, 2)
+        return self.head(F.scaled_dot_product_attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2))
 
-    result = rewrite_of(NoPositions(lambda q, k, v, ids, pos: q))
-    assert result.gm is None and "no position_ids" in result.not_paged
+
+def test_a_model_without_positions_is_paged_and_asks_for_none() -> None:
+    result = assert_ragged_equals_alone(NoPositions(lambda q, k, v, ids, pos: q))
+    assert result.gm is not None and result.form.positions is None
+    assert not any(node.target is BATCH_POSITIONS for node in result.gm.graph.nodes)
+
+
+class CountsItself(Toy):
+    """What is made from row numbers can not be proved here, but the model might be called with positions."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return super().forward(input_ids, torch.arange(input_ids.shape[1]).flip(0)[None])
+
+
+def test_rows_that_are_no_positions_make_a_call_without_positions_unpaged_and_not_the_model_refused() -> None:
+    result = rewrite_of(CountsItself(lambda q, k, v, ids, pos: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)))
+    assert result.gm is None and not result.layers and "made from the number of tokens" in result.not_paged
+
+
+def test_a_part_of_a_model_without_attention_is_not_paged() -> None:
+    class Part(Toy):
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            return self.head(self.embed(input_ids))
+
+    assert "no attention" in rewrite_of(Part(lambda q, k, v, ids, pos: q)).not_paged

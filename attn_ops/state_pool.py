@@ -1,0 +1,113 @@
+"""The recurrent state of running requests: one slot per request, and in it the state tensors of every recurrent layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One state tensor of one request in one layer: where the model keeps it, its shape without the batch dimension, its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def describe(self) -> str:
+        """`conv_states[0] 64x4 float32`."""
+        return f"{self.name} {'x'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """One recurrent layer: the path of its module in the model, and what it keeps of a request between steps."""
+
+    module: str
+    states: tuple[StateSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one request's state in this layer."""
+        return sum(state.nbytes for state in self.states)
+
+
+def slot_bytes(layers: Sequence[RecurrentSpec]) -> int:
+    """Bytes of one request's state in all layers."""
+    return sum(layer.nbytes for layer in layers)
+
+
+class StatePool:
+    """`num_slots` slots of state for every recurrent layer; slot 0 is reserved for padding and requests without state.
+
+    `states(i)` are the tensors of layer i in the order of its spec, each [num_slots, *shape]. A slot is not cleared when it changes hands:
+    a request without cached tokens starts from the module's own fresh state, and its first step writes all of the slot.
+
+    Raises:
+        ValueError: fewer than two slots.
+    """
+
+    def __init__(self, layers: Sequence[RecurrentSpec], num_slots: int, device: torch.device | str = "cpu") -> None:
+        if num_slots < 2:
+            raise ValueError(f"a state pool needs at least 2 slots (slot 0 is reserved); got num_slots={num_slots}")
+        self.layers, self.num_slots = tuple(layers), num_slots
+        self._states = [
+            tuple(torch.zeros(num_slots, *state.shape, dtype=state.dtype, device=device) for state in layer.states) for layer in self.layers
+        ]
+
+    def states(self, layer_id: int) -> tuple[Tensor, ...]:
+        """The state tensors of a layer, each [num_slots, *shape]."""
+        return self._states[layer_id]
+
+    def copy(self, source: int, target: int) -> None:
+        """Make slot `target` hold what slot `source` holds, in every layer."""
+        for states in self._states:
+            for state in states:
+                state[target].copy_(state[source])
+
+    def fill(self, value: float, slot: int | None = None) -> None:
+        """Set one slot, or all of them, to a number (NaN shows who reads what it must not)."""
+        for states in self._states:
+            for state in states:
+                (state if slot is None else state[slot]).fill_(value)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_slots * slot_bytes(self.layers)
+
+
+class SlotAllocator:
+    """Hands out slots 1 to `num_slots - 1`, lowest first.
+
+    Raises:
+        ValueError: none is free, or one is freed that nobody holds.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots - 1, 0, -1))
+        self._held: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        if not self._free:
+            raise ValueError(f"all {len(self._held)} state slots are taken; ask num_free first")
+        slot = self._free.pop()
+        self._held.add(slot)
+        return slot
+
+    def free(self, slot: int) -> None:
+        if slot not in self._held:
+            raise ValueError(f"state slot {slot} is not held by anyone; held are {sorted(self._held)}")
+        self._held.remove(slot)
+        self._free.append(slot)

@@ -1,0 +1,58 @@
+"""How a model's forward is called: the name of its token argument, and whether it takes position_ids."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+
+_EMPTY = inspect.Parameter.empty
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether forward accepts this keyword, if only among others in **kwargs."""
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def token_argument(model: nn.Module) -> str:
+    """input_ids where forward takes it, else its first parameter (`idx`, `tokens`).
+
+    Raises:
+        UnsupportedError: forward has no parameter for tokens, or needs others besides tokens and position_ids.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if "input_ids" in parameters or (not named and takes(model, "input_ids")):
+        token = "input_ids"
+    elif named and named[0].kind is not inspect.Parameter.POSITIONAL_ONLY and named[0].name != "position_ids":
+        token = named[0].name
+    else:
+        raise UnsupportedError(
+            f"{type(model).__name__}.forward takes ({', '.join(parameters)}); known is a forward whose token ids are called input_ids, "
+            "or are the first parameter"
+        )
+    needed = [p.name for p in named if p.default is _EMPTY and p.name not in (token, "position_ids")]
+    if needed:
+        raise UnsupportedError(
+            f"{type(model).__name__}.forward needs {', '.join(needed)} besides {token}; serving has token ids and position_ids alone"
+        )
+    return token
+
+
+def positions_are_optional(model: nn.Module) -> bool:
+    """Whether forward may be called with position_ids and also without."""
+    parameter = inspect.signature(model.forward).parameters.get("position_ids")
+    return takes(model, "position_ids") if parameter is None else parameter.default is not _EMPTY
+
+
+def plain_inputs(model: nn.Module, prompt: Tensor, positions: bool = False) -> dict[str, Any]:
+    """The inputs of a prompt [T] as a user gives them: position_ids only where forward insists on them, or where asked for."""
+    inputs: dict[str, Any] = {token_argument(model): prompt[None]}
+    if takes(model, "position_ids") and (positions or not positions_are_optional(model)):
+        inputs["position_ids"] = torch.arange(len(prompt), device=prompt.device)[None]
+    return inputs

@@ -1,0 +1,129 @@
+"""What a transformers cache holds, as paths and values; and caches made from the states of a pool.
+
+No class of caches is known by name: a cache is an object with attributes, lists and dicts. What a module changes in it between an
+empty cache and one that has seen tokens is found by comparing the two, and a cache for any step is a copy along those paths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# ("attribute", name), ("item", index or key) or, at the end, ("length", None) of a list or dict.
+Step = tuple[str, Any]
+Path = tuple[Step, ...]
+Tree = dict[Step, Any]
+_LENGTH: Step = ("length", None)
+
+
+def leaves_of(root: Any) -> dict[Path, Any]:
+    """Every value that is not a container, and every container's length, by path."""
+    found: dict[Path, Any] = {}
+    pending: list[tuple[Path, Any]] = [((), root)]
+    seen: set[int] = set()
+    while pending:
+        path, value = pending.pop()
+        children = children_of(value)
+        if children is None:
+            found[path] = value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, (list, dict)):
+                found[(*path, _LENGTH)] = len(value)
+            pending += [((*path, step), child) for step, child in children]
+    return found
+
+
+def children_of(value: Any) -> list[tuple[Step, Any]] | None:
+    """What a container holds, or None if the value is a leaf: tensors, numbers, functions, classes, modules."""
+    if isinstance(value, dict):
+        return [(("item", key), child) for key, child in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(("item", index), child) for index, child in enumerate(value)]
+    if isinstance(value, (Tensor, nn.Module, type)) or callable(value) or not hasattr(value, "__dict__"):
+        return None
+    return [(("attribute", name), child) for name, child in vars(value).items()]
+
+
+def snapshot(root: Any) -> dict[Path, tuple[Any, int]]:
+    """Leaves with their versions: comparing two snapshots shows what was replaced or written in place."""
+    return {path: (value, value._version if isinstance(value, Tensor) else 0) for path, value in leaves_of(root).items()}
+
+
+def changed_paths(before: dict[Path, tuple[Any, int]], after: dict[Path, tuple[Any, int]]) -> set[Path]:
+    """Paths that are new, or whose value or version differs."""
+    return {path for path, now in after.items() if path not in before or _differs(before[path], now)}
+
+
+def _differs(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    if isinstance(before[0], Tensor) or isinstance(now[0], Tensor):
+        return before[0] is not now[0] or before[1] != now[1]
+    return type(before[0]) is not type(now[0]) or bool(before[0] != now[0])
+
+
+def name_of(path: Path) -> str:
+    """`layers[3].conv_states[0]`."""
+    words = [f".{key}" if kind == "attribute" else "" if kind == "length" else f"[{key!r}]" for kind, key in path]
+    return "".join(words).lstrip(".")
+
+
+class CacheTemplate:
+    """Makes the cache that one module is called with, and reads back what the module left in it.
+
+    Args:
+        fresh: a cache that has seen nothing.
+        present: a cache that has seen tokens.
+        changed: the paths in which the module made them differ.
+        states: those of them that hold the module's state tensors [batch, ...].
+    """
+
+    def __init__(self, fresh: Any, present: Any, changed: Iterable[Path], states: Sequence[Path]) -> None:
+        self.fresh, self.present = fresh, present
+        self.state_paths = tuple(states)
+        self._tree: Tree = {}
+        for path in changed:
+            branch = self._tree
+            for step in path:
+                branch = branch.setdefault(step, {})
+
+    def make(self, states: Sequence[Tensor] | None) -> Any:
+        """A cache of its own: an empty one for None, else one that holds `states` [batch, ...] in the order of `state_paths`."""
+        if states is None:
+            return _copy_along(self.fresh, self._tree, (), {})
+        return _copy_along(self.present, self._tree, (), dict(zip(self.state_paths, states, strict=True)))
+
+    def read(self, cache: Any) -> list[Tensor]:
+        """The states in a cache that the module was called with."""
+        states = []
+        for path in self.state_paths:
+            value = cache
+            for kind, key in path:
+                value = getattr(value, key) if kind == "attribute" else value[key]
+            assert isinstance(value, torch.Tensor), f"{name_of(path)} holds a {type(value).__name__} after a call"
+            states.append(value)
+        return states
+
+
+def _copy_along(value: Any, tree: Tree, path: Path, states: dict[Path, Tensor]) -> Any:
+    """A copy of the containers that the tree goes through, with states in their places; everything else is shared."""
+    if path in states:
+        return states[path]
+    children = children_of(value)
+    if not tree or children is None:
+        return value
+    have = dict(children)
+    parts = {key: _copy_along(have[key], branch, (*path, key), states) for key, branch in tree.items() if key in have}
+    if isinstance(value, (dict, list)):
+        copied = value.copy()
+        for (_, key), part in parts.items():
+            copied[key] = part
+        return copied
+    if isinstance(value, tuple):
+        return tuple(parts.get(("item", index), child) for index, child in enumerate(value))
+    made = object.__new__(type(value))
+    made.__dict__.update(vars(value))
+    made.__dict__.update({key: part for (_, key), part in parts.items()})
+    return made

@@ -1,0 +1,165 @@
+"""Finding a model's recurrent layers: modules that write tensors of a fixed size into the cache, whatever the number of tokens.
+
+Keys and values grow with the tokens and are attention's; a state does not. The model is run on two lengths to tell them apart, and
+every layer that is found is then run by itself to see in which calls it can be trusted (`verify.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.state_pool import RecurrentSpec, StateSpec, slot_bytes
+from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
+from paged_attn.recurrent.layer import Operand, Output, RecurrentLayer
+from paged_attn.recurrent.verify import verified
+from paged_attn.recurrent.watch import Call, Watched, positional_names, watch
+
+logger = logging.getLogger("paged_attn")
+SHORT, LONG = 3, 11
+
+
+def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
+    """The recurrent layers of a model in evaluation mode, in execution order; none if it makes no transformers cache.
+
+    Args:
+        inputs_of: the keyword arguments of a call on so many tokens, in the form in which the model is captured.
+
+    Raises:
+        UnsupportedError: a layer with state that can not be run by itself, or not token by token; the message names it and why.
+    """
+    watched = _both_lengths(model, inputs_of)
+    if watched is None:
+        return ()
+    layers = [verified(_layer(call, *watched)) for call in _recurrent_calls(*watched)]
+    repeated = [layer.spec.module for layer in layers if sum(other.module is layer.module for other in layers) > 1]
+    if repeated:
+        raise _refused(repeated[0], "it runs more than once in one call of the model, each time on another state")
+    if layers:
+        total = slot_bytes([layer.spec for layer in layers])
+        logger.info("%d recurrent layers, %.1f KiB of state per request", len(layers), total / 2**10)
+    return tuple(layers)
+
+
+def recurrent_modules(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> list[str]:
+    """The paths of the modules that keep recurrent state in a cache, whether they can be driven or not."""
+    watched = _both_lengths(model, inputs_of)
+    return [] if watched is None else [call.name for call in _recurrent_calls(*watched)]
+
+
+def state_elsewhere(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> str:
+    """Where a model keeps tensors of a fixed size per request otherwise than in a transformers cache, or ""."""
+    watched = _both_lengths(model, inputs_of)
+    if watched is None:
+        return ""
+    short, long = watched
+    kept = {f"the attribute {path}": value for path, value in long.attributes.items() if value.dim() > 1}
+    others = {f"the attribute {path}": value for path, value in short.attributes.items()}
+    for table, seen in ((kept, long), (others, short)):
+        fields = vars(seen.output) if hasattr(seen.output, "__dict__") else {}
+        for name in [n for n, value in fields.items() if n not in ("logits", "loss") and (value is not seen.cache or value is None)]:
+            table |= {f"its output's {name}": value for value in _matrices(fields[name])}
+    found = [where for where, value in kept.items() if where in others and value.shape == others[where].shape]
+    return found[0] if found else ""
+
+
+def _matrices(root: Any) -> list[Tensor]:
+    return [value for value in leaves_of(root).values() if isinstance(value, Tensor) and value.dim() > 1]
+
+
+def _recurrent_calls(short: Watched, long: Watched) -> list[Call]:
+    """Calls of modules that write state themselves; of one inside another the outer one, which runs both."""
+    calls = [call for call in long.calls if _states(call.own, short, long)]
+    return [call for call in calls if not any(call.name.startswith(f"{outer.name}.") for outer in calls)]
+
+
+def _both_lengths(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[Watched, Watched] | None:
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not hasattr(getattr(model, "config", None), "use_cache") or not ("use_cache" in parameters or takes_any):
+        return None
+    short, long = (watch(model, {**inputs_of(length), "use_cache": True}) for length in (SHORT, LONG))
+    return short, long
+
+
+def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
+    """Paths of tensors among these that have one shape for both lengths."""
+    few, many = leaves_of(short.cache), leaves_of(long.cache)
+    written = [path for path in changed if isinstance(many.get(path), Tensor) and isinstance(few.get(path), Tensor)]
+    return sorted((path for path in written if many[path].shape == few[path].shape and many[path].dim() > 0), key=str)
+
+
+def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
+    where, states = call.name, _states(call.changed, short, long)
+    few, many, fresh = leaves_of(short.cache), leaves_of(long.cache), leaves_of(long.fresh)
+    for path in call.changed:
+        if path in states:
+            if isinstance(fresh.get(path), Tensor):
+                raise _refused(where, f"its state {name_of(path)} is there before the first token, so that an empty one is not known")
+            if many[path].shape[0] != 1:
+                raise _refused(where, f"its state {name_of(path)} has shape {tuple(many[path].shape)}; known is [batch, ...]")
+        elif isinstance(many.get(path), Tensor):
+            raise _refused(where, f"it keeps {name_of(path)}, which grows with the tokens, besides its state")
+        elif few.get(path) != many.get(path):
+            raise _refused(where, f"it counts in {name_of(path)}: {few.get(path)!r} after {SHORT} tokens, {many.get(path)!r} after {LONG}")
+    earlier = next(c for c in short.calls if c.name == where)
+    operands = _operands(call, earlier)
+    outputs, length, dtype = _outputs(call)
+    return RecurrentLayer(
+        spec=RecurrentSpec(where, tuple(StateSpec(_short_name(p), tuple(many[p].shape[1:]), many[p].dtype) for p in states)),
+        module=call.module, positional=positional_names(call.module), arguments=call.arguments, operands=operands,
+        cache_name=call.cache_name, outputs=outputs, output_length=length, output_dtype=dtype,
+        template=CacheTemplate(long.fresh, long.cache, call.changed, states),
+    )  # fmt: skip
+
+
+def _operands(call: Call, earlier: Call) -> tuple[Operand, ...]:
+    """The tensors that the module is given per token, its hidden states (the first floating one) first."""
+    found: list[Operand] = []
+    for name, value in call.arguments.items():
+        parts = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
+        for index, part in parts:
+            if not isinstance(part, Tensor):
+                continue
+            operand = Operand(name, index)
+            shapes = [tuple(part.shape[:2]), tuple(operand.of(earlier.arguments).shape[:2])]
+            if shapes != [(1, LONG), (1, SHORT)]:
+                raise _refused(call.name, f"it is given {name} of shape {tuple(part.shape)}, which is not one row per token")
+            found.append(operand)
+    floating = [o for o in found if o.of(call.arguments).is_floating_point()]
+    if not found:
+        raise _refused(call.name, "it is given no tensor per token")
+    first = floating[0] if floating else found[0]
+    return (first, *(operand for operand in found if operand != first))
+
+
+def _outputs(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
+    """What a module returns per token [1, n, ...], how many elements its result has, and the dtype."""
+    several = isinstance(call.output, (tuple, list))
+    parts = call.output if several else [call.output]
+    found = {at: part for at, part in enumerate(parts) if isinstance(part, Tensor) and tuple(part.shape[:2]) == (1, LONG)}
+    dtypes = {part.dtype for part in found.values()}
+    if not found:
+        raise _refused(call.name, f"it returns a {type(call.output).__name__} without a tensor [1, tokens, ...]")
+    if len(dtypes) > 1:
+        raise _refused(call.name, f"it returns tensors of {' and '.join(sorted(map(str, dtypes)))}; known is one dtype")
+    outputs = tuple(Output(at if several else None, tuple(part.shape[2:])) for at, part in found.items())
+    return outputs, len(parts), dtypes.pop()
+
+
+def _short_name(path: Path) -> str:
+    """The end of a path from its last attribute on: `conv_states[0]`."""
+    last = max((i for i, (kind, _) in enumerate(path) if kind == "attribute"), default=0)
+    return name_of(path[last:])
+
+
+def _refused(where: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where} keeps recurrent state, and paged_attn can not run it one request at a time: {why}. Nothing was generated."
+    )

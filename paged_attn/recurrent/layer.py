@@ -1,0 +1,105 @@
+"""One recurrent layer: a module that is run as it is, with a cache that holds the states it is to start from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.state_pool import RecurrentSpec
+from paged_attn.recurrent.cache_state import CacheTemplate
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Where a module is given something: a parameter of its forward, or the element `at` of the tuple that it is given there."""
+
+    name: str
+    at: int | None = None
+
+    def of(self, arguments: dict[str, Any]) -> Any:
+        value = arguments.get(self.name)
+        return value if self.at is None or value is None else value[self.at]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One tensor [batch, n, *shape] that a module returns per token: the element `at` of a tuple, or (None) all that it returns."""
+
+    at: int | None
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentLayer:
+    """A module with recurrent state, and how it is called.
+
+    Attributes:
+        module: itself; its own forward is what runs.
+        positional: names of its forward's parameters in order.
+        arguments: of a real call with a cache; `operands` and `cache_name` are filled in anew for every call.
+        operands: the tensors that it is given per token, [batch, n, ...], the first of them the hidden states.
+        outputs: what it returns per token; several are joined, each flattened to [batch, n, width].
+        output_length: how long the tuple is that it returns.
+        template: makes its caches.
+        chunks: whether it takes several tokens at once when it has a state already; else they are fed one by one.
+        batches: whether several requests can take a step as one batch; else each steps alone.
+        step_error: how far its own forward is off token by token from what it gives for all tokens at once, relative to its size.
+    """
+
+    spec: RecurrentSpec
+    module: nn.Module
+    positional: tuple[str, ...]
+    arguments: dict[str, Any]
+    operands: tuple[Operand, ...]
+    cache_name: str
+    outputs: tuple[Output, ...]
+    output_length: int
+    output_dtype: torch.dtype
+    template: CacheTemplate
+    chunks: bool = True
+    batches: bool = True
+    step_error: float = 0.0
+
+    def describe(self) -> str:
+        """How it runs, in words."""
+        prompts = "chunk by chunk" if self.chunks else "token by token after the first chunk"
+        return f"by its own forward: prompts {prompts}, decoding requests {'as one batch' if self.batches else 'one by one'}"
+
+    def run(self, inputs: Sequence[Tensor], states: Sequence[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
+        """inputs [batch, n, ...] in the order of `operands`; states [batch, ...] before them, or None at the start of a sequence.
+
+        Returns the output [batch, n, ...] and the states after it. `states` may be overwritten.
+        """
+        cache = self.template.make(states)
+        arguments = {**self.arguments, self.cache_name: cache}
+        for operand, value in zip(self.operands, inputs, strict=True):
+            if operand.at is None:
+                arguments[operand.name] = value
+            else:
+                parts = list(arguments[operand.name])
+                parts[operand.at] = value
+                arguments[operand.name] = tuple(parts)
+        result = self.module(**arguments)
+        parts = [result if output.at is None else result[output.at] for output in self.outputs]
+        joined = parts[0] if len(parts) == 1 else torch.cat([part.flatten(2) for part in parts], -1)
+        return joined, self.template.read(cache)
+
+    def run_tokens(self, inputs: Sequence[Tensor], states: Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
+        """As `run`, in the calls that the module can make: outputs to be joined along the tokens, and the states after them."""
+        if states is None or self.chunks:
+            output, after = self.run(inputs, states)
+            return [output], after
+        outputs, now = [], list(states)
+        for token in range(inputs[0].shape[1]):
+            output, now = self.run([value[:, token : token + 1] for value in inputs], now)
+            outputs.append(output)
+        return outputs, now

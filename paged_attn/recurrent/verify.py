@@ -1,0 +1,88 @@
+"""In which calls a recurrent layer can be trusted: whole, token by token, in chunks, several requests at once; seen on numbers.
+
+Some models' own forward ignores the state when it is given several tokens, and is right only token by token. Such mistakes are of the
+size of the values; the chunk-wise and the step-wise formula of one layer differ by up to a thousandth in float32, where decays are strong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.ragged_probe import relative_error, tolerance
+from paged_attn.recurrent.layer import RecurrentLayer
+
+Result = tuple[Tensor, list[Tensor]]
+LIMIT = 1e-2
+
+
+def verified(layer: RecurrentLayer) -> RecurrentLayer:
+    """The layer with `chunks` and `batches` as they are, seen on the inputs [1, n, ...] in its `arguments`.
+
+    Raises:
+        UnsupportedError: token by token it gives another result than for all tokens at once.
+    """
+    inputs = [operand.of(layer.arguments) for operand in layer.operands]
+    count = inputs[0].shape[1]
+    with torch.no_grad():
+        whole = layer.run(inputs, None)
+        steps, along = _stepwise(layer, inputs)
+        if (error := _difference(whole, steps)) > _limit(whole):
+            raise UnsupportedError(
+                f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for "
+                f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
+            )
+        chunked = _in_parts(layer, inputs, [1, 4, count - 1])
+        batched = _batched(layer, inputs, along)
+    good = [_difference(one, other) <= _limit(whole) for one, other in ((whole, chunked), (_expected_batch(along), batched))]
+    return dataclasses.replace(layer, chunks=good[0], batches=good[1], step_error=error)
+
+
+def _stepwise(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> tuple[Result, list[Result]]:
+    """All outputs with the last states, and the result of each step."""
+    along: list[Result] = []
+    for token in range(inputs[0].shape[1]):
+        before = [state.clone() for state in along[-1][1]] if along else None
+        output, states = layer.run([value[:, token : token + 1] for value in inputs], before)
+        along.append((output.clone(), [state.clone() for state in states]))
+    return (torch.cat([output for output, _ in along], 1), along[-1][1]), along
+
+
+def _in_parts(layer: RecurrentLayer, inputs: Sequence[Tensor], ends: Sequence[int]) -> Result:
+    outputs, states, start = [], None, 0
+    for end in [*ends, inputs[0].shape[1]]:
+        output, states = layer.run([value[:, start:end] for value in inputs], states)
+        outputs.append(output)
+        start = end
+    assert states is not None
+    return torch.cat(outputs, 1), states
+
+
+_STEPS = (1, 4, 7)  # three requests of different lengths take their next step together
+
+
+def _batched(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Result]) -> Result:
+    rows = [torch.cat([value[:, step : step + 1] for step in _STEPS]) for value in inputs]
+    states = [torch.cat(parts) for parts in zip(*(along[step - 1][1] for step in _STEPS), strict=True)]
+    return layer.run(rows, states)
+
+
+def _expected_batch(along: list[Result]) -> Result:
+    states = [torch.cat(parts) for parts in zip(*(along[step][1] for step in _STEPS), strict=True)]
+    return torch.cat([along[step][0] for step in _STEPS]), states
+
+
+def _difference(expected: Result, got: Result) -> float:
+    """The largest relative error of outputs and states; infinite where a shape differs or a number is not finite."""
+    pairs = [(expected[0], got[0]), *zip(expected[1], got[1], strict=True)]
+    if any(one.shape != other.shape or not bool(other.isfinite().all()) for one, other in pairs):
+        return float("inf")
+    return max(relative_error(one.flatten(1), other.flatten(1)) for one, other in pairs)
+
+
+def _limit(result: Result) -> float:
+    return max(LIMIT, *(tolerance(tensor.dtype) for tensor in (result[0], *result[1])))

@@ -1,0 +1,125 @@
+"""Running a model once and watching what each module is given, returns and changes in the cache."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.recurrent.cache_state import Path, changed_paths, snapshot
+
+
+@dataclass
+class Call:
+    """One call of one module that was given the cache.
+
+    Attributes:
+        arguments: by parameter name, keywords of `**kwargs` among them.
+        cache_name: the parameter that received the cache.
+        changed: paths of the cache that differ after the call.
+        own: those of them that no submodule changed.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: dict[str, Any]
+    cache_name: str
+    output: Any = None
+    changed: set[Path] = field(default_factory=set)
+    own: set[Path] = field(default_factory=set)
+
+
+@dataclass
+class Watched:
+    """One call of the model.
+
+    Attributes:
+        calls: those of modules that were given the cache, in the order in which they ended.
+        fresh, cache: the cache before the first and after the last of them; None if no module was given one.
+        output: what the model returned.
+        attributes: tensors that modules keep as plain attributes and that the call replaced, by path; they are set back.
+    """
+
+    calls: list[Call]
+    fresh: Any
+    cache: Any
+    output: Any
+    attributes: dict[str, Tensor]
+
+
+def watch(model: nn.Module, inputs: dict[str, Any]) -> Watched:
+    """Run `model(**inputs)`, which makes its own cache, and leave the model as it was."""
+    watcher = _Watcher()
+    attributes: dict[str, Tensor] = {}
+    with ExitStack() as undo:
+        for name, module in model.named_modules():
+            undo.callback(_set_back, name, module, dict(vars(module)), attributes)
+            for handle in watcher.hooks_on(name, module):
+                undo.callback(handle.remove)
+        with torch.no_grad():
+            output = model(**inputs)
+    return Watched(watcher.calls, watcher.fresh, watcher.cache, output, attributes)
+
+
+def _set_back(name: str, module: nn.Module, before: dict[str, Any], replaced: dict[str, Tensor]) -> None:
+    """Give a module its plain attributes back; the tensors that it had put there go to `replaced`."""
+    now = vars(module)
+    for key in [key for key, value in now.items() if key not in before or value is not before[key]]:
+        if isinstance(now[key], Tensor):
+            replaced[f"{name}.{key}"] = now[key]
+        if key in before:
+            now[key] = before[key]
+        else:
+            del now[key]
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        from transformers.cache_utils import Cache
+
+        self.cache_class = Cache
+        self.calls: list[Call] = []
+        self.fresh: Any = None
+        self.cache: Any = None
+        self._open: list[tuple[Call, Any, set[Path]]] = []  # call, snapshot before, paths changed by submodules
+
+    def hooks_on(self, name: str, module: nn.Module) -> list[Any]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = _named(module, args, kwargs)
+            cache_name = next((key for key, value in arguments.items() if isinstance(value, self.cache_class)), None)
+            if cache_name is None:
+                return
+            if self.cache is None:
+                self.cache = arguments[cache_name]
+                self.fresh = copy.deepcopy(self.cache)
+            if arguments[cache_name] is self.cache:
+                self._open.append((Call(name, module, arguments, cache_name), snapshot(self.cache), set()))
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not self._open or self._open[-1][0].module is not module:
+                return
+            call, earlier, inner = self._open.pop()
+            call.output, call.changed = output, changed_paths(earlier, snapshot(self.cache))
+            call.own = call.changed - inner
+            self.calls.append(call)
+            if self._open:
+                self._open[-1][2].update(call.changed)
+
+        return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after, with_kwargs=True)]
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name; further positional ones of `*args` are left out."""
+    names = positional_names(module)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """Parameters of a module's forward that can be given by position, in order."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, p in inspect.signature(module.forward).parameters.items() if p.kind in kinds)

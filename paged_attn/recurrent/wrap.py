@@ -1,0 +1,64 @@
+"""For the time of a capture, recurrent layers are replaced by one op each; afterwards the model is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
+from paged_attn.recurrent.layer import RecurrentLayer
+
+
+@contextmanager
+def replaced_by_ops(layers: Sequence[RecurrentLayer]) -> Iterator[None]:
+    """Inside, while torch.compile traces, each layer's module emits `recurrent_layer_with_output` with its index in `layers`.
+
+    Called without torch.compile the module computes what it did before.
+    """
+    with ExitStack() as undo:
+        for layer_id, layer in enumerate(layers):
+            undo.callback(_restore, layer.module, "forward" in vars(layer.module), vars(layer.module).get("forward"))
+            vars(layer.module)["forward"] = _emitter(layer, layer_id)
+        yield
+
+
+def _restore(module: nn.Module, had_own: bool, forward: Any) -> None:
+    if had_own:
+        vars(module)["forward"] = forward
+    else:
+        vars(module).pop("forward")
+
+
+def _emitter(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
+    positional, operands = layer.positional, tuple((operand.name, operand.at) for operand in layer.operands)
+    known, dtype = frozenset(o.name for o in layer.operands), layer.output_dtype
+    ats, shapes, widths = ([o.at for o in layer.outputs], [o.shape for o in layer.outputs], [o.width for o in layer.outputs])
+    whole = layer.outputs[0].shape if len(layer.outputs) == 1 else (sum(widths),)
+    length, where = layer.output_length, layer.spec.module
+    original = layer.module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
+        for name, value in given.items():
+            if isinstance(value, Tensor) and name not in known:
+                raise UnsupportedError(f"{where} keeps recurrent state and is given {name} only when the model runs without a cache")
+        inputs = [given[name] if at is None else given[name][at] for name, at in operands]
+        tokens = inputs[0].shape[1]
+        output = inputs[0].new_empty((1, tokens, *whole), dtype=dtype)
+        RECURRENT_LAYER(inputs, output, layer_id)
+        if ats == [None]:
+            return output
+        parts = [output] if len(ats) == 1 else output.split(widths, -1)
+        result: list[Tensor | None] = [None] * length
+        for at, part, shape in zip(ats, parts, shapes, strict=True):
+            result[at] = part.view(1, tokens, *shape)
+        return tuple(result)
+
+    return forward

@@ -1,0 +1,248 @@
+"""Recurrent layers are found by what they write into a cache, and run in the calls in which they are right."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from paged_attn import UnsupportedError
+from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.attn_ops.state_pool import StatePool, StateSpec
+from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules
+from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.recurrent.wrap import replaced_by_ops
+from tests.recurrent_models import RECURRENT, recurrent
+from tests.tiny_models import build
+
+STEPWISE = ("jamba", "mamba")  # the selective scan of Mamba-1 takes no state to start from
+
+
+class ToyCache(Cache):
+    """Keeps the states of its layers in a list that grows as they are set, as some models' own caches do."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.sums: list[Any] = []
+        self.seen = 0
+
+
+class Mixer(nn.Module):
+    """out_t = h_t = h_{t-1} / 2 + x_t; each subclass is wrong, or different, in one way."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, hidden: Tensor, cache: ToyCache | None = None, gate: tuple[Tensor, Tensor] | None = None, flag: bool = False) -> Any:
+        state = None if cache is None or len(cache.sums) <= self.index else cache.sums[self.index]
+        state = self.start(state, hidden)
+        outputs = []
+        for token in hidden.unbind(1):
+            state = state / 2 + token
+            outputs.append(state)
+        if cache is not None:
+            cache.sums += [None] * (self.index + 1 - len(cache.sums))
+            cache.sums[self.index] = state
+            self.note(cache, hidden)
+        return self.result(torch.stack(outputs, 1), state, gate)
+
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        return torch.zeros_like(hidden[:, 0]) if state is None else state
+
+    def note(self, cache: ToyCache, hidden: Tensor) -> None:
+        pass
+
+    def result(self, outputs: Tensor, state: Tensor, gate: Any) -> Any:
+        return outputs
+
+
+class Gated(Mixer):
+    """Multiplies by the second tensor of a tuple that it is given per token, and returns its state after its output."""
+
+    def result(self, outputs: Tensor, state: Tensor, gate: Any) -> Any:
+        return None, outputs * gate[1], state
+
+
+class ForgetsInChunks(Mixer):
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        return super().start(state if hidden.shape[1] == 1 else None, hidden)
+
+
+class MixesRequests(Mixer):
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        state = super().start(state, hidden)
+        return state.mean(0, keepdim=True).expand_as(state)
+
+
+class Forgets(Mixer):
+    def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
+        return super().start(None, hidden)
+
+
+class Counts(Mixer):
+    def note(self, cache: ToyCache, hidden: Tensor) -> None:
+        cache.seen += hidden.shape[1]
+
+
+class KeepsKeys(Mixer):
+    def note(self, cache: ToyCache, hidden: Tensor) -> None:
+        cache.update(hidden[:, None], hidden[:, None], self.index)
+
+
+class TwoOutputs(Mixer):
+    """Returns two tensors per token of different shapes."""
+
+    def result(self, outputs: Tensor, state: Tensor, gate: Any) -> Any:
+        return (outputs + 1)[..., None].expand(*outputs.shape, 2).contiguous(), outputs
+
+
+class Nested(Mixer):
+    """Has a state of its own and a submodule with another one."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.inner = Mixer(index + 5)
+
+    def forward(self, hidden: Tensor, cache: ToyCache | None = None, gate: Any = None, flag: bool = False) -> Any:
+        return super().forward(self.inner(hidden, cache=cache), cache)
+
+
+class OnlyKeys(Mixer):
+    """Attention, for the purpose of a cache."""
+
+    def forward(self, hidden: Tensor, cache: ToyCache | None = None, gate: Any = None, flag: bool = False) -> Any:
+        if cache is not None:
+            cache.update(hidden[:, None], hidden[:, None], self.index)
+        return hidden.cumsum(1)
+
+
+class Toy(nn.Module):
+    config = types.SimpleNamespace(use_cache=True)
+
+    def __init__(self, *mixers: type[Mixer], rounds: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.rounds = nn.Embedding(20, 6), rounds
+        self.mixers = nn.ModuleList(mixer(index) for index, mixer in enumerate(mixers))
+
+    def forward(self, input_ids: Tensor, cache: ToyCache | None = None, use_cache: bool = False) -> Tensor:
+        hidden = self.embed(input_ids)
+        cache = ToyCache() if use_cache and cache is None else cache
+        for mixer in [*self.mixers] * self.rounds:
+            result = mixer(hidden, cache=cache, gate=(hidden, hidden.sin()), flag=True)
+            hidden = hidden + (result[1] if isinstance(result, tuple) else result)
+        return hidden
+
+
+def inputs_of(length: int) -> dict[str, Any]:
+    return {"input_ids": torch.arange(length)[None] % 7}
+
+
+def states_of(toy: Toy) -> list[tuple[str, bool, bool]]:
+    return [(layer.spec.module, layer.chunks, layer.batches) for layer in find_recurrent_layers(toy, inputs_of)]
+
+
+def test_only_fixed_sizes_are_states() -> None:
+    toy = Toy(OnlyKeys, Mixer, OnlyKeys, Mixer)
+    assert states_of(toy) == [("mixers.1", True, True), ("mixers.3", True, True)]
+    assert recurrent_modules(toy, inputs_of) == ["mixers.1", "mixers.3"]
+    assert find_recurrent_layers(toy, inputs_of)[0].spec.states == (StateSpec("sums[1]", (6,), torch.float32),)
+    assert states_of(Toy(OnlyKeys)) == []
+
+
+def test_a_layer_that_ignores_its_state_in_chunks_is_fed_token_by_token() -> None:
+    assert states_of(Toy(Mixer, ForgetsInChunks)) == [("mixers.0", True, True), ("mixers.1", False, True)]
+
+
+def test_a_layer_with_state_inside_another_is_run_by_the_outer_one() -> None:
+    (layer,) = find_recurrent_layers(Toy(Nested), inputs_of)
+    assert layer.spec.module == "mixers.0" and [state.name for state in layer.spec.states] == ["sums[0]", "sums[5]"]
+
+
+def test_a_layer_that_mixes_requests_steps_alone() -> None:
+    assert states_of(Toy(MixesRequests)) == [("mixers.0", True, False)]
+
+
+@pytest.mark.parametrize(
+    ("mixer", "words"),
+    [
+        (Forgets, "mixers.1 keeps recurrent state, but its own forward gives another result token by token"),
+        (Counts, "mixers.1 keeps recurrent state, .* it counts in seen: 3 after 3 tokens, 11 after 11"),
+        (KeepsKeys, r"mixers.1 keeps recurrent state, .* it keeps layers\[1\]\.(keys|values), which grows with the tokens"),
+    ],
+)
+def test_refusals(mixer: type[Mixer], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        find_recurrent_layers(Toy(OnlyKeys, mixer), inputs_of)
+
+
+def test_a_shared_layer_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="runs more than once"):
+        find_recurrent_layers(Toy(Mixer, rounds=2), inputs_of)
+
+
+def test_models_without_a_cache_have_no_layers() -> None:
+    assert find_recurrent_layers(nn.Linear(2, 2), inputs_of) == ()
+    assert find_recurrent_layers(build("llama"), inputs_of) == ()
+
+
+@pytest.mark.parametrize("mixers", [(Mixer,), (OnlyKeys, Gated), (ForgetsInChunks, MixesRequests, Mixer), (TwoOutputs, Nested)])
+def test_a_ragged_batch_equals_each_prompt_alone(mixers: tuple[type[Mixer], ...]) -> None:
+    """Chunks, decode rows, a fresh request of one token and padding, on slots in any order among NaN."""
+    torch.manual_seed(1)
+    for layer in find_recurrent_layers(Toy(*mixers), inputs_of):
+        prompts = [torch.randn(len(layer.operands), n, 6) for n in (9, 4, 6, 1)]
+        expected = [layer.run([part[None] for part in prompt], None)[0][0] for prompt in prompts]
+        pool = StatePool([layer.spec], 6)
+        pool.fill(float("nan"))
+        runner, slots = RecurrentRunner([layer], pool), [4, 1, 5, 2]
+        done, got = [0, 0, 0, 0], [[] for _ in prompts]
+        for counts in ((5, 1, 3, 0), (1, 1, 0, 0), (3, 1, 1, 1), (0, 1, 2, 0)):
+            active = [i for i, count in enumerate(counts) if count]
+            batch = Batch.build([BatchRequest([1] * counts[i], [1, 2, 3], done[i], state_slot=slots[i]) for i in active], 4)
+            rows = [torch.cat([prompts[i][part, done[i] : done[i] + counts[i]] for i in active]) for part in range(len(layer.operands))]
+            inputs = [torch.cat([value, torch.full((2, 6), float("nan"))])[None] for value in rows]
+            output = torch.full((1, inputs[0].shape[1], *expected[0].shape[1:]), 7.0)
+            runner.forward(runner.plan(batch), 0, inputs, output)
+            assert not output[0, -2:].any(), "padding"
+            for i, part in zip(active, output[0, :-2].split([counts[i] for i in active]), strict=True):
+                got[i].append(part)
+                done[i] += counts[i]
+        for one, parts in zip(expected, got, strict=True):
+            torch.testing.assert_close(torch.cat(parts), one)
+
+
+@pytest.mark.parametrize("slots", [(0, 1), (1, 1), (1, 3)])
+def test_slots_must_be_the_requests_own(slots: tuple[int, int]) -> None:
+    (layer,) = find_recurrent_layers(Toy(Mixer), inputs_of)
+    batch = Batch.build([BatchRequest([1], [1], state_slot=slot) for slot in slots], 4)
+    with pytest.raises(ContextError, match=r"state slots \[.*\]; allowed are 1 to 2, each once"):
+        RecurrentRunner([layer], StatePool([layer.spec], 3)).plan(batch)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_replaced_modules_compute_the_same_when_they_are_called(name: str) -> None:
+    """Only a trace sees the ops; an instance's own forward comes back too."""
+    model = recurrent(name)
+    ids = torch.arange(2, 11)[None]
+    layers = find_recurrent_layers(model, lambda n: {"input_ids": ids[:, :n] if n <= 9 else ids.repeat(1, 2)[:, :n]})
+    assert layers and all(layer.batches for layer in layers)
+    assert {layer.chunks for layer in layers} == {name not in STEPWISE}
+    own = types.MethodType(type(layers[0].module).forward, layers[0].module)
+    layers[0].module.forward = own  # type: ignore[method-assign]
+    try:
+        with torch.no_grad():
+            before = model(input_ids=ids).logits
+            with replaced_by_ops(layers):
+                assert all("forward" in vars(layer.module) for layer in layers)
+                torch.testing.assert_close(model(input_ids=ids).logits, before)
+        assert layers[0].module.forward is own
+        assert not any("forward" in vars(layer.module) for layer in layers[1:])
+    finally:
+        del layers[0].module.forward

@@ -1,0 +1,64 @@
+"""Where no state can be kept for a request, models with recurrent state are refused for that; `explain` shows it where it can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import paged_attn
+from paged_attn import LLM, Batch, BatchRequest, KVPool, UnsupportedError
+from tests.engine.models import make_llm
+from tests.recurrent_models import recurrent
+from tests.tiny_models import COMMON
+
+NAMES = ["falcon_h1", "lfm2", "mamba2"]
+WORDS = r"keeps recurrent state in \S*layers\.0\.\w+ \(and \d more like it\), and {} has no place .*; paged_attn\.LLM\(model\) runs it"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_compile_refuses_a_paged_batch(name: str) -> None:
+    compiled = torch.compile(recurrent(name), backend="paged_attn")
+    ids = torch.arange(2, 9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(input_ids=ids).logits, recurrent(name)(input_ids=ids).logits)
+    batch = Batch.build([BatchRequest([5, 6, 7], [1]), BatchRequest([8], [2])], 16)
+    with paged_attn.forward_context(batch, KVPool([], 4, 16, torch.float32)):
+        with pytest.raises(UnsupportedError, match=WORDS.format(r"torch\.compile")):
+            compiled(**batch.model_inputs())
+    with pytest.raises(UnsupportedError, match=WORDS.format(r"torch\.compile")):
+        paged_attn.attention_layers(compiled)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_hook_refuses(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=WORDS.format(r"paged_attn\.patch")):
+        with paged_attn.patch(recurrent(name)):
+            pass
+
+
+def test_explain_lists_the_layers() -> None:
+    llm = make_llm(recurrent("lfm2"))
+    text = paged_attn.explain(llm)
+    assert "  2 recurrent layers  model.layers.{0,2}.conv\n    state      conv_states[0] 32x3 float32: 384 bytes per request" in text
+    assert "prompts chunk by chunk, decoding requests as one batch" in text
+    assert "recurrent" not in paged_attn.explain(make_llm())
+
+
+OTHERS = {
+    "recurrent_gemma": ({"lru_width": 32, "attention_window_size": 8, "num_hidden_layers": 3}, r"the attribute \S*\.recurrent_states"),
+    "rwkv": ({"attention_hidden_size": 32, "context_length": 256, "head_dim": None}, "its output's state"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_state_that_is_kept_otherwise_is_named(name: str) -> None:
+    values, where = OTHERS[name]
+    config = AutoConfig.for_model(name, **{k: v for k, v in {**COMMON, **values}.items() if v is not None})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    with pytest.raises(UnsupportedError, match=f"keeps recurrent state in {where}; known are states in the cache of transformers"):
+        LLM(model, num_pages=20)
+    for path, module in model.named_modules():
+        assert all(vars(module)[key] is value for key, value in before[path].items()), path

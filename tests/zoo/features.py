@@ -1,0 +1,48 @@
+"""What a model has that paging must respect: from the proved specs where there are any, and from its modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+STATE = re.compile(r"Mamba|DeltaNet|DeltaAttention|LightningAttention|RecurrentBlock|Rwkv|xLSTM|ShortConv|ShortConvolution|LinearAttention|CCA")
+EXPERTS = re.compile(r"Experts$|MoE|Moe.*(Block|MLP)|SparseMoe")
+
+
+def spec_features(specs: Sequence[Any]) -> list[str]:
+    """Words for the attention layers, as proved from the graph."""
+    found: list[str] = []
+    tests = {
+        "GQA": lambda s: 1 < s.num_kv_heads < s.num_q_heads,
+        "MQA": lambda s: s.num_kv_heads == 1 < s.num_q_heads,
+        "window": lambda s: s.sliding_window is not None,
+        "chunk": lambda s: s.chunk is not None,
+        "softcap": lambda s: s.softcap is not None,
+        "sinks": lambda s: s.has_sinks,
+        "ALiBi": lambda s: s.alibi_slopes is not None,
+        "bias": lambda s: getattr(s, "has_bias", False),
+        "unequal dims": lambda s: s.qk_head_dim != s.v_head_dim,
+        "odd scale": lambda s: abs(s.scale * s.qk_head_dim**0.5 - 1) > 1e-3,
+        "bidirectional": lambda s: not s.causal,
+    }
+    found += [word for word, test in tests.items() if any(test(spec) for spec in specs)]
+    if len({spec.kv_layer for spec in specs}) < len(specs):
+        found.append("shared KV")
+    if any(spec.differences(specs[0]) not in ([], ["kv_layer"]) for spec in specs):
+        found.append("layers differ")
+    return found
+
+
+def module_features(model: nn.Module) -> list[str]:
+    names = {type(module).__name__ for module in model.modules()}
+    found = []
+    if any(EXPERTS.search(name) for name in names):
+        found.append("MoE")
+    if any(STATE.search(name) for name in names):
+        found.append("state")
+    if any(hasattr(module, "kv_b_proj") for module in model.modules()):
+        found.append("MLA")
+    return found
