@@ -24,6 +24,7 @@ class AttentionSpec:
         alibi_slopes: one slope per query head, or None.
         bias_index: "distance" if a table [q_heads, N] is read at i - j (T5; distances past N - 1 read its last entry), "key" if it is
             read at j, None without one.
+        gives_lse: the log-sum-exp of the scores is wanted, too.
         kv_layer: the layer id whose KV this layer reads; its own id unless the model shares KV.
         module: path of the module in the model, for messages.
     """
@@ -40,6 +41,7 @@ class AttentionSpec:
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] | None = None
     bias_index: Literal["distance", "key"] | None = None
+    gives_lse: bool = False
     kv_layer: int = 0
     module: str = ""
 
@@ -72,6 +74,7 @@ class AttentionSpec:
         words += [f"{word} {value:g}" for word, value in
                   (("window", self.sliding_window), ("chunk", self.chunk), ("softcap", self.softcap)) if value is not None]  # fmt: skip
         words += ["sinks"] * self.has_sinks + ["ALiBi"] * (self.alibi_slopes is not None)
+        words += ["log-sum-exp"] * self.gives_lse
         words += [f"bias by {self.bias_index}"] * (self.bias_index is not None)
         return ", ".join([*words, f"scale {self.scale:.4g}"])
 

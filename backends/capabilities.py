@@ -101,6 +101,7 @@ class Problem:
             Feature.ALIBI: spec.alibi_slopes is not None,
             Feature.POSITION_BIAS: spec.bias_index is not None,
             Feature.BIDIRECTIONAL: not spec.causal,
+            Feature.LSE: spec.gives_lse,
             Feature.UNEQUAL_DIMS: spec.qk_head_dim != spec.v_head_dim,
         }
         return frozenset(feature for feature, wanted in needed.items() if wanted) | self.extra

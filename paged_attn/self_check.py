@@ -61,7 +61,7 @@ def self_check(compiled: CompiledGraph, args: Sequence[Any], truth: Callable[[Te
 
 
 def _own_error(compiled: CompiledGraph) -> float:
-    """How far the model itself may be off between many tokens at once and one by one: some recurrent layers use two formulas that differ."""
+    """How far the model itself is off between many tokens at once and one by one: some recurrent layers have two formulas for it."""
     worst = max((layer.step_error for layer in compiled.recurrent or ()), default=0.0)
     return STEP_ERROR_GROWTH * worst if worst > OWN_ERROR else 0.0
 

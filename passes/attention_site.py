@@ -27,6 +27,7 @@ class WrittenScores:
         softmax: the softmax of the scores.
         weights: [lead.., T, T].
         output: the product of weights and values; the graph's attention output before the rewrite.
+        lse: the log-sum-exp of the scores [lead.., T], where the graph uses it besides (sinks applied to the output), or None.
     """
 
     products: fx.Node
@@ -34,6 +35,7 @@ class WrittenScores:
     softmax: fx.Node
     weights: fx.Node
     output: fx.Node
+    lse: fx.Node | None = None
 
 
 @dataclass(frozen=True)

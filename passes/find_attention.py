@@ -12,7 +12,8 @@ from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.find_sdpa import find_sdpa
 from paged_attn.passes.find_softmax import find_softmax
 
-FINDERS: tuple[Callable[[fx.Graph, CallForm], list[AttentionSite]], ...] = (find_sdpa, find_softmax)
+# find_softmax goes first: it changes the graph around what it finds.
+FINDERS: tuple[Callable[[fx.Graph, CallForm], list[AttentionSite]], ...] = (find_softmax, find_sdpa)
 
 
 def find_attention(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:

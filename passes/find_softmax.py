@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.attention_site import AttentionSite, WrittenScores, module_path
 from paged_attn.passes.call_form import CallForm
-from paged_attn.passes.graph_tools import call_with_value, depends_on, shape_of, symbol, token_dims, value_of
+from paged_attn.passes.graph_tools import call_with_value, depends_on, move_before, shape_of, symbol, token_dims, value_of
+from paged_attn.passes.mask_numbers import op_name
 from paged_attn.passes.products import Product, product_of, split_baddbmm
 
 _SOFTMAX = {
@@ -121,6 +122,15 @@ class _Walk:
             raise self.refusal(f"its weights are multiplied with values in {len(found)} places; known is one")
         return next(iter(found.values()))
 
+    def log_sum_exp(self) -> fx.Node | None:
+        """A logsumexp of the same scores over the last dim."""
+        users = [user for user in self.scores().users if op_name(user) == "logsumexp"]
+        for user in users:
+            dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+            if user.kwargs.get("keepdim") or len(user.args) > 2 or dim not in (-1, (-1,), [-1]) or len(users) > 1:
+                raise self.refusal("the logsumexp of its scores is not one over the last dim, without keepdim")
+        return users[0] if users else None
+
 
 def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
     walk = _Walk(softmax, form)
@@ -137,7 +147,11 @@ def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
         (output.right, output.right_labels, output.inner))]  # fmt: skip
     if any(symbol(size) != form.num_tokens for size in tokens):
         raise walk.refusal(f"its queries, keys and values have lengths {tokens} in a call of {form.num_tokens} tokens")
-    before = output.node
+    lse = walk.log_sum_exp()
+    # What uses the log-sum-exp may come before the weights meet the values; the op that gives both must come before that.
+    before = lse or output.node
+    if not move_before(before, (products.left, products.right, output.right)):
+        raise walk.refusal("its values are made from the logsumexp of its scores")
     query = products.emit_factor("left", products.row, products.inner, before)
     key = products.emit_factor("right", products.column, products.inner, before)
     value = output.emit_factor("right", output.inner, output.column, before)
@@ -145,10 +159,10 @@ def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
         stand_in = call_with_value(softmax.graph, attention_stand_in, query, key, value)
     stand_in.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
     result = output.emit_result(stand_in, before, output_labels)
-    before.replace_all_uses_with(result)
-    scores = WrittenScores(products.node, walk.scores(), softmax, output.left, before)
-    order = tuple(output_labels.index(label) for label in output.labels)
-    return AttentionSite(stand_in, query, key, value, scores, "softmax", before.name, order)
+    output.node.replace_all_uses_with(result)
+    scores = WrittenScores(products.node, walk.scores(), softmax, output.left, output.node, lse)
+    to_canonical = tuple(output_labels.index(label) for label in output.labels)
+    return AttentionSite(stand_in, query, key, value, scores, "softmax", output.node.name, to_canonical)
 
 
 def attention_stand_in(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

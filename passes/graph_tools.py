@@ -140,6 +140,23 @@ def call_with_value(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> 
     return node
 
 
+def move_before(anchor: fx.Node, wanted: Iterable[fx.Node]) -> bool:
+    """Move `wanted`, and what they are made from, in front of `anchor` where they come after it; False, and nothing moved, if they are made
+    from `anchor` or something is written in place on the way."""
+    order = {node: index for index, node in enumerate(anchor.graph.nodes)}
+    late, pending = set[fx.Node](), list(wanted)
+    while pending:
+        node = pending.pop()
+        if order[node] >= order[anchor] and node not in late:
+            late.add(node)
+            pending += node.all_input_nodes
+    if anchor in late or any(writes_in_place(node) for node in late):
+        return False
+    for node in in_graph_order(anchor.graph, late):
+        anchor.prepend(node)
+    return True
+
+
 def as_traced(value: Any) -> Any:
     """A symbolic number as it was in the traced call, anything else as it is; reading it so installs no guard."""
     return value.node.hint if isinstance(value, (SymInt, SymFloat)) else value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +18,7 @@ PACKINGS = ((5, 26, 31), (1, 34, 9, 12))
 DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # a family is also checked on one unscaled mask, of more tokens if these suffice to show it
 
 
+LONGEST_BIAS = 4096  # tokens for which a bias that goes on changing is tabulated, if the model states no limit of its own
 MOST_BIAS_ELEMENTS = 1 << 27  # of one bias evaluated for all positions of a model
 
 
@@ -27,7 +29,7 @@ class MaskProof:
     family: MaskFamily
     evidence: str
     bias: BiasFamily | None = None
-    max_tokens: int | None = None  # a table in the mask ends here
+    max_tokens: int | None = None  # a table in the mask, or of the bias, ends here
 
 
 def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
@@ -44,7 +46,7 @@ def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
             raise
         # A number that was scaled down may be the length of a table.
         limit = _table_limit(probe)
-        return replace(_prove(probe, limit), max_tokens=limit)
+        return _prove(probe, limit)
 
 
 def _table_limit(probe: MaskProbe) -> int:
@@ -84,9 +86,11 @@ def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
     _explain_numbers(probe, family, direct)
     _check(probe, found, family, direct.visible)
     bias = None if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
+    tabulated = bias.table.shape[1] if bias is not None and bias.table is not None and not _saturates(bias) else None
     count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # and the unscaled one
     adds = f" + {bias.describe()}" if bias else ""
-    return MaskProof(family, f"mask evaluated on {count} probes = {family.describe()}{adds}; {len(probe.nodes)} nodes", bias)
+    evidence = f"mask evaluated on {count} probes = {family.describe()}{adds}; {len(probe.nodes)} nodes"
+    return MaskProof(family, evidence, bias, min(filter(None, (tabulated, probe.table_length)), default=None))
 
 
 def _match_lengths(probe: MaskProbe) -> tuple[int, ...]:
@@ -164,11 +168,7 @@ def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_pos
     if family is None:
         raise _unknown_bias(probe, visible, bias, "matches no known family")
     if family.table is not None and not _saturates(family):
-        length = max_positions or 0
-        if length * length * bias.shape[0] > MOST_BIAS_ELEMENTS or (length <= len(visible) and max_positions is None):
-            raise _unknown_bias(
-                probe, visible, bias, f"is {family.describe()} that goes on changing, and the model states {max_positions} positions"
-            )
+        length = min(max_positions or LONGEST_BIAS, math.isqrt(MOST_BIAS_ELEMENTS // bias.shape[0]))
         longer = probe.run((max(length, len(visible)),), None, seed=0)
         assert longer.bias is not None
         family = match_bias(longer.bias, longer.visible)

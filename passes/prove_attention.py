@@ -31,6 +31,7 @@ class AttentionProof:
     evidence: str
     declared: str
     device: torch.device
+    max_tokens: int | None
 
 
 class Prover:
@@ -63,7 +64,7 @@ class Prover:
             mask, has_mask = self._cached(probe, function.sinks), True
             mask = replace(mask, evidence=f"scores evaluated: {function.describe()}; {mask.evidence}")
         declared = check_declared(self.model, site.module, mask.family, has_mask)
-        return AttentionProof(mask.family, function, mask.bias, mask.evidence, declared, value_of(site.query).device)
+        return AttentionProof(mask.family, function, mask.bias, mask.evidence, declared, value_of(site.query).device, mask.max_tokens)
 
     def _sdpa_mask(self, site: AttentionSite, scores: SdpaScores) -> MaskProof:
         if scores.mask is None:

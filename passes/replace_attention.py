@@ -14,7 +14,8 @@ from torch import fx
 
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.passes.attention_site import AttentionSite
+from paged_attn.passes.attention_site import AttentionSite, WrittenScores
+from paged_attn.passes.graph_tools import value_of
 from paged_attn.passes.kv_heads import KVSource, as_received
 from paged_attn.passes.prove_attention import AttentionProof
 
@@ -32,7 +33,11 @@ def replace_attention(
         tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
         output = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads, spec.v_head_dim]))
         extra = _extra_operands(graph, proof, layer_id)
+        if spec.gives_lse:
+            extra["lse_out"] = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads]), {"dtype": torch.float32})
         op = graph.call_function(UNIFIED_ATTENTION, (query, keys, values, output, layer_id, spec.kv_layer == layer_id), extra)
+        if "lse_out" in extra:
+            _use_log_sum_exp(site, extra["lse_out"])
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
         result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
     for node in (query, keys, values, output, *extra.values(), op, heads_first, result):
@@ -54,6 +59,18 @@ def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> di
     if bias is not None and bias.table is not None:
         extra["bias"] = _buffer(graph, f"bias_{layer_id}", torch.from_numpy(bias.table).float(), proof)
     return extra
+
+
+def _use_log_sum_exp(site: AttentionSite, lse_out: fx.Node) -> None:
+    """lse_out [T, Hq] stands for the graph's own logsumexp [lead.., T]."""
+    assert isinstance(site.scores, WrittenScores) and site.scores.lse is not None
+    graph, old = lse_out.graph, site.scores.lse
+    value = value_of(old)
+    heads_first = graph.call_function(aten.transpose.int, (lse_out, 0, 1))
+    new = graph.call_function(aten.reshape.default, (heads_first, [*value.shape[:-1], -1]))
+    new = graph.call_function(aten.to.dtype, (new, value.dtype))
+    new.meta["example_value"] = value
+    old.replace_all_uses_with(new)
 
 
 def _buffer(graph: fx.Graph, name: str, value: torch.Tensor, proof: AttentionProof) -> fx.Node:

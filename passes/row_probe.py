@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.cone import evaluate
 from paged_attn.passes.graph_tools import as_traced, value_of
-from paged_attn.passes.token_data import cone_of, shape_at, token_axis
+from paged_attn.passes.token_data import Writers, cone_of, shape_at, token_axis, writers_of
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
 
@@ -28,10 +28,21 @@ class RowProbe:
 
     Args:
         values: the real tensor (or number) behind each placeholder.
+        writers: of the graph, if they are known.
+        unwritten: where results are kept that are the same for every user, as nothing in them is changed in place.
     """
 
-    def __init__(self, form: CallForm, values: Mapping[fx.Node, Any], user: fx.Node) -> None:
+    def __init__(
+        self,
+        form: CallForm,
+        values: Mapping[fx.Node, Any],
+        user: fx.Node,
+        writers: Writers | None = None,
+        unwritten: dict[tuple[fx.Node, int], Any] | None = None,
+    ) -> None:
         self.form, self.values, self.user = form, values, user
+        self.writers = writers_of(user.graph) if writers is None else writers
+        self._unwritten = {} if unwritten is None else unwritten
         self._seen: dict[tuple[fx.Node, int], Any] = {}
 
     def at(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any] | None = None) -> Any:
@@ -43,12 +54,17 @@ class RowProbe:
         """
         if given is not None:
             return self._evaluate(node, length, given)
-        if (node, length) not in self._seen:
-            self._seen[node, length] = self._evaluate(node, length, {})
-        return self._seen[node, length]
+        key = (node, length)
+        if key in self._unwritten:
+            return self._unwritten[key]
+        if key not in self._seen:
+            self._seen[key] = self._evaluate(node, length, {})
+            if not any(other in self.writers for other in cone_of(node, self.user, writers=self.writers)):
+                self._unwritten[key] = self._seen[key]
+        return self._seen[key]
 
     def _evaluate(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any]) -> Any:
-        nodes = cone_of(node, self.user, frozenset(given))
+        nodes = cone_of(node, self.user, frozenset(given), self.writers)
         known = dict(given)
         inside = set(nodes)
         for each in nodes:

@@ -10,6 +10,7 @@ Every replacement is proved: on ragged positions it must give the rows that the 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,17 @@ from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.graph_tools import depends_on, value_of, writes_in_place, written_values
 from paged_attn.passes.row_probe import Affine, RowProbe
 from paged_attn.passes.table_rows import TableRows, table_rows
-from paged_attn.passes.token_data import UNDEFINED, cone_of, indexed_tensor, name_of, read_inputs, token_axis, token_data
+from paged_attn.passes.token_data import (
+    UNDEFINED,
+    Writers,
+    cone_of,
+    indexed_tensor,
+    name_of,
+    read_inputs,
+    token_axis,
+    token_data,
+    writers_of,
+)
 
 aten = torch.ops.aten
 _ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_divide", "true_divide", "remainder", "mod", "rsub", "iadd",
@@ -36,9 +47,10 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[f
         UnsupportedError: a value whose rows differ and that is no function of positions, named by its module.
     """
     data = token_data(graph, form)
+    shared = _Shared(form, values, positions, writers_of(graph))
     replaced: dict[tuple[fx.Node, ...], fx.Node] = {}
     harmless: set[tuple[fx.Node, ...]] = set()
-    _check_written(graph, form, values, data)
+    _check_written(graph, shared, data)
     _check_scaled(data, form)
     for user in list(graph.nodes):
         if user not in data and user.op != "output":
@@ -46,11 +58,11 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[f
         for value in read_inputs(user):
             if value in data or not isinstance(value_of(value), Tensor) or value.op == "placeholder" or picks_rows(user, value, form):
                 continue
-            cone = (value, *cone_of(value, user))
+            cone = (value, *cone_of(value, user, writers=shared.writers))
             if cone in harmless or not _counts_tokens(cone, form):
                 continue
             if cone not in replaced:
-                work = _Replacement(value, user, form, values, positions)
+                work = _Replacement(value, user, shared)
                 if work.is_harmless():
                     harmless.add(cone)
                     continue
@@ -82,14 +94,14 @@ def _check_scaled(data: set[fx.Node], form: CallForm) -> None:
                 raise _refusal(counts[0], f"goes into the numbers of {node.name}")
 
 
-def _check_written(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], data: set[fx.Node]) -> None:
+def _check_written(graph: fx.Graph, shared: _Shared, data: set[fx.Node]) -> None:
     """What tokens are later written into must start as something harmless."""
     writers = [node for node in graph.nodes if node in data and writes_in_place(node)]
     for writer in writers:
         for start in written_values(writer):
             made_of_none = start.op != "placeholder" and not any(source in data for source in read_inputs(start))
-            if made_of_none and name_of(start) not in UNDEFINED and not writes_in_place(start) and _counts_tokens((start,), form):
-                if not _Replacement(start, writer, form, values, None).is_harmless():
+            if made_of_none and name_of(start) not in UNDEFINED and not writes_in_place(start) and _counts_tokens((start,), shared.form):
+                if not _Replacement(start, writer, shared).is_harmless():
                     raise _refusal(start, "is written over in part by values of tokens")
 
 
@@ -113,14 +125,26 @@ def picks_rows(user: fx.Node, value: fx.Node, form: CallForm, seen: set[fx.Node]
     return all(picks_rows(other, user, form, seen) for other in user.users)
 
 
+@dataclass
+class _Shared:
+    """What all replacements in a graph share: what is known of its nodes, and what was made in front of earlier users."""
+
+    form: CallForm
+    values: dict[fx.Node, Any]
+    positions: BatchPositions
+    writers: Writers
+    results: dict[tuple[fx.Node, int], Any] = field(default_factory=dict)
+    tables: dict[fx.Node, TableRows | None] = field(default_factory=dict)
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
 class _Replacement:
     """One value [.., T, ..] as one user reads it."""
 
-    def __init__(self, value: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], positions: BatchPositions | None) -> None:
-        self.value, self.user, self.form, self.positions = value, user, form, positions
-        self.probe = RowProbe(form, values, user)
+    def __init__(self, value: fx.Node, user: fx.Node, shared: _Shared) -> None:
+        self.value, self.user, self.form, self.positions, self.shared = value, user, shared.form, shared.positions, shared
+        self.probe = RowProbe(shared.form, shared.values, user, shared.writers, shared.results)
         self.seeds: dict[fx.Node, Affine | TableRows] = {}
-        self._tables: dict[fx.Node, TableRows | None] = {}
 
     def is_harmless(self) -> bool:
         return bool(self._tried(lambda: not self._varies(self.value)))
@@ -131,7 +155,7 @@ class _Replacement:
         if node.op in ("placeholder", "get_attr") or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             return False
         # Probes see the first rows of a table only, so that what is taken off one counts as different.
-        takes_rows = any(self._seed(other) is not None for other in cone_of(node, self.user))
+        takes_rows = any(self._seed(other) is not None for other in self._cone(node))
         return takes_rows or not isinstance(value, Tensor) or not self.probe.is_constant(node)
 
     def make(self) -> fx.Node:
@@ -154,9 +178,12 @@ class _Replacement:
             raise _refusal(self.value, f"can not be evaluated alone ({type(error).__name__}: {error})") from error
 
     def _seed(self, node: fx.Node) -> TableRows | None:
-        if node not in self._tables:
-            self._tables[node] = table_rows(node, self.probe, self.form)
-        return self._tables[node]
+        if node not in self.shared.tables:
+            self.shared.tables[node] = table_rows(node, self.probe, self.form)
+        return self.shared.tables[node]
+
+    def _cone(self, node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+        return cone_of(node, self.user, stop, self.shared.writers)
 
     def _find_seeds(self, node: fx.Node, seen: set[fx.Node]) -> None:
         """The places where rows are first counted, or taken off a table: what is made from them there (a remainder, a clamp) may count
@@ -168,7 +195,7 @@ class _Replacement:
         if table is not None:
             self.seeds[node] = table
             return
-        writers = [w for w in cone_of(node, self.user) if writes_in_place(w) and node in written_values(w)]
+        writers = [w for w in self._cone(node) if writes_in_place(w) and node in written_values(w)]
         inputs = [source for source in (*read_inputs(node), *writers) if source not in seen]
         varying = [source for source in inputs if self._varies(source)]
         counted = self.probe.affine(node) if not varying and isinstance(value_of(node), Tensor) else None
@@ -179,13 +206,15 @@ class _Replacement:
 
     def _rebuild(self) -> fx.Node:
         graph = self.user.graph
-        nodes = cone_of(self.value, self.user, frozenset(self.seeds))
+        nodes = self._cone(self.value, frozenset(self.seeds))
         writers = [node for node in nodes if writes_in_place(node) and node not in self.seeds]
         if any(target.op == "placeholder" for writer in writers for target in written_values(writer)):
             raise _refusal(self.value, "changes a tensor of the model in place")
-        env: dict[fx.Node, fx.Node] = {}
+        env: dict[fx.Node, fx.Node] = {} if any(node in self.shared.writers for node in nodes) else self.shared.made
         with graph.inserting_before(self.user):
             for node in nodes:
+                if node in env:
+                    continue
                 if node in self.seeds:
                     env[node] = self._seed_rows(node, self.seeds[node])
                 elif node.op not in ("placeholder", "get_attr") and (writers or any(source in env for source in read_inputs(node))):
@@ -194,7 +223,6 @@ class _Replacement:
 
     def _seed_rows(self, node: fx.Node, seed: Affine | TableRows) -> fx.Node:
         graph = self.user.graph
-        assert self.positions is not None
         rows = self.positions.node
         step, start = seed.rows if isinstance(seed, TableRows) else seed
         for operation, number, neutral in ((aten.mul.Tensor, step, 1), (aten.add.Tensor, start, 0)):
@@ -217,7 +245,6 @@ class _Replacement:
 
     def _agrees(self, made: fx.Node, axis: int) -> bool:
         """On a row of several requests: what each token gets is what it has in a call of its own."""
-        assert self.positions is not None
         short, long = self.probe.lengths(self.value)
         device = value_of(self.value).device
         ragged = torch.cat([torch.arange(short), torch.arange(long), torch.arange(short // 2, short)]).to(device)

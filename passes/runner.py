@@ -13,7 +13,7 @@ from torch import fx, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.passes.attention_site import AttentionSite
+from paged_attn.passes.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.constants import specialise_numbers
 from paged_attn.passes.equal_heads import has_equal_heads
@@ -101,6 +101,8 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
     clock.lap("replace attention")
     remove_dead_code(copied.graph)
     result.positions_redirected, result.max_positions = use_own_positions(copied.graph, form, values)
+    limits = [result.max_positions, *(proof.max_tokens for proof in proofs)]
+    result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(copied.graph)
     copied.graph.lint()
     copied.recompile()
@@ -135,6 +137,7 @@ def _replace(
             has_sinks=proof.function.has_sinks,
             alibi_slopes=proof.bias.slopes if proof.bias else None,
             bias_index=proof.bias.index if proof.bias else None,
+            gives_lse=isinstance(site.scores, WrittenScores) and site.scores.lse is not None,
             kv_layer=owners.setdefault((key, value), layer_id),
             module=site.module,
         )

@@ -27,6 +27,7 @@ FloatArray = npt.NDArray[np.float64]
 TOKENS = 11
 EXACT, ROUNDED = 2e-5, 2e-2  # of the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
+HIDDEN = -1e30
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,14 @@ class _Region:
         given[..., index, index] = 0.0
         device = next((v.device for v in self.given.values() if isinstance(v, Tensor)), torch.device("cpu"))
         value = evaluate(self.nodes, {**self.given, self.scores.products: given.to(device)}, result)
-        return np.asarray(value.double().reshape(-1, TOKENS, value.shape[-1]).numpy(force=True))
+        value = value.double().clamp(min=HIDDEN)  # -inf would leave NaN in differences
+        return np.asarray(value.reshape(-1, TOKENS, value.shape[-1]).numpy(force=True))
 
     def fit(self, sample: Tensor) -> ScoreFunction:
         still = self.run(torch.zeros_like(sample), self.scores.scores)
         extra = still.shape[-1] - TOKENS
+        if self.scores.lse is not None and (extra or np.diagonal(still, axis1=1, axis2=2).any()):
+            raise self.refusal("the log-sum-exp of its scores is used, and its scores have a sink or are shifted row by row")
         if extra not in (0, 1):
             raise self.refusal(f"its softmax has {extra} columns besides the tokens'; known are none and one sink")
         first = self._first_column(sample) if extra else 0
@@ -186,12 +190,8 @@ def _close(expected: FloatArray, got: FloatArray, tolerance: float = EXACT) -> b
 
 
 def _rounded(number: float) -> float:
-    """A fitted number without the noise of its fit: the nearest simple one (1, 50, 0.25, 1/sqrt(n), 1/n) if it is that near."""
-    for candidate in (
-        round(number, 6),
-        1 / round(1 / number, 6),
-        math.copysign(round(1 / number**2) ** -0.5, number) if abs(number) < 1 else number,
-    ):
-        if abs(candidate - number) <= 1e-6 * abs(number):
-            return float(candidate)
-    return number
+    """A fitted number without the noise of its fit: the nearest simple one (1, 50, 0.25, 1/n, 1/sqrt(n)) if it is that near."""
+    candidates = [round(number, 6)]
+    if 1e-6 < abs(number) < 1:
+        candidates += [1 / round(1 / number, 6), math.copysign(round(1 / number**2) ** -0.5, number)]
+    return float(next((c for c in candidates if abs(c - number) <= 1e-6 * abs(number)), number))

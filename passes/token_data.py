@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.passes.call_form import CallForm
-from paged_attn.passes.graph_tools import depends_on, in_graph_order, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.graph_tools import depends_on, symbol, value_of, writes_in_place, written_values
 
 _SHAPE_OF_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "size",
                    "sym_size", "dim", "numel", "stride", "rand_like", "randn_like", "randint_like"}  # fmt: skip
@@ -57,21 +57,30 @@ def token_data(graph: fx.Graph, form: CallForm) -> set[fx.Node]:
             return found
 
 
-def cone_of(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+Writers = dict[fx.Node, list[fx.Node]]
+
+
+def writers_of(graph: fx.Graph) -> Writers:
+    """For each value that is changed in place, what changes it."""
+    writers: Writers = {}
+    for node in graph.nodes:
+        for value in written_values(node) if writes_in_place(node) else ():
+            writers.setdefault(value, []).append(node)
+    return writers
+
+
+def cone_of(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:
     """Like `cone.ancestors`, but without what only lends its shape (such tensors are to be given) and what wrote the nodes in `stop`."""
-    order = {other: index for index, other in enumerate(node.graph.nodes)}
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for other in node.graph.nodes:
-        for value in written_values(other) if order[other] < order[user] and writes_in_place(other) else ():
-            writers.setdefault(value, []).append(other)
+    writers = writers_of(node.graph) if writers is None else writers
     found, pending = {node}, [node]
     while pending:
         current = pending.pop()
-        for other in () if current in stop else (*read_inputs(current), *writers.get(current, ())):
+        changes = [writer for writer in writers.get(current, ()) if writer < user]
+        for other in () if current in stop else (*read_inputs(current), *changes):
             if other not in found:
                 found.add(other)
                 pending.append(other)
-    return in_graph_order(node.graph, found)
+    return sorted(found)
 
 
 def indexed_tensor(node: fx.Node, index: fx.Node) -> fx.Node | None:

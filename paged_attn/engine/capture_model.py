@@ -16,6 +16,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.call_signature import plain_inputs, takes
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.dynamo_backend import unwrapped_refusals
+from paged_attn.engine.plain_buffers import plain_buffers
 from paged_attn.evaluating import evaluating
 from paged_attn.hf_configs import attention_implementation
 from paged_attn.options import CompileOptions
@@ -62,7 +63,13 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
     """
     length = TRACE_TOKENS
     while True:
-        compiled, args = _capture(model, options, length, positions)
+        try:
+            compiled, args = _capture(model, options, length, positions)
+        except UnsupportedError as refusal:
+            if length == TRACE_TOKENS:
+                raise
+            logger.info("%s can only be captured for up to %d positions: %s", type(model).__name__, length - 2, refusal)
+            return _capture(model, options, TRACE_TOKENS, positions, limited=True)
         bound = compiled.rewrite.form.max_tokens
         if compiled.split is not None or bound is None or bound >= LONGEST_TRACE:
             return compiled, args
@@ -116,7 +123,7 @@ def _capture(
     # What other models in this process looked like must not make this one's numbers symbolic.
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
     try:
-        with evaluating(model), settings, unwrapped_refusals():
+        with evaluating(model), plain_buffers(model), settings, unwrapped_refusals():
             torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
     except _Captured:
         return captured[0]

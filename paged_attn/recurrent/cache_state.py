@@ -16,6 +16,7 @@ from torch import Tensor, nn
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
 Tree = dict[Step, Any]
+Snapshot = dict[Path, tuple[Any, int]]
 _LENGTH: Step = ("length", None)
 
 
@@ -48,12 +49,12 @@ def children_of(value: Any) -> list[tuple[Step, Any]] | None:
     return [(("attribute", name), child) for name, child in vars(value).items()]
 
 
-def snapshot(root: Any) -> dict[Path, tuple[Any, int]]:
+def snapshot(root: Any) -> Snapshot:
     """Leaves with their versions: comparing two snapshots shows what was replaced or written in place."""
     return {path: (value, value._version if isinstance(value, Tensor) else 0) for path, value in leaves_of(root).items()}
 
 
-def changed_paths(before: dict[Path, tuple[Any, int]], after: dict[Path, tuple[Any, int]]) -> set[Path]:
+def changed_paths(before: Snapshot, after: Snapshot) -> set[Path]:
     """Paths that are new, or whose value or version differs."""
     return {path for path, now in after.items() if path not in before or _differs(before[path], now)}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.recurrent.cache_state import Path, changed_paths, snapshot
+from paged_attn.recurrent.cache_state import Path, Snapshot, changed_paths, snapshot
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Call:
         arguments: by parameter name, keywords of `**kwargs` among them.
         cache_name: the parameter that received the cache.
         changed: paths of the cache that differ after the call.
-        own: those of them that no submodule changed.
+        own: those of them that hold another value than its submodules left there.
     """
 
     name: str
@@ -86,7 +86,7 @@ class _Watcher:
         self.calls: list[Call] = []
         self.fresh: Any = None
         self.cache: Any = None
-        self._open: list[tuple[Call, Any, set[Path]]] = []  # call, snapshot before, paths changed by submodules
+        self._open: list[tuple[Call, Snapshot, Snapshot]] = []  # call, the cache before, what its submodules have left there
 
     def hooks_on(self, name: str, module: nn.Module) -> list[Any]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -98,17 +98,18 @@ class _Watcher:
                 self.cache = arguments[cache_name]
                 self.fresh = copy.deepcopy(self.cache)
             if arguments[cache_name] is self.cache:
-                self._open.append((Call(name, module, arguments, cache_name), snapshot(self.cache), set()))
+                self._open.append((Call(name, module, arguments, cache_name), snapshot(self.cache), {}))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not self._open or self._open[-1][0].module is not module:
                 return
             call, earlier, inner = self._open.pop()
-            call.output, call.changed = output, changed_paths(earlier, snapshot(self.cache))
-            call.own = call.changed - inner
+            now = snapshot(self.cache)
+            call.output, call.changed = output, changed_paths(earlier, now)
+            call.own = call.changed & changed_paths({**earlier, **inner}, now)
             self.calls.append(call)
             if self._open:
-                self._open[-1][2].update(call.changed)
+                self._open[-1][2].update({path: now[path] for path in call.changed})
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after, with_kwargs=True)]
 

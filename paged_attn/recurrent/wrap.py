@@ -58,7 +58,7 @@ def _emitter(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
         parts = [output] if len(ats) == 1 else output.split(widths, -1)
         result: list[Tensor | None] = [None] * length
         for at, part, shape in zip(ats, parts, shapes, strict=True):
-            result[at] = part.view(1, tokens, *shape)
+            result[at or 0] = part.view(1, tokens, *shape)
         return tuple(result)
 
     return forward

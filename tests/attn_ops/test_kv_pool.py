@@ -81,7 +81,6 @@ def test_starts_as_zeros():
     [
         ({"num_pages": 1}, "num_pages=1"),
         ({"page_size": 0}, "page_size=0"),
-        ({"layers": []}, "0 layers"),
     ],
 )
 def test_refusals(changes, got):

@@ -25,8 +25,6 @@ REQUESTS = {
 def context(name: str) -> ForwardContext:
     pool = KVPool([replace(spec_of("plain"), kv_layer=0)], 6, 4, torch.float32)
     return ForwardContext(Batch.build(REQUESTS[name][0], 4), pool, TorchNativeBackend())
-        Batch.build(REQUESTS[name][0], 4), KVPool([replace(spec_of("plain"), kv_layer=0)], 6, 4, torch.float32), TorchNativeBackend()
-    )
 
 
 def test_schema_mutates_its_output_and_the_op_splits_graphs() -> None:

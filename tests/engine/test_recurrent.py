@@ -76,6 +76,13 @@ def test_fewer_slots_than_requests() -> None:
     assert sorted(set(freed)) == [1, 2] and len(freed) == len(PROMPTS)
 
 
+def test_requests_wait_for_a_slot_where_memory_holds_fewer_than_max_requests() -> None:
+    each = sum(layer.spec.nbytes for layer in make_engine(recurrent(HYBRID)).runner.recurrent)
+    llm = make_llm(recurrent(HYBRID), kv_memory_gib=6 * each / 2**30, max_batch_tokens=16)
+    assert llm.engine.states is not None and llm.engine.states.num_slots == 3 < llm.engine.config.max_requests
+    assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(HYBRID)
+
+
 def test_a_cancelled_requests_slot_serves_the_next_one() -> None:
     engine = make_engine(recurrent(HYBRID), max_requests=1, max_batch_tokens=8)
     freed = poison_freed_slots(engine)

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import paged_attn
 from paged_attn import LLM, Batch, BatchRequest, KVPool, UnsupportedError
+from paged_attn.recurrent.watch import watch
 from tests.engine.models import make_llm
 from tests.recurrent_models import recurrent
 from tests.tiny_models import COMMON
@@ -58,7 +59,9 @@ def test_state_that_is_kept_otherwise_is_named(name: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    watched = watch(model, {"input_ids": torch.arange(2, 9)[None], "use_cache": True})
+    assert bool(watched.attributes) == ("attribute" in where)
+    for path, module in model.named_modules():
+        assert vars(module).keys() == before[path].keys() and all(vars(module)[key] is value for key, value in before[path].items()), path
     with pytest.raises(UnsupportedError, match=f"keeps recurrent state in {where}; known are states in the cache of transformers"):
         LLM(model, num_pages=20)
-    for path, module in model.named_modules():
-        assert all(vars(module)[key] is value for key, value in before[path].items()), path

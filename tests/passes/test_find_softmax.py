@@ -1,0 +1,131 @@
+"""Attention that is written out as a softmax: found and proved in many spellings, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from tests.passes.graphs import Toy, assert_ragged_equals_alone, rewrite_of
+from tests.passes.written_out import SCALE, SPELLINGS, WithPositions, mask, plain, visible
+
+
+def toy(attend: Callable[..., Tensor], kv_heads: int = 4) -> Toy:
+    return Toy(WithPositions(attend), kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_runs_ragged(name: str) -> None:
+    attend, kv_heads, says = SPELLINGS[name]
+    result = assert_ragged_equals_alone(toy(attend, kv_heads))
+    (spec,) = result.specs
+    assert (spec.num_q_heads, spec.num_kv_heads, spec.causal) == (4, kv_heads, True)
+    for field, value in says.items():
+        assert getattr(spec, field) == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), field
+
+
+def test_one_head_at_a_time_is_as_many_layers() -> None:
+    from tests.passes.written_out import head_by_head
+
+    result = assert_ragged_equals_alone(toy(head_by_head))
+    assert [(spec.num_q_heads, spec.num_kv_heads) for spec in result.specs] == [(1, 1)] * 4
+
+
+def test_values_of_another_width() -> None:
+    result = assert_ragged_equals_alone(Toy(WithPositions(plain), kv_heads=4, v_dim=6))
+    assert (result.specs[0].qk_head_dim, result.specs[0].v_head_dim) == (8, 6)
+
+
+def test_attention_of_both_kinds_in_graph_order() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+        second = plain(first, k, v)
+        return F.scaled_dot_product_attention(second, k, v, is_causal=True, scale=0.25)
+
+    result = assert_ragged_equals_alone(toy(attend))
+    assert [layer.found_by for layer in result.layers] == ["F.sdpa", "softmax", "F.sdpa"]
+    assert [spec.kv_layer for spec in result.specs] == [0, 1, 0]  # the second transposes its keys
+
+
+def test_nothing_of_the_scores_is_left() -> None:
+    result = rewrite_of(toy(plain))
+    assert result.gm is not None
+    assert not [node for node in result.gm.graph.nodes if "softmax" in node.name or "stand_in" in node.name]
+
+
+def test_sinks_are_the_models_own_parameter_and_follow_it() -> None:
+    attend, kv_heads, _ = SPELLINGS["sinks"]
+    result = rewrite_of(toy(attend, kv_heads))
+    assert result.gm is not None and not dict(result.gm.named_buffers())
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) * SCALE + mask(q)
+
+
+def temperature_by_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows = torch.arange(q.shape[-2])[:, None] + 1.0
+    return F.softmax(q @ k.transpose(-1, -2) * torch.log(rows + 1.0) + mask(q), -1) @ v
+
+
+def bias_of_both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    index = torch.arange(q.shape[-2])
+    return F.softmax(scores(q, k) + torch.sin(index[:, None] * index * 0.1), -1) @ v
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "two products": (lambda q, k, v: F.softmax(scores(q, k) + k @ q.transpose(-1, -2), -1) @ v, "the sum of 2 products"),
+    "no product": (lambda q, k, v: F.softmax((q[..., :1] + k[..., :1].transpose(-1, -2)) + mask(q), -1) @ v, "no matrix product"),
+    "over queries": (lambda q, k, v: F.softmax(scores(q, k).transpose(-1, -2), -2).transpose(-1, -2) @ v, "over dim -2"),
+    "weights squared": (lambda q, k, v: F.softmax(scores(q, k), -1).square() @ v, "something is done to them"),
+    "weights masked": (lambda q, k, v: (F.softmax(scores(q, k), -1) * visible(q).triu(-3)) @ v, "something is done to them"),
+    "weights used twice": (lambda q, k, v: (p := F.softmax(scores(q, k), -1)) @ v + p @ v.flip(-1), "in 2 places"),
+    "square of scores": (lambda q, k, v: F.softmax((q @ k.transpose(-1, -2)) ** 2 + mask(q), -1) @ v, "neither scale"),
+    "scale by row": (temperature_by_row, "neither scale"),
+    "scale by head": (
+        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) * torch.arange(1, 5).view(4, 1, 1) + mask(q), -1) @ v, "neither scale"
+    ),
+    "bias of query and key": (bias_of_both, "a bias that matches no known family"),
+    "bias by content": (
+        lambda q, k, v: F.softmax(scores(q, k) + torch.sigmoid(k.sum(-1))[:, :, None], -1) @ v, "from the tokens' hidden states"
+    ),
+    "two sinks": (lambda q, k, v: F.softmax(F.pad(scores(q, k), (0, 2)), -1)[..., :-2] @ v, "2 columns besides"),
+    "scores transposed": (lambda q, k, v: F.softmax((k @ q.transpose(-1, -2)).transpose(2, 3) + mask(q), -1) @ v, "neither scale"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    attend, why = REFUSED[name]
+    with pytest.raises(UnsupportedError, match=rf"layer at attend.*{why}"):
+        rewrite_of(toy(attend))
+
+
+class ByContent(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q) + k.sum(-1)[:, :, None])
+
+
+def test_a_mask_from_hidden_states_is_refused_for_sdpa_too() -> None:
+    with pytest.raises(UnsupportedError, match="computed from the tokens' hidden states"):
+        rewrite_of(toy(ByContent()))
+
+
+@pytest.mark.parametrize("change", [{"softcap": None}, {"scale": 0.36}, {"alibi_slopes": None}])
+def test_these_comparisons_see_what_is_dropped(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a spec that lacks the feature gives other logits."""
+    from dataclasses import replace
+
+    from paged_attn.passes import runner
+
+    names = {"softcap": "softcap", "scale": "plain", "alibi_slopes": "ALiBi by key"}
+    attend, kv_heads, _ = SPELLINGS[names[next(iter(change))]]
+    made = runner.AttentionSpec
+    monkeypatch.setattr(runner, "AttentionSpec", lambda **fields: replace(made(**fields), **change))
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_ragged_equals_alone(toy(attend, kv_heads))
