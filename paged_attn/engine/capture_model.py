@@ -16,6 +16,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.call_signature import plain_inputs, takes
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.dynamo_backend import unwrapped_refusals
+from paged_attn.engine.opaque_modules import modules_as_ops, untraceable_class
 from paged_attn.engine.plain_buffers import plain_buffers
 from paged_attn.evaluating import evaluating
 from paged_attn.hf_configs import attention_implementation
@@ -44,16 +45,35 @@ def capture_model(model: nn.Module, options: CompileOptions, positions: bool = T
     """
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     try:
-        return _capture_all_lengths(model, options, positions)
+        return _capture_with_opaque_modules(model, options, positions)
     except UnsupportedError as refusal:
         if implementation == "sdpa" or not hasattr(model, "set_attn_implementation"):
             raise
         try:
             with attention_implementation(model, "sdpa"):
                 logger.info("tracing with attn_implementation='sdpa' instead of %r", implementation)
-                return _capture_all_lengths(model, options, positions)
+                return _capture_with_opaque_modules(model, options, positions)
         except (UnsupportedError, ValueError, ImportError):
             raise refusal from None
+
+
+def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
+    """Modules whose forward branches on its data are called as one op each."""
+    opaque: list[type[nn.Module]] = []
+
+    def inputs(length: int) -> dict[str, Any]:
+        return _trace_inputs(model, length, positions)
+
+    while True:
+        try:
+            with evaluating(model), modules_as_ops(model, opaque, inputs):
+                return _capture_all_lengths(model, options, positions)
+        except UnsupportedError as refusal:
+            kind = untraceable_class(model, refusal.__cause__)
+            if kind is None or kind in opaque:
+                raise
+            logger.info("%s branches on its data: it runs as one op, between the captured pieces", kind.__name__)
+            opaque.append(kind)
 
 
 def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:

@@ -44,8 +44,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
     saved = set(model.state_dict())
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            matrix = parameter.dim() > 1 and "embed" not in name
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.25 if matrix else 0.1)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.25 if parameter.dim() > 1 else 0.3)
         for name, buffer in sorted(model.named_buffers()):
             if name in saved and buffer.is_floating_point() and ("bias" in name or "scalar" in name):  # not tables, such as decays
                 buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)

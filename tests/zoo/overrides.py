@@ -42,7 +42,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", FULL, "conv"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "mellum": {**MIXED, "rope_parameters": ROPES},
+    "minimax": {"sliding_window": None},
     "ministral": {"head_dim": 8},
+    "mllama": {"text_config": {"num_hidden_layers": 4, "cross_attention_layers": [1]}},
     "moshi": {"sliding_window": 256},  # by default as long as its positions: its calls without a cache do not apply it
     "musicgen": {"decoder": {"num_codebooks": 1}},
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},

@@ -51,6 +51,7 @@ IF_SET = _table(  # keep None, which means "derived" or "absent"
     (8, "floor_scale attention_chunk_size mamba_n_heads mamba_num_heads num_codebooks"),
     (1, "topk_group first_k_dense_replace num_dense_layers max_window_layers n_shared_experts "
        "num_shared_experts moe_num_shared_experts depth"),
+    (2.0, "attn_logit_softcapping"),
     (0.2, "initializer_range init_std initializer_factor"),
 )  # fmt: skip
 
