@@ -20,6 +20,7 @@ from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.graph_tools import call_with_value, depends_on, move_before, shape_of, symbol, token_dims, value_of
 from paged_attn.passes.mask_numbers import op_name
 from paged_attn.passes.products import Product, product_of, split_baddbmm
+from paged_attn.passes.write_out_flex import write_out_flex
 
 _SOFTMAX = {
     F.softmax,
@@ -38,6 +39,7 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     """
     if form.reason or isinstance(form.num_tokens, int):
         return []
+    write_out_flex(graph)
     softmaxes = [node for node in graph.nodes if is_softmax(node) and _over_tokens(node, form)]
     if softmaxes:
         split_baddbmm(graph)
@@ -161,8 +163,10 @@ def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
     result = output.emit_result(stand_in, before, output_labels)
     output.node.replace_all_uses_with(result)
     scores = WrittenScores(products.node, walk.scores(), softmax, output.left, output.node, lse)
+    original = output.node.meta.get("original_name", output.node.name)
+    found_by = "softmax" if original == output.node.name else "flex_attention"
     to_canonical = tuple(output_labels.index(label) for label in output.labels)
-    return AttentionSite(stand_in, query, key, value, scores, "softmax", output.node.name, to_canonical)
+    return AttentionSite(stand_in, query, key, value, scores, found_by, original, to_canonical)
 
 
 def attention_stand_in(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.bias_family import FloatArray
 from paged_attn.passes.call_form import CallForm, CallNotPaged
-from paged_attn.passes.cone import MAX_NODES, ancestors, evaluate
+from paged_attn.passes.cone import MAX_NODES, evaluate
 from paged_attn.passes.graph_tools import as_traced, value_of
 from paged_attn.passes.mask_family import BoolMatrix, draw
 from paged_attn.passes.mask_numbers import HIDES, hidden_numbers, is_size, scaled_number, scaled_numbers
@@ -53,7 +53,7 @@ class MaskProbe:
         self.mask, self.form, self.values, self.where, self.products = mask, form, values, where, products
         self.scales = SCALES
         self.first_column = 0  # of the keys among the softmax's columns: 1 after a sink
-        self.nodes, self.shapes = needed_for_values(mask, ancestors(mask, user, frozenset({products} if products else ())))
+        self.nodes, self.shapes = needed_for_values(mask, user, products)
         if len(self.nodes) > MAX_NODES:
             raise UnsupportedError(
                 f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"

@@ -28,7 +28,6 @@ from paged_attn.passes.token_data import (
     writers_of,
 )
 
-aten = torch.ops.aten
 _ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_divide", "true_divide", "remainder", "mod", "rsub", "iadd",
                "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "pow_", "maximum", "minimum", "clamp"}  # fmt: skip
 

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.attention_site import module_path
 from paged_attn.passes.call_form import CallForm
+from paged_attn.passes.cone import ancestors
 from paged_attn.passes.graph_tools import depends_on, symbol, value_of, writes_in_place, written_values
 from paged_attn.passes.mask_numbers import op_name
 
@@ -70,8 +71,12 @@ def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> No
             )
 
 
-def needed_for_values(result: fx.Node, nodes: list[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """Of all that `result` is made from: the nodes whose numbers it depends on, and those tensors of which only the shape matters."""
+def needed_for_values(result: fx.Node, user: fx.Node, stop: fx.Node | None) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Of all that `result` is made from before `user`: nodes whose numbers it depends on, and tensors of which only the shape matters.
+
+    `stop` is included, but not looked behind.
+    """
+    nodes = ancestors(result, user, frozenset({stop} if stop is not None else ()))
     inside = set(nodes)
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
@@ -84,6 +89,8 @@ def needed_for_values(result: fx.Node, nodes: list[fx.Node]) -> tuple[list[fx.No
         if node in inside and node not in needed:
             needed.add(node)
             pending += writers.get(node, ())
+            if node is stop:
+                continue
             pending += [n for n in node.all_input_nodes if op_name(node) not in _SHAPE_ONLY or not isinstance(value_of(n), Tensor)]
     shapes = {n for node in needed if op_name(node) in _SHAPE_ONLY for n in node.all_input_nodes if isinstance(value_of(n), Tensor)}
     return [node for node in nodes if node in needed or node in shapes], shapes - needed

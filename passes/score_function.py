@@ -75,7 +75,7 @@ def prove_score_function(site: AttentionSite, form: CallForm, values: dict[fx.No
 class _Region:
     def __init__(self, site: AttentionSite, scores: WrittenScores, form: CallForm, values: dict[fx.Node, Any]) -> None:
         self.site, self.scores = site, scores
-        self.nodes, shapes = needed_for_values(scores.weights, ancestors(scores.weights, scores.output, frozenset({scores.products})))
+        self.nodes, shapes = needed_for_values(scores.weights, scores.output, scores.products)
         self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, TOKENS) for node in shapes}
         for node in self.nodes:
             if node.op == "placeholder":
