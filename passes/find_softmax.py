@@ -100,8 +100,8 @@ class _Walk:
             raise self.refusal(
                 "no matrix product of queries and keys was found" if not found else f"its scores are the sum of {len(found)} products"
             )
-        product, labels = found[0]
-        if labels != product.labels:
+        scores, labels = found[0]
+        if labels != scores.labels:
             raise self.refusal(f"its scores are laid out as {labels}, not with queries and keys as the last two dims")
         return found[0]
 

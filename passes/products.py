@@ -47,7 +47,7 @@ class Product:
         Raises:
             ValueError: a lead dim depends on the number of tokens.
         """
-        sizes = {}
+        sizes: dict[str, Any] = {}
         for node, labels in ((self.left, self.left_labels), (self.right, self.right_labels)):
             for label, size in zip(labels, shape_of(node), strict=True):
                 if label in self.lead and (label not in sizes or sizes[label] == 1):
@@ -151,10 +151,11 @@ def _without_ellipsis(labels: str, dims: int, spare: list[str]) -> tuple[str, in
 
 def _matmul(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str] | None:
     given = [*node.args, *node.kwargs.values()]
-    if len(given) != 2 or not all(isinstance(n, fx.Node) and isinstance(value_of(n), Tensor) for n in given):
+    factors = [n for n in given if isinstance(n, fx.Node) and isinstance(value_of(n), Tensor)]
+    if len(given) != 2 or len(factors) != 2:
         return None
-    left, right = given
-    dims = [len(shape_of(n)) for n in (left, right)]
+    left, right = factors
+    dims = [len(shape_of(n)) for n in factors]
     if min(dims) < 2:
         return None
     lead = string.ascii_lowercase[: max(dims) - 2]

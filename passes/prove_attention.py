@@ -92,7 +92,7 @@ class Prover:
                 same = self._same_tensor(value) if isinstance(value, Tensor) and node is not sinks else 0
                 parts.append((self.form.roles[node], node is sinks, same))
             else:
-                args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Ref(index[n]))
+                args: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"node {index[n]}")
                 parts.append((node.op, str(node.target), repr(args)))
         return (index[probe.mask], probe.first_column, *parts)
 
@@ -104,11 +104,6 @@ class Prover:
                 return number
         self._owned.append(value)
         return len(self._owned) - 1
-
-
-@dataclass(frozen=True)
-class _Ref:
-    number: int
 
 
 def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: dict[fx.Node, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.spec import AttentionSpec
@@ -48,9 +49,9 @@ def replace_attention(
     return op, result
 
 
-def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, fx.Node]:
+def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, Argument]:
     """sinks [Hq] and bias [Hq, N], for layers that have them."""
-    extra: dict[str, fx.Node] = {}
+    extra: dict[str, Argument] = {}
     function, bias = proof.function, proof.bias
     if function.sinks is not None:
         extra["sinks"] = graph.call_function(aten.reshape.default, (function.sinks, [-1]))

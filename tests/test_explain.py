@@ -94,7 +94,7 @@ class Backwards(OneLayer):
 
 def test_a_call_that_can_not_be_paged_is_refused_with_its_reason_and_still_explained() -> None:
     compiled = torch.compile(Backwards(stripes=False), backend="paged_attn")
-    with pytest.raises(UnsupportedError, match="Backwards can not run paged batches: .* is made from the number of tokens"):
+    with pytest.raises(UnsupportedError, match=r"Backwards can not run paged batches: .* is made from the number of tokens"):
         attention_layers(compiled)
     text = explain(compiled)
     assert "nothing was rewritten" in text and "made from the number of tokens" in text and "none is needed" in text

@@ -47,7 +47,8 @@ def test_describe():
     "change",
     [
         {"num_q_heads": 8}, {"num_kv_heads": 1}, {"qk_head_dim": 16}, {"v_head_dim": 16}, {"scale": 1.0}, {"causal": False},
-        {"sliding_window": 8}, {"chunk": 8}, {"softcap": 5.0}, {"has_sinks": True}, {"alibi_slopes": (1.0,) * 4}, {"kv_layer": 3}, {"bias_index": "key"},
+        {"sliding_window": 8}, {"chunk": 8}, {"softcap": 5.0}, {"has_sinks": True}, {"alibi_slopes": (1.0,) * 4}, {"kv_layer": 3},
+        {"bias_index": "key"}, {"gives_lse": True},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip

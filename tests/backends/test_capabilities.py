@@ -153,7 +153,9 @@ def test_empty_exactly_if_every_condition_holds(pair):
     ]
     needed = {
         Feature.WINDOW: spec.sliding_window, Feature.CHUNK: spec.chunk, Feature.SOFTCAP: spec.softcap, Feature.SINKS: spec.has_sinks,
-        Feature.ALIBI: spec.alibi_slopes, Feature.POSITION_BIAS: spec.bias_index, Feature.BIDIRECTIONAL: not spec.causal, Feature.UNEQUAL_DIMS: spec.qk_head_dim - spec.v_head_dim,
+        Feature.LSE: spec.gives_lse,
+        Feature.ALIBI: spec.alibi_slopes, Feature.POSITION_BIAS: spec.bias_index, Feature.BIDIRECTIONAL: not spec.causal,
+        Feature.UNEQUAL_DIMS: spec.qk_head_dim - spec.v_head_dim,
     }  # fmt: skip
     for feature in Feature:
         conditions.append(not (needed.get(feature) or feature in problem.extra) or feature in able.features)

@@ -279,7 +279,8 @@ def test_a_step_copies_no_pool(feature):
     output = new_output(case)
     with LargestNew(large) as seen:
         plan = NATIVE.plan(case.batch, large)
-        NATIVE.forward(plan, LAYER, case.spec, case.query, case.key, case.value, output, save_kv_cache=True, sinks=case.sinks, bias=case.bias, lse_out=None)
+        operands = (case.query, case.key, case.value, output)
+        NATIVE.forward(plan, LAYER, case.spec, *operands, save_kv_cache=True, sinks=case.sinks, bias=case.bias, lse_out=None)
     assert 0 < seen.largest < large.key(LAYER).numel() // 10
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-STATE = re.compile(r"Mamba|DeltaNet|DeltaAttention|LightningAttention|RecurrentBlock|Rwkv|xLSTM|ShortConv|ShortConvolution|LinearAttention|CCA")
+STATE = re.compile(r"Mamba|DeltaNet|DeltaAttention|LightningAttention|RecurrentBlock|Rwkv|xLSTM|ShortConv|LinearAttention|CCA")
 EXPERTS = re.compile(r"Experts$|MoE|Moe.*(Block|MLP)|SparseMoe")
 
 

@@ -13,20 +13,27 @@ QWEN4: dict[str, Any] = {
     "ple_layer_ids": [2], "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2,
     "eos_token_id": 0, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2,
 }  # fmt: skip
-DOTS3: dict[str, Any] = {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 24,
-                        "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16, "head_dim": 16}
+DOTS3: dict[str, Any] = {
+    "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_q_lora_rank": 24, "swa_kv_lora_rank": 24, "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16, "head_dim": 16,
+}  # fmt: skip
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {
         "encoder_hash_byte_group_vocab": 50, "encoder_hash_byte_group_size": [3, 4], "local_attention_window_len": 8,
-        "encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64}, "global_config": {"hidden_size": 64, "head_dim": 16},
+        "encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64},
+        "global_config": {"hidden_size": 64, "head_dim": 16},
     },
     "cohere_compass_text": {**MIXED, "rope_parameters": ROPES},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note": {"text_config": DOTS3, "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32, "default": {"mlp_layer_types": ["dense"] * 3, "num_hidden_layers": 3}},
-                   "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32}},
+    "dots3_note": {
+        "text_config": DOTS3, "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+        "vision_config": {
+            "adapter_in_dim": 32, "adapter_out_dim": 32, "default": {"mlp_layer_types": ["dense"] * 3, "num_hidden_layers": 3},
+        },
+    },
     "dots3_note_text": DOTS3,
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {**SHARED_KV, "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0], "intermediate_size": [48] * 4},
@@ -56,7 +63,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},  # its cache rounds head sizes up to a multiple of 64
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"], "num_hidden_layers": 4, "attention_hidden_size": 64},
-    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8},
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16,
+               "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 

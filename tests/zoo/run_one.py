@@ -31,7 +31,7 @@ def first_sentence(words: str) -> str:
     """One line: up to the first full stop, with the next line where the first one ends in a colon, and torch.compile's cause."""
     lines = [line.strip() for line in words.strip().splitlines() if line.strip()] or [""]
     line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    sentence = re.split(r"(?<=[a-z0-9\])'\"])\. ", line)[0].strip().rstrip(".:")[:400]
+    sentence = re.split(r"(?<=[a-z0-9\])'\"])\. (?=[A-Z])", line)[0].strip().rstrip(".:")[:400]
     cause = re.search(r"^Caused by: *([^#\n]+)", words, re.MULTILINE)
     return f"{sentence} (caused by: {cause[1].strip().rstrip(':')})" if cause else sentence
 
