@@ -57,6 +57,11 @@ class AttentionSpec:
                 raise ValueError(f"{self.module or 'attention'}: {name} is {value}; allowed are None and integers >= 1")
 
     @property
+    def by_backend(self) -> bool:
+        """Whether an attention backend computes the layer."""
+        return True
+
+    @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads
@@ -80,4 +85,5 @@ class AttentionSpec:
 
     def differences(self, other: AttentionSpec) -> list[str]:
         """Names of the fields that differ, apart from `module`."""
-        return [f.name for f in fields(self) if f.name != "module" and getattr(self, f.name) != getattr(other, f.name)]
+        names = {f.name: None for spec in (self, other) for f in fields(spec) if f.compare and f.name != "module"}
+        return [name for name in names if getattr(self, name, None) != getattr(other, name, None)]

@@ -90,6 +90,6 @@ def reasons_against(capabilities: Capabilities, problems: Sequence[Problem]) -> 
     ]
     seen: dict[str, str] = {}
     for index, problem in enumerate(problems):
-        for reason in unmet(capabilities, problem):
+        for reason in unmet(capabilities, problem) if problem.spec.by_backend else ():
             seen.setdefault(reason, f"layer {index}" + (f" ({problem.spec.module})" if problem.spec.module else ""))
     return reasons + [f"{reason} [{where}]" for reason, where in seen.items()]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch._ops import OpOverload
 
+from paged_attn.attn_ops.history_op import HISTORY_ATTENTION
 from paged_attn.attn_ops.module_op import MODULE
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
 
-_split_ops: set[OpOverload] = {UNIFIED_ATTENTION, BATCH_POSITIONS, RECURRENT_LAYER, MODULE}
+_split_ops: set[OpOverload] = {UNIFIED_ATTENTION, HISTORY_ATTENTION, BATCH_POSITIONS, RECURRENT_LAYER, MODULE}
 
 
 def register_split_op(op: OpOverload) -> None:

@@ -40,8 +40,10 @@ def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: 
     """(what, proved, declared) for everything that the model states; no statement where it says nothing."""
     said: list[tuple[str, Any, Any]] = []
     window = _window(config, layer)
-    if kind == "sliding_attention" or (kind == "full_attention" and family.window is not None and family.window == window):
-        said.append(("sliding window", family.window, window))  # some models apply their window to layers that they call full
+    # A model without sliding layers may apply its window to all that it calls full.
+    no_kind_slides = "sliding_attention" not in (getattr(config, "layer_types", None) or ())
+    if kind == "sliding_attention" or (kind == "full_attention" and no_kind_slides and family.window is not None):
+        said.append(("sliding window", family.window, window))
     elif kind in ("full_attention", "chunked_attention"):
         said.append(("sliding window", family.window, None))
         said.append(

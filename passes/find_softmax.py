@@ -8,6 +8,7 @@ Declines: a softmax that is not over tokens against tokens (a router's, a poolin
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -149,6 +150,9 @@ def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
         (output.right, output.right_labels, output.inner))]  # fmt: skip
     if any(symbol(size) != form.num_tokens for size in tokens):
         raise walk.refusal(f"its queries, keys and values have lengths {tokens} in a call of {form.num_tokens} tokens")
+    part = math.prod(int(size) for size in shape_of(softmax)[:-2])
+    if part != products.num_heads:
+        raise walk.refusal(f"its softmax runs over {part} of the {products.num_heads} heads of its scores")
     lse = walk.log_sum_exp()
     # What uses the log-sum-exp may come before the weights meet the values; the op that gives both must come before that.
     before = lse or output.node

@@ -36,7 +36,8 @@ def replace_attention(
         extra = _extra_operands(graph, proof, layer_id)
         if spec.gives_lse:
             extra["lse_out"] = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads]), {"dtype": torch.float32})
-        op = graph.call_function(UNIFIED_ATTENTION, (query, keys, values, output, layer_id, spec.kv_layer == layer_id), extra)
+        arguments = (query, keys, values, output, layer_id, spec.kv_layer == layer_id)
+        op = graph.call_function(UNIFIED_ATTENTION, arguments, dict[str, Argument](extra))
         if "lse_out" in extra:
             _use_log_sum_exp(site, extra["lse_out"])
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
@@ -49,9 +50,9 @@ def replace_attention(
     return op, result
 
 
-def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, Argument]:
+def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, fx.Node]:
     """sinks [Hq] and bias [Hq, N], for layers that have them."""
-    extra: dict[str, Argument] = {}
+    extra: dict[str, fx.Node] = {}
     function, bias = proof.function, proof.bias
     if function.sinks is not None:
         extra["sinks"] = graph.call_function(aten.reshape.default, (function.sinks, [-1]))

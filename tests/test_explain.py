@@ -118,7 +118,7 @@ def test_ranges_and_groups_collapse_only_equal_layers() -> None:
 
     def report(layer_id: int, module: str, kv_layer: int) -> LayerReport:
         moved = type(spec)(**{**vars(spec), "module": module, "kv_layer": kv_layer})
-        return LayerReport(layer_id, moved, "F.sdpa", "proof", "declared", "a", "b")
+        return LayerReport(layer_id, moved, "F.sdpa", "proof", "declared", "a", (0, 1, 2, 3), "b")
 
     groups = group_layers([report(0, "h.0", 0), report(1, "h.1", 1), report(2, "x.y", 1), report(3, "h.3.z", 1), report(4, "h.4", 4)])
     assert [(g.title, g.modules) for g in groups] == [("layers 0-1, 4", "h.{0-1,4}"), ("layers 2-3", "x.y, h.3.z")]

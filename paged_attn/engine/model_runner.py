@@ -74,7 +74,7 @@ class ModelRunner:
             raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
         if acausal := [spec.module for spec in self.compiled.specs if not spec.causal]:
             raise UnsupportedError(
-                f"{acausal[0]} attends in both directions, so that a later token would change earlier ones: "
+                f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
                 "this model can not generate token by token"
             )
         self.inputs = GraphInputs(self.compiled.roles, args)

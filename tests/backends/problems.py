@@ -135,8 +135,9 @@ def make(
 
     shared = min(cached for cached, _ in lengths) // page_size if layout == "shared" else 0
     tables, num_pages = pages_for([-(-(c + n) // page_size) for c, n in lengths], layout, rng, shared)
-    neighbours = dataclasses.replace(spec, kv_layer=0), dataclasses.replace(
-        spec, kv_layer=2, num_kv_heads=1, alibi_slopes=None, bias_index=None
+    neighbours = (
+        dataclasses.replace(spec, kv_layer=0),
+        dataclasses.replace(spec, kv_layer=2, num_kv_heads=1, alibi_slopes=None, bias_index=None),
     )
     pool = KVPool([neighbours[0], spec, neighbours[1]], num_pages, page_size, dtype)
     pool.storage.fill_(NAN)

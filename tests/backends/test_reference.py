@@ -86,7 +86,6 @@ def test_equals_sdpas_own_causal_mask(layout, page_size):
         ("chunk", {"chunk": 7}),
         ("softcap", {"softcap": None}),
         ("alibi", {"alibi_slopes": None}),
-        ("bias_by_distance", {"bias_index": "key"}),
         ("bidirectional", {"causal": True}),
         ("bidirectional_chunk", {"chunk": None}),
         ("bidirectional_window", {"sliding_window": None}),
@@ -107,6 +106,14 @@ def test_sinks_move_the_output():
     case = make(LENGTHS, spec_of("sinks"), page_size=4)
     output, _ = run(case, ReferenceBackend())
     case.sinks = None
+    assert (output - run(case, ReferenceBackend())[0]).abs().max() > MUST_MOVE
+
+
+@pytest.mark.parametrize("feature", ["bias_by_distance", "bias_by_key", "windowed_bias"])
+def test_biases_move_the_output(feature):
+    case = make(LENGTHS, spec_of(feature), page_size=4)
+    output, _ = run(case, ReferenceBackend())
+    case.bias = None
     assert (output - run(case, ReferenceBackend())[0]).abs().max() > MUST_MOVE
 
 

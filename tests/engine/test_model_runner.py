@@ -249,24 +249,27 @@ def test_engines_of_two_models_do_not_mix() -> None:
     assert [list(t) for t in zip(*tokens, strict=True)] == [oracle(prompt, 6), oracle(prompt, 6, tiny("gemma3_text"))]
 
 
-def test_a_model_loaded_with_eager_attention_is_traced_with_sdpa_and_left_eager() -> None:
+def test_a_model_loaded_with_eager_attention_is_traced_as_it_is_and_left_eager() -> None:
     model = build("qwen3")
     model.set_attn_implementation("eager")
     prompts = [[5, 6, 7], list(range(2, 19))]
     with LLM(model, num_pages=32) as llm:
         assert model.config._attn_implementation == "eager"
+        assert {layer.found_by for layer in llm.engine.runner.compiled.rewrite.layers} == {"softmax"}
         got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=5))]
     assert got == [oracle(p, 5, model) for p in prompts]
 
 
-def test_a_model_whose_sdpa_would_drop_its_softcap_is_refused_and_left_eager() -> None:
+def test_a_model_whose_sdpa_would_drop_its_softcap_keeps_it() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=2.0, attn_implementation="eager")
     model = AutoModelForCausalLM.from_config(config).eval()
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(UnsupportedError, match=r"written out as a softmax|self-check failed"):
-        LLM(model)
-    assert model.config._attn_implementation == "eager"
+    prompts = [[5, 6, 7], list(range(2, 19))]
+    with LLM(model, num_pages=32) as llm:
+        assert [spec.softcap for spec in llm.engine.runner.compiled.specs] == [2.0] * 3
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=5))]
+    assert got == [oracle(p, 5, model) for p in prompts]
 
 
 def test_a_module_with_a_transformers_config_of_its_own_is_refused_for_its_own_reason() -> None:
@@ -281,5 +284,5 @@ def test_a_module_with_a_transformers_config_of_its_own_is_refused_for_its_own_r
             x = self.embed(input_ids) + position_ids[..., None]
             return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
-    with pytest.raises(UnsupportedError, match="written out as a softmax"):
+    with pytest.raises(UnsupportedError, match="the model attends in both directions"):
         LLM(Own())

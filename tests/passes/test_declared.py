@@ -38,6 +38,7 @@ TYPES = {"layer_types": ["full_attention", "sliding_attention", "chunked_attenti
         (TYPES, {"layer_idx": 1, "sliding_window": 5}, MaskFamily(True, window=5)),
         ({"sliding_window": 8}, {}, WINDOW), ({"sliding_window": None}, {}, CAUSAL), ({}, {"sliding_window": 8}, WINDOW),
         ({"sliding_window": 8, "use_sliding_window": False}, {}, CAUSAL), ({"sliding_window": 8, "use_sliding_window": True}, {}, WINDOW),
+        ({"layer_types": ["full_attention", "linear_attention"], "sliding_window": 8}, {"layer_idx": 0}, WINDOW),
         ({}, {"is_causal": True}, CAUSAL), ({}, {"is_causal": False}, MaskFamily(False)),
     ],
 )  # fmt: skip
@@ -49,6 +50,7 @@ def test_agreement(config: dict[str, Any], layer: dict[str, Any], family: MaskFa
     ("config", "layer", "family", "words"),
     [
         (TYPES, {"layer_idx": 0}, WINDOW, r"sliding window 8, but the model declares sliding window None \(layer type full_attention\)"),
+        ({"layer_types": ["full_attention"], "sliding_window": None}, {"layer_idx": 0}, WINDOW, "declares sliding window None"),
         (TYPES, {"layer_idx": 0}, CHUNK, r"chunk 8, but the model declares chunk None"),
         (TYPES, {"layer_idx": 1}, CAUSAL, r"sliding window None, but the model declares sliding window 8 \(layer type sliding_attention\)"),
         (TYPES, {"layer_idx": 1}, MaskFamily(True, window=9), "sliding window 9, but the model declares sliding window 8"),

@@ -1,4 +1,4 @@
-"""Softmax attention that no finder takes is an error that names the module; a router's softmax is none."""
+"""Attention of every kind is found in graph order; what is of no known form is an error that names it; a router's softmax is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
     "method": lambda s: s.softmax(-1),
     "float32": lambda s: F.softmax(s, dim=-1, dtype=torch.float32).to(s.dtype),
     "with a sink": lambda s: F.softmax(F.pad(s, (1, 0)), dim=-1)[..., 1:],
-    "one head, 2-D": lambda s: torch.stack([F.softmax(s[0, h], dim=-1) for h in range(4)])[None],
 }
 
 
@@ -45,18 +44,26 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_written_out_attention_is_named(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"written out as a softmax.* in attend\.layers\.0: .*attn_implementation='sdpa'"):
-        rewrite_of(Toy(Layers(WrittenOut(SOFTMAXES[name])), kv_heads=4))
+def test_written_out_attention_is_found_after_sdpa(name: str) -> None:
+    result = rewrite_of(Toy(Layers(WrittenOut(SOFTMAXES[name])), kv_heads=4))
+    assert [(layer.found_by, layer.spec.module) for layer in result.layers] == [("F.sdpa", "attend"), ("softmax", "attend.layers.0")]
 
 
-def test_flex_attention_is_named() -> None:
+def test_a_softmax_over_a_part_of_the_heads_is_named() -> None:
+    def softmax(s: Tensor) -> Tensor:
+        return torch.stack([F.softmax(s[0, h], dim=-1) for h in range(4)])[None]
+
+    with pytest.raises(UnsupportedError, match=r"attend\.layers\.0: .* runs over 1 of the 4 heads.*attn_implementation='sdpa'"):
+        rewrite_of(Toy(Layers(WrittenOut(softmax)), kv_heads=4))
+
+
+def test_flex_attention_is_found() -> None:
     class Flex(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return flex_attention(q, k, v)
+            return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, float("-inf")))
 
-    with pytest.raises(UnsupportedError, match=r"attend\.layers\.0"):
-        rewrite_of(Toy(Layers(Flex()), kv_heads=4))
+    result = rewrite_of(Toy(Layers(Flex()), kv_heads=4))
+    assert [layer.found_by for layer in result.layers] == ["F.sdpa", "flex_attention"]
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -30,8 +30,8 @@ NEVER = {"bos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 1, "sep
 )
 IF_SET = _table(  # keep None, which means "derived" or "absent"
     (HIDDEN, "hidden_size d_model n_embd emb_dim embedding_size embedding_dim word_embed_proj_dim input_embedding_size "
-            "output_embedding_size attention_hidden_size lru_width backbone_hidden_size pronunciation_embed_dim shape_embed_dim cross_attention_hidden_size dim "
-            "dim_model_base"),
+             "output_embedding_size attention_hidden_size lru_width backbone_hidden_size pronunciation_embed_dim shape_embed_dim "
+             "cross_attention_hidden_size dim dim_model_base"),
     (MLP, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff n_inner dim_ff ffn_hidden_size dense_intermediate_size d_inner "
          "feed_forward_size intermediate_size_mlp prefix_dense_intermediate_size"),
     (EXPERT_MLP, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size "
@@ -41,9 +41,9 @@ IF_SET = _table(  # keep None, which means "derived" or "absent"
            "swa_num_attention_heads num_decoder_attention_heads num_encoder_attention_heads linear_num_heads linear_num_value_heads "
            "heads_per_ngram"),
     (HEAD_DIM, "head_dim swa_head_dim kv_channels dim_head d_head attention_head_size attention_head_dim linear_head_dim "
-              "linear_key_head_dim linear_value_head_dim index_head_dim qk_rope_head_dim d_rel mamba_d_state state_size ssm_state_size mamba_d_head "
-              "mamba_head_dim hidden_size_per_layer_input laurel_rank ple_embed_dim rotary_dim query_pre_attn_scalar gated_norm_rank hc_lowrank "
-              "router_hidden_size time_step_rank mamba_dt_rank o_lora_rank moe_latent_size adapter_rank"),
+               "linear_key_head_dim linear_value_head_dim index_head_dim qk_rope_head_dim d_rel mamba_d_state state_size ssm_state_size "
+               "mamba_d_head mamba_head_dim hidden_size_per_layer_input laurel_rank ple_embed_dim rotary_dim query_pre_attn_scalar "
+               "gated_norm_rank hc_lowrank router_hidden_size time_step_rank mamba_dt_rank o_lora_rank moe_latent_size adapter_rank"),
     (16, "index_n_heads kv_lora_rank qk_nope_head_dim v_head_dim chunk_size mamba_chunk_size block_size local_attention n_mel_channels"),
     (24, "q_lora_rank"),
     (256, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length max_target_positions max_source_positions context_length "
