@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import MIN_ROWS
 from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.history_spec import HistorySpec
@@ -47,8 +46,7 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
     starts = itertools.accumulate(context.batch.query_lens_host, initial=0)
     for request, (start, new) in enumerate(zip(starts, context.batch.query_lens_host, strict=False)):
         length = context.batch.seq_lens_host[request]
-        # At least two tokens, as in every traced call; the last one is there twice then, and changes no row before it.
-        count = max(length, MIN_ROWS)
+        count = max(length, spec.min_tokens)  # copies of the last token come after it, which change no row before them
         result = spec.program(count, _history(context, spec, layer_id, request, count), owned)
         output[start : start + new] = result[length - new : length]
     output[context.batch.num_tokens :].zero_()

@@ -72,11 +72,13 @@ class HistorySpec(AttentionSpec):
 
     Attributes:
         rows: the program's inputs per token, in the order in which their elements lie in K.
+        min_tokens: that the program runs on: what was traced does not hold for fewer.
         computes: equal for programs that compute the same from operands of the same kinds.
         program: (number of tokens, the rows' tensors, the operands) -> [tokens, heads, v_dim].
     """
 
     rows: tuple[RowInput, ...]
+    min_tokens: int
     computes: str = field(repr=False)
     program: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor] = field(compare=False, repr=False)
 

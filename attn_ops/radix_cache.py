@@ -9,8 +9,8 @@ Lock a match before anything that may evict: until then its pages can be freed u
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 from paged_attn.attn_ops.eviction import DEFAULT_POLICY, EvictionPolicy, EvictionQueue
 from paged_attn.attn_ops.page_allocator import PageAllocator
@@ -49,9 +49,15 @@ class RadixCache:
     Args:
         allocator: owns the pages; evicted ones are returned to it. Gives the page size.
         policy: which unlocked leaf to evict first.
+        on_payload_removed: told of each payload that leaves the tree: detached, replaced, or gone with its node.
     """
 
-    def __init__(self, allocator: PageAllocator, policy: EvictionPolicy = DEFAULT_POLICY) -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        policy: EvictionPolicy = DEFAULT_POLICY,
+        on_payload_removed: Callable[[Any], None] | None = None,
+    ) -> None:
         self.page_size = allocator.page_size
         self._allocator = allocator
         self._queue = EvictionQueue(policy)
@@ -59,11 +65,18 @@ class RadixCache:
         self._owned: set[int] = set()
         self._evictable = 0
         self._tick = 0
+        self._num_payloads = 0
+        self._on_payload_removed = on_payload_removed
 
     @property
     def num_pages(self) -> int:
         """Pages that the tree owns."""
         return len(self._owned)
+
+    @property
+    def num_payloads(self) -> int:
+        """Nodes that carry a payload."""
+        return self._num_payloads
 
     @property
     def evictable_pages(self) -> int:
@@ -154,6 +167,34 @@ class RadixCache:
         node.own_locks -= 1
         self._add_locks(node, -1)
 
+    def attach(self, node: RadixNode, payload: Any) -> None:
+        """Lets `node` carry something besides its pages, in place of what it carried.
+
+        Raises:
+            ValueError: no prefix ends at the node (the root, or evicted), or the payload is None.
+        """
+        if node.parent is None or payload is None:
+            raise ValueError(f"cannot attach {payload!r} to {node}; match or insert at least a page, and give a payload other than None")
+        self.detach(node)
+        node.payload = payload
+        self._num_payloads += 1
+
+    def detach(self, node: RadixNode) -> None:
+        """Takes the payload off `node`, if it has one."""
+        payload, node.payload = node.payload, None
+        if payload is not None:
+            self._num_payloads -= 1
+            if self._on_payload_removed is not None:
+                self._on_payload_removed(payload)
+
+    def cut_to_payload(self, match: Match) -> Match:
+        """The longest part of a match that ends at a node with a payload; without one the empty match."""
+        node, count = match.node, len(match.pages)
+        while node.payload is None and node.parent is not None:
+            count -= len(node.pages)
+            node = node.parent
+        return Match(match.pages[:count], count * self.page_size, node)
+
     def evict(self, num_pages: int) -> int:
         """Frees `num_pages` unlocked pages into the allocator, from the ends of the lowest-ranked leaves.
 
@@ -166,15 +207,19 @@ class RadixCache:
         if num_pages < 0:
             raise ValueError(f"asked to evict {num_pages} pages, but the count must be 0 or more")
         freed: list[int] = []
+        removed: list[RadixNode] = []
         while len(freed) < num_pages and (node := self._queue.pop()) is not None:
             surplus = len(freed) + len(node.pages) - num_pages
             if surplus > 0:
                 node.split(surplus, self.page_size)
             freed.extend(node.pages)
             self._remove(node)
+            removed.append(node)
         self._evictable -= len(freed)
         self._owned.difference_update(freed)
         self._allocator.free(freed)
+        for node in removed:
+            self.detach(node)
         return len(freed)
 
     def clear(self) -> int:
@@ -187,9 +232,10 @@ class RadixCache:
         Raises:
             AssertionError: the tree, its counters or the allocator disagree.
         """
-        pages, unlocked = check_tree(self._roots, self._queue, self._allocator)
+        pages, unlocked, payloads = check_tree(self._roots, self._queue, self._allocator)
         assert pages == self._owned, f"the tree holds pages {sorted(pages)}, but owns {sorted(self._owned)}"
         assert unlocked == self._evictable, f"{unlocked} pages are unlocked, but {self._evictable} are counted"
+        assert payloads == self._num_payloads, f"{payloads} nodes have payloads, but {self._num_payloads} are counted"
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
         # The elements of a tensor hash by identity: they would never match, without a word.

@@ -9,17 +9,18 @@ from paged_attn.attn_ops.page_allocator import PageAllocator
 from paged_attn.attn_ops.radix_node import RadixNode
 
 
-def check_tree(roots: Mapping[Hashable, RadixNode], queue: EvictionQueue, allocator: PageAllocator) -> tuple[set[int], int]:
-    """Asserts the structure below `roots`; returns the pages in the tree and how many of them are unlocked.
+def check_tree(roots: Mapping[Hashable, RadixNode], queue: EvictionQueue, allocator: PageAllocator) -> tuple[set[int], int, int]:
+    """Asserts the structure below `roots`; returns the pages in the tree, how many of them are unlocked, and how many nodes have payloads.
 
     Raises:
         AssertionError: an invariant is broken; the message names the node.
     """
     pages: set[int] = set()
-    unlocked = candidates = 0
+    unlocked = candidates = payloads = 0
     for namespace, root in roots.items():
         assert root.is_root and root.parent is None and not root.pages, f"{root} is no root"
         assert root.children, f"{root} is empty and should have been dropped"
+        assert root.payload is None, f"{root} has a payload, but no prefix ends there"
         stack = [root]
         while stack:
             node = stack.pop()
@@ -29,6 +30,7 @@ def check_tree(roots: Mapping[Hashable, RadixNode], queue: EvictionQueue, alloca
             assert node.lock_count == node.own_locks + below, f"{node}: {node.own_locks} own locks, {below} below"
             assert (node in queue) == node.is_evictable, f"{node} is queued for eviction or evictable, but not both"
             candidates += node.is_evictable
+            payloads += node.payload is not None
             unlocked += len(node.pages) if node.lock_count == 0 else 0
             for key, child in node.children.items():
                 _check_edge(node, key, child, allocator)
@@ -36,7 +38,7 @@ def check_tree(roots: Mapping[Hashable, RadixNode], queue: EvictionQueue, alloca
                 pages.update(child.pages)
                 stack.append(child)
     assert len(queue) == candidates, f"{len(queue)} nodes queued for eviction, {candidates} evictable"
-    return pages, unlocked
+    return pages, unlocked, payloads
 
 
 def _check_edge(parent: RadixNode, key: tuple[int, ...], child: RadixNode, allocator: PageAllocator) -> None:

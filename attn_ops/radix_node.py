@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 
 class RadixNode:
@@ -17,9 +18,10 @@ class RadixNode:
         own_locks: locks taken on this very node.
         lock_count: locks on this node and on everything below it; 0 means that it may be evicted.
         last_access: the tick of the last match or insert that went through the node; larger is more recent.
+        payload: what a user attached to the prefix that ends here, or None. A split leaves it with the lower half, which ends here.
     """
 
-    __slots__ = ("children", "last_access", "lock_count", "namespace", "own_locks", "pages", "parent", "tokens")
+    __slots__ = ("children", "last_access", "lock_count", "namespace", "own_locks", "pages", "parent", "payload", "tokens")
 
     def __init__(self, namespace: Hashable, tokens: list[int], pages: list[int], parent: RadixNode | None, last_access: int = 0) -> None:
         self.namespace = namespace
@@ -30,6 +32,7 @@ class RadixNode:
         self.own_locks = 0
         self.lock_count = 0
         self.last_access = last_access
+        self.payload: Any = None
 
     def __repr__(self) -> str:
         state = "root" if self.is_root else "evicted" if self.is_evicted else f"lock_count={self.lock_count}"

@@ -85,14 +85,14 @@ class StatePool:
 
 
 class SlotAllocator:
-    """Hands out slots 1 to `num_slots - 1`, lowest first.
+    """Hands out slots `first` to `num_slots - 1`, lowest first.
 
     Raises:
         ValueError: none is free, or one is freed that nobody holds.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self._free = list(range(num_slots - 1, 0, -1))
+    def __init__(self, num_slots: int, first: int = 1) -> None:
+        self._free = list(range(num_slots - 1, first - 1, -1))
         self._held: set[int] = set()
 
     @property

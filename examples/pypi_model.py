@@ -15,7 +15,7 @@ from paged_attn import LLM, Batch, BatchRequest, KVPool, SamplingParams, attenti
 VOCAB, NEW_TOKENS = 96, 12
 ROTARY = {"rotary_pos_emb": True, "rotary_emb_dim": 32}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "rotary, grouped queries, SwiGLU": {**ROTARY, "attn_kv_heads": 2, "use_rmsnorm": True, "ff_glu": True, "ff_swish": True},
+    "rotary, one KV head, SwiGLU": {**ROTARY, "attn_one_kv_head": True, "use_rmsnorm": True, "ff_glu": True, "ff_swish": True},
     "learned sinks, soft clamp": {"attn_head_learned_sink": True, "attn_softclamp_logits": True, "attn_logit_softclamp_value": 2.0},
     "flash, query and key norms": {**ROTARY, "attn_flash": True, "attn_qk_norm": True},
 }

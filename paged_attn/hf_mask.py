@@ -44,8 +44,18 @@ def prove_mask_function(function: MaskFunction, where: str) -> MaskFamily:
     and on random pairs over 262,144 positions.
 
     Raises:
-        UnsupportedError: it is no known family; the message draws its first rows.
+        UnsupportedError: it is no known family (the message draws its first rows), or it reads a table of the call that it was made for.
     """
+    try:
+        return _proved(function, where)
+    except IndexError as error:
+        raise UnsupportedError(
+            f"{where} can not be proved: its mask function reads a table of the call's own tokens ({error}), such as which of them are "
+            "of one image; use torch.compile(model, backend='paged_attn'), which proves the mask that reaches each layer"
+        ) from error
+
+
+def _proved(function: MaskFunction, where: str) -> MaskFamily:
 
     def visible(query: Tensor, key: Tensor) -> Tensor:
         zero = torch.zeros(1, dtype=torch.int64)

@@ -6,8 +6,10 @@ layer's spec is proved on entry, the patched model is compared with the original
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -32,13 +34,14 @@ NAME = "paged_attn"
 _SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
            "output_router_logits", "position_embeddings", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
 _patched: weakref.WeakKeyDictionary[nn.Module, tuple[Patched, int]] = weakref.WeakKeyDictionary()
+_implementations: dict[int, str] = {}  # by the id of a patched model's config: what it had before
 _recording = threading.local()
 
 
 class Patched:
     """`with patch(model) as patched:` - `patched.layers` are the specs for a KVPool; the model runs paged under a forward context.
 
-    Outside a forward context the patched model computes what it did before with SDPA attention.
+    Outside a forward context the patched model computes what it did before, with the attention implementation that it had.
     """
 
     def __init__(self, model: nn.Module, self_check: bool = True) -> None:
@@ -54,6 +57,7 @@ class Patched:
         with ExitStack() as undo:
             undo.callback(self._forget)
             original = self._run_alone() if self.self_check else None
+            undo.callback(_forget_implementations, self._remember_implementations())
             undo.enter_context(attention_implementation(self.model, NAME))
             self._check_switched()
             self._record_layers()
@@ -64,6 +68,11 @@ class Patched:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._undo.close()
+
+    def _remember_implementations(self) -> list[int]:
+        before = {id(config): config._attn_implementation for config in attention_configs(self.model)}
+        _implementations.update(before)
+        return list(before)
 
     def _check_switched(self) -> None:
         refused = [config for config in attention_configs(self.model) if config._attn_implementation != NAME]
@@ -77,14 +86,14 @@ class Patched:
         """Run a few tokens so that each attention layer says what it computes; the numbers do not matter."""
         found: dict[nn.Module, AttentionSpec] = {}
         names = {module: name for name, module in self.model.named_modules()}
-        _recording.state = (self.model, names, found)
+        _recording.state = (self.model, names, found, [])
         tokens = torch.arange(1, 1 + min(8, max_positions(self.model) or 8), device=model_device(self.model))[None]
         try:
             with torch.no_grad():
                 self.model(input_ids=tokens, position_ids=tokens - 1, use_cache=False)
         finally:
             _recording.state = None
-        expected = text_config(self.model).num_hidden_layers
+        expected = getattr(text_config(self.model), "num_hidden_layers", "an unknown number of")
         if len(found) != expected:
             refuse_recurrent(self.model, "paged_attn.patch")
             raise UnsupportedError(
@@ -96,8 +105,14 @@ class Patched:
             _patched[module] = (self, index)
 
     def _run_alone(self) -> list[Tensor]:
-        with torch.no_grad():
-            return [self._logits(p, torch.arange(len(p), device=p.device)) for p in self._probe()]
+        try:
+            with torch.no_grad():
+                return [self._logits(p, torch.arange(len(p), device=p.device)) for p in self._probe()]
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} itself can not run a few tokens given as input_ids and position_ids, which is all that a "
+                f"paged batch has: {error}"
+            ) from error
 
     def _check(self, alone: list[Tensor]) -> None:
         """Raises UnsupportedError if the patched model disagrees with the original on a ragged batch."""
@@ -114,8 +129,13 @@ class Patched:
             )
 
     def _probe(self) -> list[Tensor]:
-        model: Any = self.model
-        return probe_prompts(model_device(model), model.get_input_embeddings().num_embeddings, max_positions(model))
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        if not isinstance(table, nn.Embedding):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} reads its tokens from a {type(table).__name__}, and paged_attn.patch knows a model with one "
+                "table of token ids; use torch.compile(model, backend='paged_attn')"
+            )
+        return probe_prompts(model_device(self.model), table.num_embeddings, max_positions(self.model))
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
@@ -153,25 +173,49 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, _mask)
 
 
+def _forget_implementations(configs: list[int]) -> None:
+    for config in configs:
+        _implementations.pop(config, None)
+
+
+def _implementation(config: Any) -> str:
+    """What the patched model used before, for calls outside forward contexts."""
+    if id(config) not in _implementations:
+        raise ContextError(f"a {type(config).__name__} is set to {NAME!r}, but belongs to no patched model; enter paged_attn.patch(model)")
+    return _implementations[id(config)]
+
+
 def _mask(**arguments: Any) -> Any:
-    """What transformers' create_*_mask call in place of sdpa_mask."""
-    from transformers.masking_utils import sdpa_mask
+    """What transformers' create_*_mask call in place of sdpa_mask or eager_mask."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     if getattr(_recording, "state", None) is not None:
         return ProvedMask(prove_mask_function(arguments["mask_function"], "a mask that the model builds"))
-    return None if current_context() is not None else sdpa_mask(**arguments)
+    if current_context() is not None:
+        return None
+    original = ALL_MASK_ATTENTION_FUNCTIONS.get(_implementation(arguments["config"]))
+    return original(**arguments) if original is not None else None
+
+
+def _original_attention(module: nn.Module) -> Callable[..., Any]:
+    """The function that an attention module called before; the eager one is a global of the model's own file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    original: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(_implementation(module.config), eager)
+    if original is None:
+        raise ContextError(f"{type(module).__name__} names no eager attention; call the patched model under a forward context only")
+    return original
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
 ) -> tuple[Tensor, Tensor | None]:
     """What attention layers call: q [1, heads, T, dim] -> [1, T, heads, v_dim]."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if getattr(_recording, "state", None) is not None:
         return _record(module, query, key, value, attention_mask, keywords), None
     if current_context() is None:
-        result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
+        result: tuple[Tensor, Tensor | None] = _original_attention(module)(module, query, key, value, attention_mask, **keywords)
         return result
     if module not in _patched:
         raise ContextError(f"{type(module).__name__} is not part of a patched model; enter paged_attn.patch(model) first")
@@ -183,8 +227,13 @@ def _attention(
 
 
 def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
-    model, names, found = _recording.state
+    model, names, found, given = _recording.state
     where = names.get(module, type(module).__name__)
+    if module in found:
+        raise UnsupportedError(
+            f"layer at {where} attends more than once in one forward, and paged_attn.patch keeps one KV for each layer; "
+            "use torch.compile(model, backend='paged_attn')"
+        )
     scaling, window = keywords.pop("scaling", None), keywords.pop("sliding_window", None)
     softcap, sinks = keywords.pop("softcap", None), keywords.pop("s_aux", None)
     causal = keywords.pop("is_causal", None)
@@ -205,9 +254,16 @@ def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     if window is not None and window != family.window:
         raise UnsupportedError(f"layer at {where} asks for a sliding window of {window}, but its mask is {family.describe()}")
     check_declared(model, where, family, mask is not None)
+    given.append((key, key._version, value, value._version))  # kept alive, so that an identity is one tensor
+    owner = next(i for i, other in enumerate(given) if _same_tensors(other, given[-1]))
     found[module] = AttentionSpec(
         num_q_heads=query.shape[1], num_kv_heads=key.shape[1], qk_head_dim=query.shape[3], v_head_dim=value.shape[3],
         scale=float(scaling) if scaling is not None else query.shape[3] ** -0.5, causal=family.causal, sliding_window=family.window,
-        chunk=family.chunk, softcap=softcap, has_sinks=sinks is not None, kv_layer=len(found), module=where,
+        chunk=family.chunk, softcap=softcap, has_sinks=sinks is not None, kv_layer=owner, module=where,
     )  # fmt: skip
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _same_tensors(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two layers got the same keys and values (Gemma 3n's last layers read those of an earlier one), not written to in between."""
+    return one[0] is other[0] and one[2] is other[2] and (one[1], one[3]) == (other[1], other[3])

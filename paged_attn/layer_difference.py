@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.history_op import HISTORY_ATTENTION
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.backends.select import select_for_pool
 from paged_attn.graph_inputs import GraphInputs
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 def first_layer_that_differs(compiled: CompiledGraph, inputs: GraphInputs, prompt: Tensor, limit: float) -> str:
     """Run one prompt through both graphs, compare each attention's output, and say in a sentence where they part."""
     assert compiled.eager_paged is not None
+    if len(prompt) < (least := compiled.rewrite.form.min_tokens):
+        return f"Which layer is the first to differ is not known: what was traced holds for {least} tokens and more."
     rows = torch.arange(len(prompt), device=prompt.device)
     before = {report.original_node: report.layer_id for report in compiled.rewrite.layers}
     after = {report.op_node: report.layer_id for report in compiled.rewrite.layers}
@@ -57,7 +60,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.name in self.wanted:
-            written = result if isinstance(result, Tensor) else self.env_value(n.args[3])
+            written = result if isinstance(result, Tensor) else self.env_value(n.args[2 if n.target is HISTORY_ATTENTION else 3])
             self.seen[self.wanted[n.name]] = written.clone()
         return result
 

@@ -5,7 +5,7 @@ Softmax does not see a constant added to a row, so biases are compared after the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -28,6 +28,13 @@ class BiasFamily:
     slopes: tuple[float, ...] | None = None
     index: BiasIndex | None = None
     table: FloatArray | None = None
+
+    def for_heads(self, count: int) -> BiasFamily:
+        """The same for `count` heads, if all heads share it so far."""
+        if self.slopes is not None:
+            return replace(self, slopes=self.slopes * count if len(self.slopes) == 1 else self.slopes)
+        assert self.table is not None
+        return replace(self, table=np.broadcast_to(self.table, (count, self.table.shape[1])).copy())
 
     def matrix(self, length: int) -> FloatArray:
         """[heads, length, length] with the diagonal taken off; where the distance is negative, zeros."""

@@ -43,6 +43,14 @@ class CallForm:
     max_tokens: int | None = None
 
     @property
+    def min_tokens(self) -> int:
+        """The shortest call for which the trace holds."""
+        size = value_of(self.input_ids).shape[-1]
+        if not isinstance(size, SymInt) or not isinstance(self.num_tokens, sympy.Symbol):
+            return 2
+        return max(int(size.node.shape_env.var_to_range[self.num_tokens].lower), 2)
+
+    @property
     def positions(self) -> fx.Node | None:
         return next((node for node, role in self.roles.items() if role == "position_ids"), None)
 

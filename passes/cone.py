@@ -45,6 +45,13 @@ def evaluate(
     Raises:
         KeyError: a placeholder that is not in `given`.
     """
+    return evaluate_all(nodes, given, constant)[result]
+
+
+def evaluate_all(
+    nodes: list[fx.Node], given: Mapping[fx.Node, Any], constant: Callable[[fx.Node, Any], Any] | None = None
+) -> dict[fx.Node, Any]:
+    """The same, with the values of all nodes."""
     written = {value for node in nodes if writes_in_place(node) for value in written_values(node)}
     values = {n: v.clone() if n in written and isinstance(v, Tensor) else v for n, v in given.items()}  # the model's own stay as they are
 
@@ -68,7 +75,7 @@ def evaluate(
                 values[node] = _attribute(node)
             else:
                 raise KeyError(node)
-    return values[result]
+    return values
 
 
 def _attribute(node: fx.Node) -> Any:

@@ -74,15 +74,19 @@ def written_values(node: fx.Node) -> set[fx.Node]:
         targets = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in mutable]
     else:
         targets = [*node.args[:1], node.kwargs.get("out")]
-    changed: set[fx.Node] = set()
-    pending = [target for target in targets if isinstance(target, fx.Node)]
+    return bases_of(target for target in targets if isinstance(target, fx.Node))
+
+
+def bases_of(values: Iterable[fx.Node]) -> set[fx.Node]:
+    """The values, and whatever those are views of."""
+    found, pending = set[fx.Node](), list(values)
     while pending:
         value = pending.pop()
-        if value not in changed:
-            changed.add(value)
+        if value not in found:
+            found.add(value)
             base = value.args[0] if value.args and _may_alias(value) else None
             pending += [base] if isinstance(base, fx.Node) else []
-    return changed
+    return found
 
 
 def _may_alias(node: fx.Node) -> bool:

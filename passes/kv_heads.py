@@ -48,13 +48,14 @@ def as_received(node: fx.Node, num_heads: int) -> KVSource:
 def kv_source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource:
     """The fewest-headed ancestor from which `repeated` [1, heads, T, dim] is made by shape operations and head repetition alone.
 
-    `user` is the attention: nothing may be written in place on the way to it.
+    `user` is the attention: nothing may be written in place on the way to it. Of several with as few heads it is the first, as layers
+    that share their keys each repeat them for itself.
     """
     heads = int(shape_of(repeated)[1])
     best = as_received(repeated, heads)
     for ancestor, chain in _shape_ancestors(repeated):
         source = _proved_source(ancestor, chain, repeated, form)
-        if source is not None and source.num_heads < best.num_heads and not _is_written({ancestor, *chain}, chain[0], user):
+        if source is not None and source.num_heads <= best.num_heads and not _is_written({ancestor, *chain}, chain[0], user):
             best = source
     return best
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from paged_attn.passes.cone import MAX_NODES, evaluate
 from paged_attn.passes.graph_tools import as_traced, value_of
 from paged_attn.passes.mask_family import BoolMatrix, draw
 from paged_attn.passes.mask_numbers import HIDES, hidden_numbers, is_size, scaled_number, scaled_numbers
-from paged_attn.passes.score_cone import needed_for_values, refuse_hidden_states, without_score_arithmetic, zeros_for
+from paged_attn.passes.score_cone import concrete_shape, needed_for_values, refuse_hidden_states, without_score_arithmetic, zeros_for
 
 SMALLEST_TABLE = 83  # the longest probe
 LIMITS = ((97, 127, 149, 173), (101, 131, 151, 179))  # scales that leave every literal longer than the probes: tables, not windows
@@ -52,17 +53,19 @@ class MaskProbe:
     ) -> None:
         self.mask, self.form, self.values, self.where, self.products = mask, form, values, where, products
         self.scales = SCALES
+        # Heads only differ by what is added to them: one head of zeros broadcasts, and a probe of many tokens costs that much less.
+        self.one_head = products is not None
         self.first_column = 0  # of the keys among the softmax's columns: 1 after a sink
         self.nodes, self.shapes = needed_for_values(mask, user, products)
-        if len(self.nodes) > MAX_NODES:
-            raise UnsupportedError(
-                f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
-            )
         for node in self.nodes:
             role = form.roles.get(node, "")
             if role.startswith("call:"):
                 raise CallNotPaged(f"the mask of {where} is made from {role.removeprefix('call:')}, which belongs to this call")
         refuse_hidden_states([node for node in self.nodes if node not in self.shapes], form, where)
+        if len(self.nodes) > MAX_NODES:
+            raise UnsupportedError(
+                f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
+            )
         # Arithmetic on q.k itself is proved by `score_function`; its numbers say nothing about positions.
         about_positions = self.nodes if products is None else without_score_arithmetic(self.nodes, products)
         self.literals = scaled_numbers(about_positions)
@@ -97,13 +100,27 @@ class MaskProbe:
             UnsupportedError: what is visible differs by head, or the mask is not [.., T, T].
             ProbeFailed: its operations do not run on such a row.
         """
+        if self.one_head:
+            try:
+                return self._run(lengths, scale, seed)
+            except ProbeFailed:  # it takes the heads apart, or joins them with something that has as many
+                self.one_head = False
+        return self._run(lengths, scale, seed)
+
+    @property
+    def num_heads(self) -> int:
+        """How many heads of scores a probe evaluates."""
+        return 1 if self.products is None or self.one_head else math.prod(concrete_shape(self.products, self.form, 1)[:-2])
+
+    def _run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
         total = sum(lengths)
         images = self.images(scale) if scale is not None else {}
         generator = torch.Generator().manual_seed(seed)
         given = {node: self._given(node, lengths, generator) for node in self.nodes if node.op == "placeholder"}
         given.update({node: zeros_for(node, self.form, total) for node in self.shapes})
         if self.products is not None:  # float64, so that probes see no rounding of their own
-            given[self.products] = zeros_for(self.products, self.form, total, torch.float64)
+            zeros = zeros_for(self.products, self.form, total, torch.float64)
+            given[self.products] = zeros[tuple(slice(0, 1) for _ in zeros.shape[:-2])] if self.one_head else zeros
 
         def constant(node: fx.Node, value: Any) -> Any:
             image = images.get(scaled_number(node, value))  # type: ignore[arg-type]

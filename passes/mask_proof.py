@@ -10,7 +10,7 @@ import numpy as np
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.bias_family import BiasFamily, FloatArray, equals_bias, match_bias
 from paged_attn.passes.mask_family import BoolMatrix, MaskFamily, draw, match_family, packed_variants
-from paged_attn.passes.mask_probe import LIMITS, MaskProbe, ProbeFailed, Seen
+from paged_attn.passes.mask_probe import LIMITS, SCALES, MaskProbe, ProbeFailed, Seen
 
 MATCH_LENGTHS = (59, 67)
 CHECK_LENGTHS = (41, 83)
@@ -18,6 +18,7 @@ PACKINGS = ((5, 26, 31), (1, 34, 9, 12))
 DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # a family is also checked on one unscaled mask, of more tokens if these suffice to show it
 
 
+MOST_DIRECT_ELEMENTS = 1 << 24
 LONGEST_BIAS = 4096  # tokens for which a bias that goes on changing is tabulated, if the model states no limit of its own
 MOST_BIAS_ELEMENTS = 1 << 27  # of one bias evaluated for all positions of a model
 
@@ -44,9 +45,16 @@ def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
     except ProbeFailed:
         if not probe.literals:
             raise
-        # A number that was scaled down may be the length of a table.
-        limit = _table_limit(probe)
-        return _prove(probe, limit)
+    every = probe.literals
+    try:
+        limit = _table_limit(probe)  # a number that was scaled down may be the length of a table
+    except ProbeFailed:
+        # Or belong to the bias, as the number of heads does where slopes are computed: small enough, the unscaled probe shows it.
+        probe.scales, probe.literals = SCALES, [literal for literal in every if literal > DIRECT_LENGTH // 2]
+        if len(probe.literals) == len(every) or probe.run((DIRECT_LENGTH,), None, seed=0).bias is None:
+            raise
+        return _prove(probe, max_positions)
+    return _prove(probe, limit)
 
 
 def _table_limit(probe: MaskProbe) -> int:
@@ -123,7 +131,8 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
 
 
 def _direct_length(probe: MaskProbe, family: MaskFamily) -> int:
-    length = max((limit + 97 for limit in (family.window, family.chunk) if limit is not None and limit + 97 <= DIRECT_LIMIT), default=0)
+    longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
+    length = max((limit + 97 for limit in (family.window, family.chunk) if limit is not None and limit + 97 <= longest), default=0)
     return min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT)
 
 

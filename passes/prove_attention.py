@@ -18,6 +18,7 @@ from paged_attn.passes.mask_family import MaskFamily, match_family
 from paged_attn.passes.mask_probe import MaskProbe, as_seen
 from paged_attn.passes.mask_proof import MaskProof, prove, unproved
 from paged_attn.passes.model_facts import max_positions
+from paged_attn.passes.score_cone import DependsOnHiddenStates
 from paged_attn.passes.score_function import ScoreFunction, prove_score_function
 
 
@@ -49,6 +50,7 @@ class Prover:
 
     def prove(self, site: AttentionSite) -> AttentionProof:
         """Raises:
+        DependsOnHiddenStates: its mask or bias is computed from the tokens' hidden states.
         UnsupportedError: the site can not be proved, or contradicts what the model states; the message names the layer.
         CallNotPaged: it depends on an input of this call.
         """
@@ -64,7 +66,9 @@ class Prover:
             mask, has_mask = self._cached(probe, function.sinks), True
             mask = replace(mask, evidence=f"scores evaluated: {function.describe()}; {mask.evidence}")
         declared = check_declared(self.model, site.module, mask.family, has_mask)
-        return AttentionProof(mask.family, function, mask.bias, mask.evidence, declared, value_of(site.query).device, mask.max_tokens)
+        query = value_of(site.query)
+        bias = mask.bias and mask.bias.for_heads(int(query.shape[1]))
+        return AttentionProof(mask.family, function, bias, mask.evidence, declared, query.device, mask.max_tokens)
 
     def _sdpa_mask(self, site: AttentionSite, scores: SdpaScores) -> MaskProof:
         if scores.mask is None:
@@ -114,7 +118,10 @@ def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: dict[
     """
     last = {site.scores.mask: site for site in sites if isinstance(site.scores, SdpaScores) and site.scores.mask is not None}
     for mask, site in last.items():
-        probe = MaskProbe(mask, site.node, form, values, site.where)
+        try:
+            probe = MaskProbe(mask, site.node, form, values, site.where)
+        except DependsOnHiddenStates:
+            continue  # a paged call evaluates it as it is
         as_called = probe.evaluate_as_called()
         seen = as_seen(as_called, as_called.shape[-1], site.where).visible
         if match_family(seen) is None:

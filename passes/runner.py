@@ -23,8 +23,12 @@ from paged_attn.passes.kv_heads import KVSource, as_received, kv_source
 from paged_attn.passes.own_positions import use_own_positions
 from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.replace_attention import replace_attention
+from paged_attn.passes.replace_history import HistoryReplacer
+from paged_attn.passes.score_cone import DependsOnHiddenStates
 
 logger = logging.getLogger("paged_attn")
+RECOMPUTED = "mask computed from hidden states: recomputed from each request's history; no later token changes an earlier row"
+NOT_COMPARED = "not compared with the config: the graph's own mask is evaluated"
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,14 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
         none = "the model has no attention that paged_attn can see; there is nothing to page"
         raise UnsupportedError(none) if form.positions is not None else CallNotPaged(none)  # a part of a broken graph has no positions
     prover = Prover(form, values, model)
-    proofs = [prover.prove(site) for site in sites]
+    proofs = [_prove(prover, site) for site in sites]
     clock.lap("prove masks")
-    _replace(result, sites, proofs, form, values)
+    history = HistoryReplacer(copied.graph, form, values, model) if any(isinstance(p, DependsOnHiddenStates) for p in proofs) else None
+    _replace(result, sites, proofs, form, values, history)
     clock.lap("replace attention")
     remove_dead_code(copied.graph)
     result.positions_redirected, result.max_positions = use_own_positions(copied.graph, form, values)
-    limits = [result.max_positions, *(proof.max_tokens for proof in proofs)]
+    limits = [result.max_positions, *(proof.max_tokens for proof in proofs if isinstance(proof, AttentionProof))]
     result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(copied.graph)
     copied.graph.lint()
@@ -111,16 +116,31 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
     logger.info("rewrote %d attention layers in %.2f s", len(sites), sum(result.seconds.values()))
 
 
+def _prove(prover: Prover, site: AttentionSite) -> AttentionProof | DependsOnHiddenStates:
+    """Its proof, or why it has none and must be evaluated anew on all tokens of each request."""
+    try:
+        return prover.prove(site)
+    except DependsOnHiddenStates as reason:
+        return reason
+
+
 def _replace(
     result: Rewrite,
     sites: list[AttentionSite],
-    proofs: list[AttentionProof],
+    proofs: list[AttentionProof | DependsOnHiddenStates],
     form: CallForm,
     values: dict[fx.Node, Any],
+    history: HistoryReplacer | None,
 ) -> None:
     owners: dict[tuple[KVSource, KVSource], int] = {}
     replaced: dict[fx.Node, fx.Node] = {}  # attention may read another attention's output directly
     for layer_id, (found, proof) in enumerate(zip(sites, proofs, strict=True)):
+        if isinstance(proof, DependsOnHiddenStates):
+            assert history is not None
+            recomputed, op, replaced[found.node] = history.replace(found, layer_id, proof)
+            words = (found.found_by, RECOMPUTED, NOT_COMPARED)
+            result.layers.append(LayerReport(layer_id, recomputed, *words, found.original, found.original_order, op.name))
+            continue
         operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
         site = replace(found, **operands)  # type: ignore[arg-type]
         key, value = _keys_and_values(site, form, values)

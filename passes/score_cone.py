@@ -19,7 +19,7 @@ _ARITHMETIC = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "true_di
 _SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "size", "dim",
                "numel", "sym_size", "shape"}  # fmt: skip
 # Lookups in a table and matrix products: what they make of token ids is the model's own state, not a mask.
-_LOOKUPS = {"embedding", "linear", "matmul", "bmm", "addmm", "conv1d", "index_select", "einsum"}
+LOOKUPS = {"embedding", "linear", "matmul", "bmm", "addmm", "conv1d", "index_select", "einsum"}
 
 
 def score_path(nodes: list[fx.Node], products: fx.Node) -> set[fx.Node]:
@@ -49,6 +49,10 @@ def concrete_shape(node: fx.Node, form: CallForm, total: int) -> list[int]:
     return [int(size) for size in sizes]
 
 
+class DependsOnHiddenStates(UnsupportedError):
+    """A mask or bias is computed from the tokens' hidden states, so that no family of masks describes it."""
+
+
 def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> None:
     """A mask or bias computed from the tokens' hidden states can not be known before the step runs.
 
@@ -56,7 +60,7 @@ def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> No
         nodes: all that it is made from.
 
     Raises:
-        UnsupportedError: naming the operation.
+        DependsOnHiddenStates: naming the operation.
     """
     from_ids = {node for node in nodes if form.roles.get(node) == "input_ids"}
     for node in nodes:
@@ -64,8 +68,8 @@ def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> No
             continue
         from_ids.add(node)
         value = value_of(node)
-        if isinstance(value, Tensor) and value.is_floating_point() and op_name(node) in _LOOKUPS:
-            raise UnsupportedError(
+        if isinstance(value, Tensor) and value.is_floating_point() and op_name(node) in LOOKUPS:
+            raise DependsOnHiddenStates(
                 f"{where}: its mask or bias is computed from the tokens' hidden states "
                 f"({op_name(node)} in {module_path(node) or node.name}), which a paged batch does not have for past tokens"
             )

@@ -43,9 +43,10 @@ def _reads_attribute(node: fx.Node) -> bool:
     return node.target is getattr and node.args[1] in ("shape", "device", "dtype")
 
 
-def token_data(graph: fx.Graph, form: CallForm) -> set[fx.Node]:
-    """Every node that holds data of the tokens (ids, positions, attention outputs and all that is made from them)."""
-    found = {node for node, role in form.roles.items() if role not in ("owned", "tokens", "num_logits")}
+def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[fx.Node]:
+    """Every node that holds data of the tokens (ids, `positions` too, attention outputs and all that is made from them)."""
+    others = ("owned", "tokens", "num_logits", *(() if positions else ("position_ids",)))
+    found = {node for node, role in form.roles.items() if role not in others}
     while True:
         before = len(found)
         for node in graph.nodes:

@@ -12,6 +12,8 @@ EXAMPLES = sorted(p.stem for p in (Path(__file__).parent.parent / "examples").gl
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_have_a_main_and_are_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "pypi_model":
+        pytest.importorskip("x_transformers", reason="pip install 'paged-attn[examples]'")
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
     module = importlib.import_module(name)
     assert callable(module.main)
@@ -30,6 +32,18 @@ def test_serve_prompts() -> None:
 
 def test_patch_model() -> None:
     assert len(importlib.import_module("examples.patch_model").main()) == 2
+
+
+@pytest.mark.parametrize("name", ["plain_gpt", "nanogpt_like"])
+def test_a_plain_module_gives_its_own_tokens(name: str) -> None:
+    """The script compares with the module's own loop and raises if they differ."""
+    assert [len(tokens) for tokens in importlib.import_module(f"examples.{name}").main()] == [12] * 4
+
+
+def test_a_model_of_another_package_gives_its_own_tokens() -> None:
+    pytest.importorskip("x_transformers", reason="pip install 'paged-attn[examples]'")
+    example = importlib.import_module("examples.pypi_model")
+    assert {name: [len(tokens) for tokens in each] for name, each in example.main().items()} == dict.fromkeys(example.LAYOUTS, [12] * 4)
 
 
 def test_engine_author_gives_the_models_own_text() -> None:

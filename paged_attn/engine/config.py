@@ -25,6 +25,9 @@ class EngineConfig:
     kv_memory_gib: float | None = _setting(None, "KV pool size in GiB; default: 0.25 on CPU, 80 % of the free memory on a GPU", 0)
     max_batch_tokens: int = _setting(2048, "token budget of one step; longer prompts are prefilled in chunks", 1)
     max_requests: int = _setting(256, "requests that run at the same time", 1)
+    state_snapshots: int | None = _setting(
+        None, "recurrent states kept for shared prefixes, 0: none is reused; default: up to max_requests, a quarter of the state slots", 0
+    )
     prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")
     backend: str = _setting("auto", "attention backend: auto or a name that `paged-attn backends` lists")
     inductor: bool | None = _setting(None, "compile the pieces between attentions with Inductor; default: on CUDA only")

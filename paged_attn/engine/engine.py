@@ -65,16 +65,16 @@ class Engine:
             self.config = self.config.with_(max_batch_tokens=rows)
         layers = self.runner.compiled.specs
         recurrent = [layer.spec for layer in self.runner.recurrent]
-        num_slots = num_state_slots(self.config, recurrent, self.runner.device)
-        self.states = StatePool(recurrent, num_slots, self.runner.device) if recurrent else None
+        slots = num_state_slots(self.config, recurrent, self.runner.device, all(layer.chunks for layer in self.runner.recurrent))
+        self.states = StatePool(recurrent, slots.total, self.runner.device) if recurrent else None
         self._recurrent = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
         state_bytes = self.states.nbytes if self.states else 0
         num_pages = pool_pages(self.config, layers, self.runner.dtype, self.runner.device, state_bytes)
         self.pool = KVPool(layers, num_pages, self.config.page_size, self.runner.dtype, self.runner.device)
         self.selection: Selection = select_for_pool(self.config.backend, self.pool, self.runner.dtype)
-        if self.states and self.config.prefix_cache:
-            logger.info("no prefix is reused: the KV of a prefix is of no use without the recurrent state at its end")
-        self.kv = KVManager(num_pages, self.config.page_size, self.config.prefix_cache and self.states is None, num_slots)
+        if self.states and self.config.prefix_cache and not slots.snapshots:
+            logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
+        self.kv = KVManager(num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
@@ -156,6 +156,7 @@ class Engine:
                 samples = s.samples
                 s.request.num_cached += s.count
                 unfinished.remove(s.request)
+                self.kv.keep_state(s.request)
                 self.stats.prompt_tokens += s.count if not s.request.sampled else 0
                 if samples:
                     token = next(chosen)
@@ -180,6 +181,7 @@ class Engine:
             yield requests
         except BaseException:
             for request in requests if self.states is not None else []:
+                request.num_vouched = 0  # its state may be ahead of it
                 self.scheduler.preempt(request)
             raise
 
@@ -199,8 +201,10 @@ class Engine:
             return [error if i in bad else next(tokens) for i in range(len(requests))]
 
     def _accept(self, request: Request, token: SampledToken) -> TokenEvent:
+        request.num_vouched = request.num_cached
         if not request.sampled:
             self.stats.cached_tokens += request.cached_tokens
+        if not request.sampled or request.snapshots:
             self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
         request.tokens.append(token.token_id)
         request.sampled.append(token)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from paged_attn.attn_ops.page_allocator import PageAllocator
 from paged_attn.attn_ops.radix_cache import RadixCache
-from paged_attn.attn_ops.state_pool import SlotAllocator
+from paged_attn.attn_ops.state_pool import SlotAllocator, StatePool
+from paged_attn.engine.model_limits import NO_STATE, StateSlots
 from paged_attn.engine.request import Request
+from paged_attn.engine.snapshots import StateSnapshots
+
+MIN_FORK = 16  # tokens that a state at a fork must save to be worth a step that ends there
 
 
 class KVManager:
@@ -14,14 +18,22 @@ class KVManager:
     A request's leading `num_locked` tokens lie in pages of the tree, under its lock; its other pages are its own.
 
     Args:
-        num_state_slots: slots of the model's recurrent state, slot 0 included; 0 for a model that has none.
+        slots, states: of the model's recurrent state, if it has any. Then prefixes are shared only where there are slots for snapshots.
     """
 
-    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool, num_state_slots: int = 0) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, prefix_cache: bool, slots: StateSlots = NO_STATE, states: StatePool | None = None
+    ) -> None:
         self.allocator = PageAllocator(num_pages, page_size)
-        self.tree = RadixCache(self.allocator) if prefix_cache else None
         self.page_size = page_size
-        self.state_slots = SlotAllocator(num_state_slots) if num_state_slots else None
+        self.state_slots = SlotAllocator(slots.running) if states else None
+        self.snapshots: StateSnapshots | None = None
+        self.tree: RadixCache | None = None
+        if prefix_cache and states is None:
+            self.tree = RadixCache(self.allocator)
+        elif prefix_cache and states is not None and slots.snapshots:
+            self.snapshots = StateSnapshots(self.allocator, SlotAllocator(slots.total, slots.running), states.copy)
+            self.tree = self.snapshots.tree
 
     @property
     def num_available(self) -> int:
@@ -38,15 +50,25 @@ class KVManager:
         return self.state_slots is None or self.state_slots.num_free > 0
 
     def take_state_slot(self, request: Request) -> None:
-        """Give a request that is about to run its slot, where the model has recurrent state; `release` takes it back."""
+        """Give a request that is about to run its slot, where the model has recurrent state, filled with that at the end of its prefix;
+        `release` takes it back."""
         if self.state_slots is not None:
             request.state_slot = self.state_slots.allocate()
+            if request.num_cached:
+                assert self.snapshots is not None
+                self.snapshots.restore(request.lock, request.state_slot)
 
     def adopt_prefix(self, request: Request) -> None:
-        """Give a request without pages the longest cached prefix; its last token is always left to compute."""
+        """Give a request without pages the longest cached prefix (with recurrent state: that has a snapshot); its last token is always
+        left to compute."""
         if self.tree is None:
             return
         match = self.tree.match(request.tokens[:-1], request.namespace)
+        if self.snapshots is not None:
+            fork, match = match.num_tokens, self.tree.cut_to_payload(match)
+            last = (len(request.tokens) - 1) // self.page_size * self.page_size
+            worth = {last, fork} if fork - match.num_tokens >= MIN_FORK else {last}
+            request.snapshot_points = sorted(point for point in worth if point > match.num_tokens)
         self.tree.lock(match.node)
         request.lock, request.pages = match.node, list(match.pages)
         request.num_cached = request.num_locked = match.num_tokens
@@ -63,8 +85,25 @@ class KVManager:
         request.pages += self.allocator.allocate(missing)
         return True
 
+    def keep_state(self, request: Request) -> None:
+        """Copy the state of a request that has just come to one of its points; it is shared when a token vouches for it."""
+        if request.snapshot_points and request.snapshot_points[0] == request.num_cached:
+            assert self.snapshots is not None
+            point = request.snapshot_points.pop(0)
+            if (slot := self.snapshots.take(request.state_slot)) is not None:
+                request.snapshots[point] = slot
+
     def share(self, request: Request) -> None:
-        """Put the request's full pages into the tree; where the tree has the same prefix already, its page replaces ours."""
+        """Put the request's full pages into the tree, and the states that it kept; where the tree has the same prefix already, its page
+        replaces ours."""
+        self._share_pages(request)
+        while request.snapshots:
+            assert self.snapshots is not None
+            point, slot = request.snapshots.popitem()
+            node = self.snapshots.tree.match(request.tokens[:point], request.namespace).node
+            self.snapshots.attach(node, slot)
+
+    def _share_pages(self, request: Request) -> None:
         if self.tree is None or request.num_cached // self.page_size * self.page_size <= request.num_locked:
             return
         inserted = self.tree.insert(request.tokens[: request.num_cached], request.pages, request.namespace)
@@ -79,7 +118,11 @@ class KVManager:
     def release(self, request: Request, *, share: bool) -> None:
         """Take all pages from a request; with `share` its full pages stay in the tree for others. Safe to call twice."""
         if share:
-            self.share(request)
+            self._share_pages(request)
+            self._share_last_state(request)
+        for slot in request.snapshots.values():
+            assert self.snapshots is not None
+            self.snapshots.drop(slot)
         self.allocator.free(request.pages[request.num_locked // self.page_size :])
         if request.lock is not None:
             assert self.tree is not None
@@ -88,3 +131,11 @@ class KVManager:
             assert self.state_slots is not None
             self.state_slots.free(request.state_slot)
         request.pages, request.num_cached, request.num_locked, request.lock, request.state_slot = [], 0, 0, None, 0
+        request.num_vouched, request.snapshot_points, request.snapshots = 0, [], {}
+
+    def _share_last_state(self, request: Request) -> None:
+        """Keep the state of a request that ends or is preempted, if its tokens fill their last page: where `lock` ends."""
+        if self.snapshots is None or request.num_vouched != request.num_cached or not request.num_cached == request.num_locked > 0:
+            return
+        if request.lock.payload is None and (slot := self.snapshots.take(request.state_slot)) is not None:
+            self.snapshots.attach(request.lock, slot)

@@ -6,7 +6,7 @@ import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,24 +100,53 @@ def pool_pages(
     return pages
 
 
-def num_state_slots(config: EngineConfig, layers: Sequence[RecurrentSpec], device: torch.device) -> int:
-    """Slots of recurrent state, slot 0 included: one for each request that may run, as far as half of the memory setting holds; 0 for
-    a model without recurrent layers.
+class StateSlots(NamedTuple):
+    """Slots of recurrent state: for running requests, slot 0 included, and after them for snapshots at the ends of prefixes."""
+
+    running: int
+    snapshots: int
+
+    @property
+    def total(self) -> int:
+        return self.running + self.snapshots
+
+
+NO_STATE = StateSlots(0, 0)
+
+
+def num_state_slots(config: EngineConfig, layers: Sequence[RecurrentSpec], device: torch.device, chunks: bool = True) -> StateSlots:
+    """One slot for each request that may run and one per snapshot, as far as half of the memory setting holds them; none for a model
+    without recurrent layers.
+
+    Args:
+        chunks: whether every layer takes several tokens at once onto a state. Where one does not, what follows a reused prefix runs token
+            by token, slower than the whole prompt at once: there snapshots are only made if asked for.
 
     Raises:
-        UnsupportedError: not one fits; the message does the sum.
+        UnsupportedError: not one request fits; the message does the sum.
     """
     if not layers:
-        return 0
+        return NO_STATE
     each, budget = slot_bytes(layers), _memory_budget(config, device) * STATE_SHARE
     fit = int(budget // each) - 1
-    if fit < 1:
+    wanted = config.state_snapshots
+    if not config.prefix_cache:
+        snapshots = 0
+    elif wanted is not None:
+        snapshots = wanted
+    else:
+        snapshots = min(config.max_requests, fit // 4) if chunks else 0
+    if fit - snapshots < 1:
+        advice = "Raise kv_memory_gib or lower state_snapshots." if snapshots else "Raise kv_memory_gib."
         raise UnsupportedError(
             f"{budget / 2**20:.1f} MiB for recurrent state ({STATE_SHARE:.0%} of the memory for KV) holds {fit + 1} slots of "
-            f"{each / 2**20:.2f} MiB; at least 2 are needed. Raise kv_memory_gib."
+            f"{each / 2**20:.2f} MiB; at least {2 + snapshots} are needed. {advice}"
         )
-    slots = min(config.max_requests, fit) + 1
-    logger.info("recurrent state: %d slots of %.2f MiB, %.1f MiB in all", slots, each / 2**20, slots * each / 2**20)
+    slots = StateSlots(min(config.max_requests, fit - snapshots) + 1, snapshots)
+    logger.info(
+        "recurrent state: %d slots for requests and %d for snapshots of %.2f MiB, %.1f MiB in all",
+        slots.running, snapshots, each / 2**20, slots.total * each / 2**20,
+    )  # fmt: skip
     return slots
 
 

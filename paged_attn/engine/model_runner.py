@@ -85,7 +85,12 @@ class ModelRunner:
 
     def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
-        return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
+        try:
+            return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
+        except (AttributeError, TypeError, RuntimeError, IndexError) as error:  # of the model's own code
+            raise UnsupportedError(
+                f"{type(self.model).__name__} itself can not be called on {len(prompt)} token ids: {type(error).__name__}: {error}"
+            ) from error
 
     def _counts_otherwise(self, refusal: UnsupportedError) -> bool:
         """Whether a model that was refused with position_ids 0, 1, ... numbers positions in another way when it is given none.

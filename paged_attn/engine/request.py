@@ -29,6 +29,9 @@ class Request:
         pages: pages that hold the KV of the first `num_cached` tokens, in order (and maybe room for more).
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
         state_slot: of its recurrent state while it runs, 0 if it has none.
+        num_vouched: what `num_cached` was when the last token was sampled: logits were finite, so KV and state up to there are sound.
+        snapshot_points: numbers of tokens, ascending, at which a prefill stops so that its state there can be kept.
+        snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
     """
 
@@ -48,6 +51,9 @@ class Request:
     num_locked: int = 0
     lock: Any = None
     state_slot: int = 0
+    num_vouched: int = 0
+    snapshot_points: list[int] = field(default_factory=list)
+    snapshots: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0
     sampled: list[SampledToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -45,12 +45,18 @@ class Scheduler:
         for request in decoding + prefilling:
             if budget == 0 or request not in self.running:  # an earlier one may have preempted it
                 continue
-            count = min(request.num_remaining, budget)
+            count = self._count(request, budget)
             if self._reserve_or_preempt(request, request.num_cached + count, chosen):
                 chosen[request] = count
                 budget = self.config.max_batch_tokens - sum(chosen.values())
         self._admit(chosen, budget)
         return [Scheduled(request, count) for request, count in chosen.items()]
+
+    @staticmethod
+    def _count(request: Request, budget: int) -> int:
+        """As many tokens as there are left, as the budget allows, and as lie before the next point at which a state is to be kept."""
+        count = min(request.num_remaining, budget)
+        return min(count, request.snapshot_points[0] - request.num_cached) if request.snapshot_points else count
 
     def _reserve_or_preempt(self, request: Request, num_tokens: int, chosen: dict[Request, int]) -> bool:
         while not self.kv.reserve(request, num_tokens):
@@ -66,7 +72,7 @@ class Scheduler:
             request = self.waiting[0]
             self.kv.adopt_prefix(request)
             needed = self.kv.allocator.pages_for(len(request.tokens)) - len(request.pages)
-            count = min(request.num_remaining, budget)
+            count = self._count(request, budget)
             if needed > self.kv.num_available or not self.kv.reserve(request, request.num_cached + count):
                 self.kv.release(request, share=False)
                 return

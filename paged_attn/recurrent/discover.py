@@ -23,6 +23,7 @@ from paged_attn.recurrent.watch import Call, Watched, positional_names, watch
 
 logger = logging.getLogger("paged_attn")
 SHORT, LONG = 3, 11
+_PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attentions")
 
 
 def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
@@ -63,7 +64,7 @@ def state_elsewhere(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]
     others = {f"the attribute {path}": value for path, value in short.attributes.items()}
     for table, seen in ((kept, long), (others, short)):
         fields = vars(seen.output) if hasattr(seen.output, "__dict__") else {}
-        for name in [n for n, value in fields.items() if n not in ("logits", "loss") and (value is not seen.cache or value is None)]:
+        for name in [n for n, value in fields.items() if n not in _PER_TOKEN and (value is not seen.cache or value is None)]:
             table |= {f"its output's {name}": value for value in _matrices(fields[name])}
     found = [where for where, value in kept.items() if where in others and value.shape == others[where].shape]
     return found[0] if found else ""
@@ -82,10 +83,20 @@ def _recurrent_calls(short: Watched, long: Watched) -> list[Call]:
 def _both_lengths(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[Watched, Watched] | None:
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if not hasattr(getattr(model, "config", None), "use_cache") or not ("use_cache" in parameters or takes_any):
+    config = getattr(model, "config", None)
+    if config is None or not ("use_cache" in parameters or (takes_any and hasattr(config, "use_cache"))):
         return None
-    short, long = (watch(model, {**inputs_of(length), "use_cache": True}) for length in (SHORT, LONG))
+    short, long = (_watched(model, {**inputs_of(length), "use_cache": True}, length) for length in (SHORT, LONG))
     return short, long
+
+
+def _watched(model: nn.Module, inputs: dict[str, Any], length: int) -> Watched:
+    try:
+        return watch(model, inputs)
+    except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as error:  # of the model's own code
+        raise UnsupportedError(
+            f"{type(model).__name__} itself can not run a prompt of {length} tokens with use_cache=True: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:

@@ -200,8 +200,68 @@ def test_invariants_notice_a_page_freed_behind_the_tree():
         cache.check_invariants()
 
 
+def test_a_payload_stays_where_its_prefix_ends():
+    removed = []
+    allocator, cache = make(page_size=1, on_payload_removed=removed.append)
+    node = put(cache, allocator, [1, 2, 3, 4])
+    cache.attach(node, "four")
+    upper = cache.match([1, 2, 9]).node
+    assert (upper.payload, node.payload, cache.num_payloads) == (None, "four", 1)
+    assert cache.cut_to_payload(cache.match([1, 2, 3])) == ((), 0, upper.parent)
+    cache.attach(upper, "two")
+    put(cache, allocator, [1, 2, 5])
+    for tokens, length in (([1, 2, 3, 4, 5], 4), ([1, 2, 3], 2), ([1, 2, 5], 2), ([1, 2], 2), ([1], 0), ([9], 0), ([], 0)):
+        match = cache.match(tokens)
+        cut = cache.cut_to_payload(match)
+        assert (cut.num_tokens, cut.pages) == (length, match.pages[:length])
+        assert cut.node.payload == {4: "four", 2: "two", 0: None}[length]
+    cache.check_invariants()
+    assert removed == []
+
+
+def test_a_payload_that_leaves_is_told_of_once():
+    removed = []
+    allocator, cache = make(page_size=1, on_payload_removed=removed.append)
+    node = put(cache, allocator, [1, 2, 3])
+    for payload in ("old", "new"):
+        cache.attach(node, payload)
+    assert (removed, cache.num_payloads) == (["old"], 1)
+    cache.lock(node)
+    cache.detach(node)
+    cache.detach(node)
+    assert (removed, cache.num_payloads) == (["old", "new"], 0)
+    cache.attach(node, "end")
+    cache.attach(cache.match([1]).node, "start")
+    cache.unlock(node)
+    assert cache.evict(1) == 1 and removed.pop() == "end", "cut off with its page; what is left of the edge has none"
+    assert cache.evict(1) == 1 and cache.num_payloads == 1
+    assert cache.clear() == 1 and removed.pop() == "start"
+    assert (removed, cache.num_payloads) == (["old", "new"], 0)
+    cache.check_invariants()
+
+
+def test_the_tree_has_evicted_when_it_tells_of_a_payload():
+    allocator, cache = make(page_size=1, on_payload_removed=lambda _: cache.check_invariants() or seen.append(allocator.num_free))
+    seen = []
+    cache.attach(put(cache, allocator, [1, 2]), "one")
+    cache.clear()
+    assert seen == [allocator.num_usable]
+
+
+def test_a_payload_needs_a_prefix_and_a_value():
+    allocator, cache = make(page_size=1)
+    node = put(cache, allocator, [1])
+    for where, payload in ((node.parent, 1), (node, None), (cache.match([2]).node, 1)):
+        with pytest.raises(ValueError, match="cannot attach"):
+            cache.attach(where, payload)
+    cache.evict(1)
+    with pytest.raises(ValueError, match=r"cannot attach 1 to RadixNode.*evicted"):
+        cache.attach(node, 1)
+    assert cache.num_payloads == 0
+
+
 class RadixMachine(RuleBasedStateMachine):
-    """The model: (namespace, *prefix) -> [the last page of this cached prefix, the step of its last use]."""
+    """The model: (namespace, *prefix) -> [the last page of this cached prefix, the step of its last use]; and payloads by prefix."""
 
     namespaces = st.sampled_from([None, "a"])
     bits = st.integers(0, 5).flatmap(lambda n: st.lists(st.integers(0, 1), min_size=n, max_size=n))
@@ -209,8 +269,9 @@ class RadixMachine(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 4]))
     def start(self, page_size):
         self.page_size, self.step = page_size, 0
-        self.allocator, self.cache = make(num_pages=13, page_size=page_size)
-        self.model, self.handles = {}, []
+        self.removed = []
+        self.allocator, self.cache = make(num_pages=13, page_size=page_size, on_payload_removed=self.removed.append)
+        self.model, self.handles, self.payloads, self.gone = {}, [], {}, []
 
     def tokens(self, bits, tail):
         """Pages that differ in their last token only, so that they collide in all but that; then a partial page."""
@@ -237,8 +298,38 @@ class RadixMachine(RuleBasedStateMachine):
             leaves = [key for key in self.model if key not in inner]
             if not leaves:
                 return gone
-            del self.model[min(leaves, key=lambda key: self.model[key][1])]
+            oldest = min(leaves, key=lambda key: self.model[key][1])
+            del self.model[oldest]
+            self.lose(oldest)
         return count
+
+    def lose(self, key):
+        if key in self.payloads:
+            self.gone.append(self.payloads.pop(key))
+
+    @rule(bits=bits, namespace=namespaces, attach=st.booleans())
+    def payload(self, bits, namespace, attach):
+        tokens = self.tokens(bits, 0)
+        _, num_tokens, node = self.cache.match(tokens, namespace)
+        key = (namespace, *tokens[:num_tokens])
+        self.touch(namespace, tokens)
+        if num_tokens:
+            assert node.payload == self.payloads.get(key)
+            self.lose(key)
+            if attach:
+                self.payloads[key] = self.step
+                self.cache.attach(node, self.step)
+            else:
+                self.cache.detach(node)
+
+    @rule(bits=bits, tail=st.integers(0, 3), namespace=namespaces)
+    def cut(self, bits, tail, namespace):
+        tokens = self.tokens(bits, tail)
+        pages = self.touch(namespace, tokens)
+        cut = self.cache.cut_to_payload(self.cache.match(tokens, namespace))
+        ends = [end for end in range(self.page_size, len(tokens) + 1, self.page_size) if (namespace, *tokens[:end]) in self.payloads]
+        assert cut.num_tokens == max(ends, default=0) and list(cut.pages) == pages[: cut.num_tokens // self.page_size]
+        assert cut.node.payload == self.payloads.get((namespace, *tokens[: cut.num_tokens]))
 
     @rule(bits=bits, tail=st.integers(0, 3), namespace=namespaces, reuse=st.booleans())
     def insert(self, bits, tail, namespace, reuse):
@@ -283,6 +374,7 @@ class RadixMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.cache.check_invariants()
+        assert sorted(self.removed) == sorted(self.gone) and self.cache.num_payloads == len(self.payloads)
         assert self.cache._owned == {page for page, _ in self.model.values()}
         assert self.locked() <= self.model.keys() and self.cache.locked_pages == len(self.locked())
         assert self.cache.num_pages == len(self.model) == self.cache.locked_pages + self.cache.evictable_pages
@@ -293,6 +385,7 @@ class RadixMachine(RuleBasedStateMachine):
             self.cache.unlock(node)
         self.cache.clear()
         assert self.allocator.num_free == self.allocator.num_usable
+        assert sorted(self.removed) == sorted([*self.gone, *self.payloads.values()]) and self.cache.num_payloads == 0
 
 
 TestRadixMachine = RadixMachine.TestCase

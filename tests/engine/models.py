@@ -145,6 +145,9 @@ def assert_idle(engine: Engine) -> None:
         assert engine.kv.tree.locked_pages == 0
         cached = engine.kv.tree.num_pages
     assert engine.kv.allocator.num_free + cached == engine.kv.num_usable
+    if engine.kv.snapshots is not None:
+        snapshots = engine.kv.snapshots
+        assert snapshots.num_attached == snapshots.tree.num_payloads == len(snapshots.slots._held)
 
 
 def assert_nothing_left(llm: LLM) -> None:

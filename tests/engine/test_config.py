@@ -18,8 +18,11 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("page_size", 0), ("page_size", -4), ("num_pages", 1), ("max_batch_tokens", 0), ("max_requests", 0), ("kv_memory_gib", -0.5)],
-)
+    [
+        ("page_size", 0), ("page_size", -4), ("num_pages", 1), ("max_batch_tokens", 0), ("max_requests", 0), ("state_snapshots", -1),
+        ("kv_memory_gib", -0.5),
+    ],
+)  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value}; allowed are values of at least"):
         EngineConfig(**{name: value})
@@ -61,11 +64,14 @@ def test_it_is_frozen_and_with_makes_a_checked_copy() -> None:
 
 def test_variables_are_read_and_given_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {
-        "page_size": "8", "num_pages": "none", "kv_memory_gib": "0.5", "prefix_cache": "off", "inductor": "1", "backend": "torch_native",
+        "page_size": "8", "num_pages": "none", "state_snapshots": "0", "kv_memory_gib": "0.5", "prefix_cache": "off", "inductor": "1",
+        "backend": "torch_native",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"PAGED_ATTN_{name.upper()}", text)
     config = EngineConfig.from_environment(page_size=32)
-    assert config == EngineConfig(page_size=32, kv_memory_gib=0.5, prefix_cache=False, inductor=True, backend="torch_native")
+    assert config == EngineConfig(
+        page_size=32, kv_memory_gib=0.5, state_snapshots=0, prefix_cache=False, inductor=True, backend="torch_native"
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ PROMPTS = random_prompts((1, 5, 17, 33, 70))
 NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NEW)
 HYBRID = "falcon_h1"  # attention and state in every layer
+NOT_IN_CHUNKS = ("jamba", "mamba")  # no snapshots unless asked for
 
 
 @functools.cache
@@ -29,17 +31,18 @@ def expected(name: str) -> list[list[int]]:
 
 
 def poison_freed_slots(engine: Engine) -> list[int]:
-    """From now on a slot is filled with NaN when it is freed; returns the list of slots that were."""
+    """From now on a slot, of a request or a snapshot, becomes NaN when it is freed; returns the list of requests' slots that were."""
     assert engine.states is not None and engine.kv.state_slots is not None
-    states, slots, freed = engine.states, engine.kv.state_slots, []
-    free = slots.free
+    states, freed = engine.states, []
 
-    def poisoning(slot: int) -> None:
+    def poisoning(free: Callable[[int], None], slot: int) -> None:
         free(slot)
         states.fill(float("nan"), slot)
-        freed.append(slot)
+        if free.__self__ is engine.kv.state_slots:  # type: ignore[attr-defined]
+            freed.append(slot)
 
-    slots.free = poisoning  # type: ignore[method-assign]
+    for slots in (engine.kv.state_slots, *([engine.kv.snapshots.slots] if engine.kv.snapshots else [])):
+        slots.free = functools.partial(poisoning, slots.free)  # type: ignore[method-assign]
     states.fill(float("nan"))
     return freed
 
@@ -55,7 +58,10 @@ def test_same_tokens_as_generate_and_as_a_loop_without_cache(name: str) -> None:
         for run in ("first", "second"):
             got = llm.generate(PROMPTS, GREEDY)
             assert [c.token_ids for c in got] == expected(name), f"{name}, page size {page_size}, {run} run"
-            assert [c.cached_tokens for c in got] == [0] * 5
+            reused = run == "second" and llm.engine.kv.snapshots is not None
+            kept = [(len(prompt) - 1) // page_size * page_size for prompt in PROMPTS]  # what the first run left behind
+            assert [c.cached_tokens for c in got] == (kept if reused else [0] * 5)
+        assert (llm.engine.kv.snapshots is None) == (name in NOT_IN_CHUNKS)
         assert_idle(llm.engine)
 
 
@@ -69,9 +75,9 @@ def test_preempted_requests_start_again(name: str) -> None:
 
 
 def test_fewer_slots_than_requests() -> None:
-    llm = make_llm(recurrent(HYBRID), max_requests=2, max_batch_tokens=16)
+    llm = make_llm(recurrent(HYBRID), max_requests=2, max_batch_tokens=16, state_snapshots=3)
     freed = poison_freed_slots(llm.engine)
-    assert llm.engine.states is not None and llm.engine.states.num_slots == 3
+    assert llm.engine.states is not None and llm.engine.states.num_slots == 3 + 3
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(HYBRID)
     assert sorted(set(freed)) == [1, 2] and len(freed) == len(PROMPTS)
 
@@ -165,10 +171,17 @@ def test_state_counts_in_the_memory_for_kv() -> None:
     assert each == sum(layer.nbytes for layer in layers) > 0
     small = make_engine(recurrent(HYBRID), num_pages=None, kv_memory_gib=32 * each / 2**30)
     assert small.states is not None and small.states.num_slots == 16
+    assert num_state_slots(small.config, layers, torch.device("cpu")) == (13, 3), "a quarter is for snapshots"
+    assert num_state_slots(small.config, layers, torch.device("cpu"), chunks=False) == (16, 0)
+    assert num_state_slots(small.config.with_(max_requests=2), layers, torch.device("cpu")) == (3, 2)
+    assert num_state_slots(small.config.with_(state_snapshots=14), layers, torch.device("cpu"), chunks=False) == (2, 14)
+    assert num_state_slots(small.config.with_(state_snapshots=14, prefix_cache=False), layers, torch.device("cpu")) == (16, 0)
+    with pytest.raises(UnsupportedError, match=r"at least 17 are needed\. Raise kv_memory_gib or lower state_snapshots"):
+        num_state_slots(small.config.with_(state_snapshots=15), layers, torch.device("cpu"))
     assert small.states.nbytes + small.pool.nbytes <= 32 * each
     with pytest.raises(UnsupportedError, match=r"holds 1 slots of .* MiB; at least 2 are needed\. Raise kv_memory_gib"):
         num_state_slots(engine.config.with_(kv_memory_gib=3 * each / 2**30), layers, torch.device("cpu"))
-    assert num_state_slots(engine.config, [], torch.device("cpu")) == 0
+    assert num_state_slots(engine.config, [], torch.device("cpu")) == (0, 0)
 
 
 def test_a_model_without_attention_has_pages_that_hold_nothing() -> None:
@@ -182,10 +195,14 @@ def test_a_model_with_attention_alone_has_no_state() -> None:
     assert engine.runner.recurrent == () and engine.states is None and engine.kv.state_slots is None and engine.kv.tree is not None
 
 
-def test_no_prefix_is_reused(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("name", "settings"), [(HYBRID, {"state_snapshots": 0}), ("mamba", {})])
+def test_without_snapshots_no_prefix_is_reused(caplog: pytest.LogCaptureFixture, name: str, settings: dict[str, Any]) -> None:
     with caplog.at_level("INFO", "paged_attn"):
-        llm = make_llm(recurrent(HYBRID))
-    assert llm.engine.kv.tree is None
+        llm = make_llm(recurrent(name), **settings)
+    assert llm.engine.kv.tree is None and llm.engine.kv.snapshots is None
+    assert llm.engine.states is not None and llm.engine.states.num_slots == llm.engine.config.max_requests + 1
+    for _ in range(2):
+        assert [(c.token_ids, c.cached_tokens) for c in llm.generate(PROMPTS[3:], GREEDY)] == [(t, 0) for t in expected(name)[3:]]
     assert sum("no prefix is reused" in record.message for record in caplog.records) == 1
 
 

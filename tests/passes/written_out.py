@@ -148,6 +148,11 @@ def head_by_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([F.softmax(q[0, h] @ k[0, h].T * SCALE + mask(q), -1) @ v[0, h] for h in range(4)])[None]
 
 
+def one_slope_for_all_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    index = torch.arange(length(q))
+    return F.softmax(q @ k.transpose(-1, -2) * SCALE + (index - index[:, None]) * 0.25 + mask(q), -1) @ v
+
+
 class Sinks(nn.Module):
     """GPT-OSS: a learned column, the row's largest taken off, dropped afterwards."""
 
@@ -211,6 +216,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
     "window": (windowed, 4, {"sliding_window": 4096}),
     "ALiBi by key": (alibi_by_key, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),
     "ALiBi by distance": (alibi_by_distance, 4, {"alibi_slopes": (0.25, 0.125, 0.0625, 0.03125), "scale": 0.5}),
+    "one slope": (one_slope_for_all_heads, 4, {"alibi_slopes": (0.25,) * 4}),
     "ALiBi in bfloat16": (alibi_in_bfloat16, 4, {"bias_index": "key", "alibi_slopes": None}),
     "ALiBi through SDPA": (sdpa_with_alibi, 4, {"alibi_slopes": (0.5, 0.25, 0.125, 0.0625)}),
     "T5": (RelativeBias(), 4, {"bias_index": "distance"}),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.zoo.overrides import OVERRIDES
@@ -35,8 +36,9 @@ def model_class(model_type: str) -> type[PreTrainedModel]:
 
 def config_for(model_type: str, **changes: Any) -> PreTrainedConfig:
     """The config that the type's causal LM takes: of a composite type, the part that its class wants."""
-    config = tiny(type(AutoConfig.for_model(model_type)), {**OVERRIDES.get(model_type, {}), **changes})
+    config = tiny(CONFIG_MAPPING[model_type], {**OVERRIDES.get(model_type, {}), **changes})
     wanted = model_class(model_type).config_class
+    assert wanted is not None
     if not isinstance(config, wanted):
         for name in config.sub_configs:
             if isinstance(getattr(config, name), wanted):

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import nn
 
-STATE = re.compile(r"Mamba|DeltaNet|DeltaAttention|LightningAttention|RecurrentBlock|Rwkv|xLSTM|ShortConv|LinearAttention|CCA")
+STATE = re.compile(r"Mamba|DeltaNet|DeltaAttention|LightningAttention|RecurrentBlock|Rwkv|Mixer|xLSTM|ShortConv|LinearAttention|CCA")
 EXPERTS = re.compile(r"Experts$|MoE|Moe.*(Block|MLP)|SparseMoe")
 
 
 def spec_features(specs: Sequence[Any]) -> list[str]:
     """Words for the attention layers, as proved from the graph."""
-    found: list[str] = []
     tests = {
         "GQA": lambda s: 1 < s.num_kv_heads < s.num_q_heads,
         "MQA": lambda s: s.num_kv_heads == 1 < s.num_q_heads,
@@ -23,12 +22,14 @@ def spec_features(specs: Sequence[Any]) -> list[str]:
         "softcap": lambda s: s.softcap is not None,
         "sinks": lambda s: s.has_sinks,
         "ALiBi": lambda s: s.alibi_slopes is not None,
-        "bias": lambda s: getattr(s, "has_bias", False),
+        "bias by distance": lambda s: s.bias_index == "distance",
+        "bias by key": lambda s: s.bias_index == "key",
         "unequal dims": lambda s: s.qk_head_dim != s.v_head_dim,
         "odd scale": lambda s: abs(s.scale * s.qk_head_dim**0.5 - 1) > 1e-3,
         "bidirectional": lambda s: not s.causal,
     }
-    found += [word for word, test in tests.items() if any(test(spec) for spec in specs)]
+    found = [word for word, test in tests.items() if any(spec.by_backend and test(spec) for spec in specs)]
+    found += ["history"] * (not all(spec.by_backend for spec in specs))
     if len({spec.kv_layer for spec in specs}) < len(specs):
         found.append("shared KV")
     if any(spec.differences(specs[0]) not in ([], ["kv_layer"]) for spec in specs):

@@ -18,6 +18,12 @@ DOTS3: dict[str, Any] = {
     "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16, "head_dim": 16,
 }  # fmt: skip
 
+
+def _music(decoder: str) -> dict[str, Any]:
+    parts = {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": decoder}
+    return {"default": {name: {"model_type": kind} for name, kind in parts.items()}, "decoder": {"num_codebooks": 1}}
+
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {
@@ -25,7 +31,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64},
         "global_config": {"hidden_size": 64, "head_dim": 16},
     },
-    "cohere_compass_text": {**MIXED, "rope_parameters": ROPES},
+    "cohere_compass_text": {**MIXED, "rope_parameters": {kind: {**rope, "mrope_section": [1, 1, 2]} for kind, rope in ROPES.items()}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {
@@ -53,8 +59,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "mllama": {"text_config": {"num_hidden_layers": 4, "cross_attention_layers": [1]}},
     "moshi": {"sliding_window": 256},  # by default as long as its positions: its calls without a cache do not apply it
-    "musicgen": {"decoder": {"num_codebooks": 1}},
-    "musicgen_melody": {"decoder": {"num_codebooks": 1}},
+    "musicgen": _music("musicgen_decoder"),
+    "musicgen_melody": _music("musicgen_melody_decoder"),
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 16], "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8,

@@ -41,9 +41,10 @@ def paged_tokens(model: torch.nn.Module, prompts: Tokens, found: dict[str, Any])
     runs = {}
     for page_size in PAGE_SIZES:
         with LLM(model, page_size=page_size, max_batch_tokens=16, num_pages=800 // page_size + 10) as llm:
-            layers = llm.engine.runner.compiled.rewrite.layers
+            runner = llm.engine.runner
+            layers = runner.compiled.rewrite.layers
             found["features"] = spec_features([layer.spec for layer in layers]) + found["modules"]
-            found["found_by"] = sorted({layer.found_by for layer in layers})
+            found["found_by"] = sorted({layer.found_by for layer in layers}) + ["state in the cache"] * bool(runner.recurrent)
             for cache in ("cold", "warm"):
                 completions = llm.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
                 runs[f"page size {page_size}, {cache} cache"] = [c.token_ids for c in completions]
@@ -75,10 +76,10 @@ def crash_reason(error: Exception) -> str:
 
 def run(model_type: str) -> dict[str, Any]:
     started = time.perf_counter()
-    report: dict[str, Any] = {"type": model_type, "result": "", "reason": "", "features": [], "found_by": [], "parameters": 0,
+    report: dict[str, Any] = {"type": model_type, "result": "", "reason": "", "features": [], "found_by": [], "parameters": 0, "seconds": 0.0,
                               "torch": torch.__version__, "transformers": transformers.__version__}  # fmt: skip
     if model_type in NOT_STANDALONE:
-        return report | {"result": "no_oracle", "reason": NOT_STANDALONE[model_type], "seconds": 0.0}
+        return report | {"result": "no_oracle", "reason": NOT_STANDALONE[model_type]}
     try:
         model = build(model_type)
     except Exception as error:  # noqa: BLE001 - reported: a type that can not be built is a result

@@ -49,7 +49,7 @@ def test_a_parameter_that_is_lost_changes_the_tokens(model_type: str, part: str)
     assert [generate(model, prompt, 12) for prompt in PROMPTS] != before
 
 
-@pytest.mark.parametrize(("model_type", "change"), [("mistral", {"sliding_window": 9}), ("gemma2", {"attn_logit_softcapping": None}),
+@pytest.mark.parametrize(("model_type", "change"), [("mistral", {"sliding_window": 9}), ("granite", {"attention_multiplier": 0.5}),
                                                     ("llama4_text", {"attention_chunk_size": 9}), ("falcon", {"alibi": True})])  # fmt: skip
 def test_a_feature_that_is_off_changes_the_tokens(model_type: str, change: dict[str, object]) -> None:
     models = [seeded(model_class(model_type), config_for(model_type, **each), seed=0) for each in ({}, change)]

@@ -1,0 +1,216 @@
+"""Prefix reuse with recurrent state: a request that starts from a snapshot says what the model's own generate says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paged_attn import SamplingParams
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.request import Request
+from tests.engine.models import POISON, assert_idle, assert_nothing_left, fail_once, make_engine, make_llm, poisoned, run_all
+from tests.engine.test_recurrent import poison_freed_slots
+from tests.oracle import greedy, random_prompts
+from tests.recurrent_models import recurrent
+
+NAMES = ["qwen3_next", "falcon_h1", "lfm2"]
+HYBRID = "lfm2"
+NEW = 8
+GREEDY = SamplingParams(max_new_tokens=NEW)
+STEM, OTHER, THIRD = random_prompts((40, 40, 40), seed=5)
+TAILS = random_prompts((9, 23, 1, 17), seed=6)
+
+
+def poisoned_engine(name: str = HYBRID, **settings: Any) -> Engine:
+    engine = make_engine(recurrent(name), **{"page_size": 4, "max_batch_tokens": 64, **settings})
+    poison_freed_slots(engine)
+    return engine
+
+
+def ask(engine: Engine, prompt: list[int], new: int = NEW, name: str = HYBRID, **kwargs: Any) -> Request:
+    """One request, run to its end; its tokens are right."""
+    request = engine.add_request(prompt, SamplingParams(max_new_tokens=new), **kwargs)
+    run_all(engine)
+    assert request.output_token_ids == greedy(recurrent(name), prompt, new)
+    return request
+
+
+def kept_at(engine: Engine) -> list[int]:
+    """The numbers of tokens after which the tree has a snapshot."""
+    assert engine.kv.tree is not None
+    found, stack = [], [(root, 0) for root in engine.kv.tree._roots.values()]
+    while stack:
+        node, before = stack.pop()
+        end = before + len(node.tokens)
+        found += [end] if node.payload is not None else []
+        stack += [(child, end) for child in node.children.values()]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shared_stem_is_reused_up_to_its_last_page(name: str, page_size: int) -> None:
+    model = recurrent(name)
+    llm = make_llm(model, page_size=page_size, max_batch_tokens=24, num_pages=400)
+    poison_freed_slots(llm.engine)
+    kept = 39 // page_size * page_size
+    for prompt, cached in [(STEM, 0), *((STEM + tail, kept) for tail in TAILS[:3]), (STEM, kept)]:
+        (got,) = llm.generate([prompt], GREEDY)
+        assert (got.token_ids, got.cached_tokens) == (greedy(model, prompt, NEW), cached)
+    assert llm.engine.stats.cached_tokens == 4 * kept
+    prompts = [STEM + tail + extra for tail in TAILS for extra in ([], [7], [8, 9])]
+    assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [greedy(model, prompt, NEW) for prompt in prompts], "all at once"
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversation_goes_on_from_its_last_turn(name: str, page_size: int) -> None:
+    engine = poisoned_engine(name, page_size=page_size, max_batch_tokens=24, num_pages=400)
+    said = list(STEM)
+    for turn, more in enumerate([[], *TAILS]):
+        said += more
+        request = ask(engine, said, name=name)
+        before = len(said) - len(more)  # with the answer, whose last token was never attended to
+        whole = (before - 1) if page_size == 1 else (before - NEW - 1) // 16 * 16
+        assert request.cached_tokens == (whole if turn else 0) or (page_size == 16 and request.cached_tokens == (before - 1) // 16 * 16)
+        said += request.output_token_ids
+    assert_idle(engine)
+
+
+def test_where_two_prompts_part_a_state_is_kept_for_the_third() -> None:
+    engine = poisoned_engine()
+    cached = [ask(engine, STEM + tail).cached_tokens for tail in TAILS]
+    assert cached == [0, 0, 40, 40] and 40 in kept_at(engine)
+    assert ask(engine, STEM[:18] + OTHER).cached_tokens == 0 and kept_at(engine)[:2] == [16, 40]
+    assert ask(engine, STEM[:19] + THIRD).cached_tokens == 16
+    short, tails = STEM[:12], [tail for tail in TAILS if len(tail) > 4]
+    assert [ask(engine, short + tail, namespace="a").cached_tokens for tail in tails] == [0] * 3, (
+        "a fork that saves little is not worth a step"
+    )
+
+
+def test_a_finished_request_keeps_its_last_state_where_it_fills_a_page() -> None:
+    engine = poisoned_engine()
+    for new, kept in ((4, [36]), (5, [36, 44]), (9, [36, 44, 48])):
+        ask(engine, STEM, new)
+        assert kept_at(engine) == kept
+    ask(engine, OTHER, 1)  # its state is at 40, which is shared before it ends
+    assert kept_at(engine) == [36, 36, 40, 44, 48]
+
+
+def test_prefixes_are_namespaces_own() -> None:
+    engine = poisoned_engine()
+    assert [ask(engine, STEM, namespace=n).cached_tokens for n in (None, "a", None, "a")] == [0, 0, 36, 36]
+
+
+def test_few_snapshots_go_least_recently_used_first() -> None:
+    engine = poisoned_engine(state_snapshots=2)
+    assert [ask(engine, prompt, 2).cached_tokens for prompt in (STEM, OTHER, STEM)] == [0, 0, 36]
+    assert ask(engine, THIRD, 2).cached_tokens == 0  # in place of OTHER's
+    assert [ask(engine, prompt, 2).cached_tokens for prompt in (STEM, OTHER, THIRD, STEM)] == [36, 0, 0, 0]
+    assert len(kept_at(engine)) == 2
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "settings", [{"state_snapshots": 1}, {"state_snapshots": 2, "num_pages": 24}, {"num_pages": 20}, {"num_pages": 24, "page_size": 1}]
+)
+def test_scarcity_of_any_kind_leaves_the_tokens_as_they_are(name: str, settings: dict[str, Any]) -> None:
+    """Pages for one or two requests: nodes are evicted with their snapshots, and requests are preempted."""
+    model = recurrent(name)
+    cut = 16 if settings.get("page_size") == 1 else 40
+    prompts = [stem[:cut] + tail[: cut // 2] for stem in (STEM, OTHER) for tail in TAILS[:3]] * 2
+    prompts = [prompt[:14] for prompt in prompts] if cut == 16 else prompts
+    llm = make_llm(model, **{"max_batch_tokens": 24, "max_requests": 3, **settings})
+    poison_freed_slots(llm.engine)
+    for _ in range(2):
+        assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [greedy(model, prompt, NEW) for prompt in prompts]
+    assert llm.engine.stats.cached_tokens > 0 or settings == {"state_snapshots": 1}, "one is always another's by then"
+    assert_nothing_left(llm)
+    assert llm.engine.kv.snapshots is not None and llm.engine.kv.snapshots.num_attached == 0
+
+
+def test_evicted_pages_take_their_snapshots_along() -> None:
+    engine = poisoned_engine(num_pages=24)  # 23 usable, 10 per stem
+    for prompt in (STEM, OTHER):
+        ask(engine, prompt, 1)
+    assert kept_at(engine) == [36, 36, 40, 40]
+    ask(engine, THIRD, 1)
+    assert kept_at(engine) == [36, 36, 40, 40], "STEM's are gone"
+    assert ask(engine, OTHER, 1).cached_tokens == 36 and ask(engine, STEM, 1).cached_tokens == 0
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_preempted_request_goes_on_from_a_snapshot(page_size: int) -> None:
+    engine = poisoned_engine(page_size=page_size, num_pages=400)
+    requests = [engine.add_request(STEM + tail, GREEDY) for tail in TAILS]
+    for step in range(30):
+        engine.step()
+        if step % 3 == 2 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[0])
+    run_all(engine)
+    assert [r.output_token_ids for r in requests] == [greedy(recurrent(HYBRID), STEM + tail, NEW) for tail in TAILS]
+    assert engine.scheduler.num_preemptions > 3
+    engine.kv.tree.check_invariants()  # type: ignore[union-attr]
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("at_call", range(1, 10))
+def test_a_failed_step_leaves_no_state_behind_that_is_ahead_of_its_tokens(at_call: int) -> None:
+    """The states have advanced by then, also of requests whose tokens fill a page."""
+    engine = poisoned_engine(page_size=1)
+    prompts = [STEM, OTHER[:7]]
+    requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    fail_once(engine, RuntimeError("out of memory"), at_call)
+    try:
+        run_all(engine)
+    except RuntimeError:
+        run_all(engine)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.output_token_ids == greedy(recurrent(HYBRID), prompt, NEW)
+        for end in range(1, NEW):
+            ask(engine, prompt + request.output_token_ids[:end], 3)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("at", [5, 30, 39])
+def test_a_state_that_no_finite_token_vouches_for_is_not_shared(at: int) -> None:
+    engine = poisoned_engine(max_batch_tokens=16)
+    bad = [*STEM[:at], POISON, *STEM[at + 1 :]]
+    with poisoned(recurrent(HYBRID)):
+        request = engine.add_request(bad, GREEDY)
+        run_all(engine)
+        assert request.finish_reason == "error" and kept_at(engine) == []
+        assert_idle(engine)
+    assert ask(engine, STEM).cached_tokens == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_a_cancelled_request_gives_its_snapshots_back_or_leaves_them_shared(steps: int) -> None:
+    engine = poisoned_engine(max_batch_tokens=20)
+    request = engine.add_request(STEM, GREEDY)
+    for _ in range(steps):
+        engine.step()
+    engine.cancel(request.id)
+    assert kept_at(engine) == {1: [], 2: [], 3: [36, 40], 4: [36]}[steps]
+    assert_idle(engine)
+    assert ask(engine, STEM).cached_tokens == (36 if steps > 2 else 0)
+
+
+def test_more_running_requests_than_snapshots() -> None:
+    """Who finds every slot in other requests' hands goes without."""
+    engine = poisoned_engine(state_snapshots=1, max_batch_tokens=130)
+    requests = [engine.add_request(prompt, GREEDY) for prompt in (STEM, OTHER, THIRD)]
+    run_all(engine)
+    assert [r.output_token_ids for r in requests] == [greedy(recurrent(HYBRID), prompt, NEW) for prompt in (STEM, OTHER, THIRD)]
+    assert kept_at(engine) == [36] and ask(engine, STEM).cached_tokens == 36
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_snapshots_work_where_they_must_be_asked_for(name: str) -> None:
+    engine = poisoned_engine(name, state_snapshots=4)
+    assert [ask(engine, STEM + tail, name=name).cached_tokens for tail in TAILS] == [0, 0, 40, 40]

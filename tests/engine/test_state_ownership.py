@@ -1,0 +1,152 @@
+"""Who owns which state slot, under any order of events; and that a state found in the prefix cache is that of its prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from paged_attn.attn_ops.radix_node import RadixNode
+from paged_attn.attn_ops.state_pool import RecurrentSpec, StatePool, StateSpec
+from paged_attn.engine import kv_manager
+from paged_attn.engine.kv_manager import KVManager
+from paged_attn.engine.model_limits import StateSlots
+from paged_attn.engine.request import Request
+from tests.engine.models import request_of
+
+LAYERS = [RecurrentSpec("layer", (StateSpec("sum", (1,), torch.int64),))]
+RUNNING = 4
+
+
+def state_of(tokens: list[int], namespace: Any) -> int:
+    """A recurrent state that tells one prefix from another."""
+    state = 1 if namespace is None else 2
+    for token in tokens:
+        state = state * 3 + token
+    return state
+
+
+class StateOwnership(RuleBasedStateMachine):
+    """Random requests on a model whose state is a number made from all tokens so far; freed slots hold -1."""
+
+    @initialize(snapshots=st.integers(1, 5), page_size=st.sampled_from([1, 2]), min_fork=st.sampled_from([1, 2, 16]))
+    def start(self, snapshots: int, page_size: int, min_fork: int) -> None:
+        slots = StateSlots(RUNNING, snapshots)
+        self.pool, self.page_size = StatePool(LAYERS, slots.total), page_size
+        self.values = self.pool.states(0)[0][:, 0]
+        self.values.fill_(-1)
+        self.kv = KVManager(14, page_size, True, slots, self.pool)
+        self.requests: list[Request] = []
+        self.min_fork, kv_manager.MIN_FORK = kv_manager.MIN_FORK, min_fork
+        for allocator in (self.kv.state_slots, self.kv.snapshots.slots):
+            allocator.free = self.poisoning(allocator.free)
+
+    def poisoning(self, free: Any) -> Any:
+        def poisoned(slot: int) -> None:
+            free(slot)
+            self.values[slot] = -1
+
+        return poisoned
+
+    def pick(self, data: st.DataObject) -> Request:
+        return self.requests[data.draw(st.integers(0, len(self.requests) - 1))]
+
+    @precondition(lambda self: self.kv.can_admit)
+    @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=12), namespace=st.sampled_from([None, "a"]), fits=st.booleans())
+    def admit(self, tokens: list[int], namespace: Any, fits: bool) -> None:
+        request = request_of(tokens, namespace)
+        self.kv.adopt_prefix(request)
+        assert request.num_cached < len(tokens) and request.num_cached % self.page_size == 0
+        if not fits:
+            self.kv.release(request, share=False)
+            return
+        self.kv.take_state_slot(request)
+        self.requests.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(1, 9), outcome=st.sampled_from(["finite", "finite", "NaN", "raises"]))
+    def step(self, data: st.DataObject, count: int, outcome: str) -> None:
+        request = self.pick(data)
+        points = [point - request.num_cached for point in request.snapshot_points]
+        count = min([count, len(request.tokens) - request.num_cached, *points])
+        end = request.num_cached + count
+        if not self.kv.reserve(request, end):
+            return
+        self.values[request.state_slot] = state_of(request.tokens[:end], request.namespace)
+        if outcome == "raises":
+            request.num_vouched = 0
+            self.release(request, share=bool(request.sampled))
+            return
+        request.num_cached = end
+        self.kv.keep_state(request)
+        if end < len(request.tokens):
+            return
+        if outcome == "NaN":
+            self.release(request, share=False)
+            return
+        request.num_vouched = end
+        self.kv.share(request)
+        assert not request.snapshots and not request.snapshot_points
+        request.tokens.append(data.draw(st.integers(1, 2)))
+        request.sampled.append(object())  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), again=st.booleans())
+    def finish(self, data: st.DataObject, again: bool) -> None:
+        request = self.pick(data)
+        done, tokens, vouched = request.num_cached, request.tokens[: request.num_cached], request.num_vouched
+        self.release(request, share=bool(request.sampled))
+        if again:
+            self.kv.release(request, share=True)
+        if request.sampled and vouched == done and done % self.page_size == 0:
+            node = self.kv.tree.match(tokens, request.namespace).node
+            held_by_others = sum(len(r.snapshots) for r in self.requests)
+            assert node.payload is not None or held_by_others == self.pool.num_slots - RUNNING
+
+    def release(self, request: Request, share: bool) -> None:
+        self.kv.release(request, share=share)
+        self.requests.remove(request)
+        assert (request.state_slot, request.num_vouched, request.snapshot_points, request.snapshots) == (0, 0, [], {})
+
+    @invariant()
+    def every_state_is_that_of_its_tokens(self) -> None:
+        for request in self.requests:
+            if request.num_cached:
+                assert self.values[request.state_slot] == state_of(request.tokens[: request.num_cached], request.namespace)
+            for point, slot in request.snapshots.items():
+                assert self.values[slot] == state_of(request.tokens[:point], request.namespace)
+        for node, tokens in self.nodes():
+            if node.payload is not None:
+                assert self.values[node.payload] == state_of(tokens, node.namespace)
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        self.kv.tree.check_invariants()
+        pending = [slot for request in self.requests for slot in request.snapshots.values()]
+        attached = [node.payload for node, _ in self.nodes() if node.payload is not None]
+        owned = [*pending, *attached]
+        assert len(set(owned)) == len(owned) and set(owned) == self.kv.snapshots.slots._held
+        assert sorted(attached) == sorted(self.kv.snapshots._attached) and len(attached) == self.kv.snapshots.num_attached
+        assert {request.state_slot for request in self.requests} == self.kv.state_slots._held
+        assert all(RUNNING <= slot < self.pool.num_slots for slot in owned)
+
+    def nodes(self) -> list[tuple[RadixNode, list[int]]]:
+        found = [(root, []) for root in self.kv.tree._roots.values()]
+        for node, tokens in found:
+            found += [(child, tokens + child.tokens) for child in node.children.values()]
+        return found
+
+    def teardown(self) -> None:
+        kv_manager.MIN_FORK = self.min_fork
+        for request in self.requests:
+            self.kv.release(request, share=False)
+        self.kv.tree.clear()
+        assert self.kv.allocator.num_free == self.kv.num_usable
+        assert self.kv.snapshots.num_attached == 0 and not self.kv.snapshots.slots._held and not self.kv.state_slots._held
+
+
+TestStateOwnership = StateOwnership.TestCase
+TestStateOwnership.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))

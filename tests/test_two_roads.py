@@ -1,0 +1,148 @@
+"""The graph rewrite and `paged_attn.patch` find out what a model's layers compute in two ways: they must find and compute the same.
+
+Each model is compared by its specs, field by field, and by the logits of a ragged batch. What the hook refuses is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paged_attn import UnsupportedError, patch
+from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.options import CompileOptions
+from paged_attn.ragged_probe import probe_prompts, relative_error, run_ragged
+from paged_attn.self_check import logits_of
+from tests import tiny_models
+from tests.zoo.build import seeded
+from tests.zoo.configs import config_for, model_class
+
+ROUNDING = 2e-5
+SCALE = 1e-6  # a written-out softmax tells its scale by values, not by name
+
+# Beyond tests.tiny_models: written-out softmax, softcaps, sinks, shared KV, other windows and other layouts of the projections.
+FROM_THE_ZOO = (
+    "gemma2", "gpt_oss", "gemma3n_text", "exaone4", "jetmoe", "gpt_bigcode",
+)  # fmt: skip
+NO_INTERFACE = "does not let its attention be replaced through transformers' AttentionInterface"
+SLICED = "of its attention mask after building it, which paged_attn.patch can not follow"
+TWICE = "attends more than once in one forward, and paged_attn.patch keeps one KV for each layer"
+REFUSED_BY_THE_HOOK = {
+    "falcon": NO_INTERFACE,
+    "gptj": NO_INTERFACE,
+    "bloom": NO_INTERFACE,
+    "mpt": NO_INTERFACE,
+    "granite_swa": NO_INTERFACE,
+    "codegen": NO_INTERFACE,
+    "llama4_text": "self-check failed: on a probe prompt of 24 tokens",  # its temperature counts rows, not positions
+    "gemma4_text": SLICED,
+    "diffllama": TWICE,
+    "hrm_text": TWICE,
+    "git": "its mask function reads a table of the call's own tokens",
+    "musicgen": "reads its tokens from a ModuleList",
+    "xlnet": "itself can not run a few tokens given as input_ids and position_ids",
+    "jamba": "keeps recurrent state in model.layers.0.mamba",
+}
+AGREEING = [name for name in (*tiny_models.ARCHITECTURES, *FROM_THE_ZOO) if name not in REFUSED_BY_THE_HOOK]
+
+
+def build(name: str) -> PreTrainedModel:
+    return tiny_models.build(name) if name in tiny_models.ARCHITECTURES else seeded(model_class(name), config_for(name), 0)
+
+
+def run(model: PreTrainedModel, layers: Sequence[AttentionSpec], logits: Callable[[Batch], Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return run_ragged(layers, probe_prompts(torch.device("cpu"), model.config.get_text_config().vocab_size), torch.float32, logits)
+
+
+def by_hook(model: PreTrainedModel) -> tuple[tuple[AttentionSpec, ...], list[Tensor]]:
+    # Its own self-check is what this file tests by another road.
+    with patch(model, self_check=False) as patched:
+        return patched.layers, run(model, patched.layers, lambda b: model(**b.model_inputs()).logits[0, b.logits_rows])
+
+
+def by_graph(model: PreTrainedModel) -> tuple[tuple[AttentionSpec, ...], list[Tensor]]:
+    runner = ModelRunner(model, CompileOptions(inductor=False, self_check=False))
+    rewritten = runner.compiled.eager_paged
+    assert rewritten is not None
+
+    def logits(batch: Batch) -> Tensor:
+        found = logits_of(rewritten.forward(*runner.inputs.fill(batch.input_ids, batch.positions, batch.logits_rows)))
+        return found if runner.takes_logits_rows else found[batch.logits_rows]
+
+    return runner.compiled.specs, run(model, runner.compiled.specs, logits)
+
+
+def differences(one: AttentionSpec, other: AttentionSpec) -> list[str]:
+    close = math.isclose(one.scale, other.scale, rel_tol=SCALE)
+    return dataclasses.replace(one, scale=other.scale if close else one.scale).differences(other)
+
+
+@pytest.mark.parametrize("name", AGREEING)
+def test_both_roads_find_and_compute_the_same(name: str) -> None:
+    model = build(name)
+    hook_specs, hook_logits = by_hook(model)
+    graph_specs, graph_logits = by_graph(model)
+    assert [(spec.module, differences(spec, other)) for spec, other in zip(hook_specs, graph_specs, strict=True)] == [
+        (other.module, []) for other in graph_specs
+    ]
+    for one, other in zip(hook_logits, graph_logits, strict=True):
+        assert relative_error(other, one) <= ROUNDING
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_THE_HOOK)
+def test_the_hook_says_why_it_refuses(name: str) -> None:
+    model = build(name)
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedError) as refusal, patch(model):
+        pass
+    assert REFUSED_BY_THE_HOOK[name] in str(refusal.value)
+    assert model.config._attn_implementation == before
+
+
+def test_the_models_here_have_every_feature_that_a_road_could_lose() -> None:
+    specs = {}
+    for name in ("gemma2", "gpt_oss", "gemma3n_text", "granite", "deepseek_v3", "gpt_bigcode"):
+        with patch(build(name), self_check=False) as patched:
+            specs[name] = patched.layers
+    assert {spec.softcap is not None for spec in specs["gemma2"]} == {True}
+    assert {spec.has_sinks for spec in specs["gpt_oss"]} == {True}
+    assert {spec.sliding_window is None for spec in specs["gpt_oss"]} == {True, False}
+    assert [spec.kv_layer for spec in specs["gemma3n_text"]] == [0, 1, 0, 1]
+    assert specs["granite"][0].scale != specs["granite"][0].qk_head_dim ** -0.5
+    assert specs["deepseek_v3"][0].qk_head_dim != specs["deepseek_v3"][0].v_head_dim
+    assert specs["gpt_bigcode"][0].num_kv_heads == 1
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_outside_a_context_a_patched_eager_model_keeps_its_softcap_and_sinks(name: str) -> None:
+    model, ids = build(name), torch.randint(2, 90, (2, 21))
+    with torch.no_grad():
+        before = model(ids).logits
+        with patch(model):
+            assert torch.equal(model(ids).logits, before)
+        assert torch.equal(model(ids).logits, before)
+
+
+def test_keys_that_were_written_to_in_between_are_not_shared() -> None:
+    """Gemma 3n's layer 2 gets the keys of layer 0; if something changes them in place, they are keys of their own."""
+    model = build("gemma3n_text")
+    forward = type(model.model.layers[2].self_attn).forward
+
+    def changed(module, *args, **kwargs):
+        for keys, _ in kwargs["shared_kv_states"].values():
+            keys.mul_(1.0)
+        return forward(module, *args, **kwargs)
+
+    with mock.patch.object(model.model.layers[2].self_attn, "forward", changed.__get__(model.model.layers[2].self_attn)):
+        with patch(model, self_check=False) as patched:
+            assert [spec.kv_layer for spec in patched.layers] == [0, 1, 2, 3]
