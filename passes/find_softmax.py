@@ -89,8 +89,8 @@ class _Walk:
         pending, seen = [self.scores()], set[fx.Node]()
         while pending:
             node = pending.pop()
-            if node in seen or token_dims(node, self.form.num_tokens) < 2:
-                continue
+            if node in seen or token_dims(node, self.form.num_tokens) < 2 or not value_of(node).is_floating_point():
+                continue  # a mask may be made from scores, too, but holds none
             seen.add(node)
             product = product_of(node)
             if product is not None and all(token_dims(n, self.form.num_tokens) == 1 for n in (product[0].left, product[0].right)):

@@ -31,6 +31,9 @@ class EngineConfig:
     prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")
     backend: str = _setting("auto", "attention backend: auto or a name that `paged-attn backends` lists")
     inductor: bool | None = _setting(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
+    follow_generate: bool = _setting(
+        False, "serve a model whose generate() numbers positions otherwise than a plain call as generate() does"
+    )
     self_check: bool = _setting(True, "compare the rewritten model with the original before the first batch")
 
     def __post_init__(self) -> None:

@@ -59,7 +59,9 @@ class Engine:
     def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig.from_environment()
         self.tokenizer = tokenizer
-        self.runner = ModelRunner(model, CompileOptions(inductor=self.config.inductor, self_check=self.config.self_check))
+        self.runner = ModelRunner(
+            model, CompileOptions(inductor=self.config.inductor, self_check=self.config.self_check), self.config.follow_generate
+        )
         self.limits = ModelLimits.of(model, self.runner.compiled.max_positions)
         if (rows := self.runner.max_rows) is not None and rows < self.config.max_batch_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)

@@ -30,14 +30,15 @@ class ModelRunner:
 
     Args:
         model: takes token ids [1, T], as input_ids or as its first parameter, and position_ids or not; on one device.
+        follow_generate: what the model computes with position_ids 0, 1, ... is the truth, and not what it computes without any.
 
     Raises:
         UnsupportedError: the model can not be captured as one graph, has an attention that can not be proved, or the self-check
             against the model itself fails.
     """
 
-    def __init__(self, model: nn.Module, options: CompileOptions) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
+        self.model, self.follow_generate = model, follow_generate
         self.device = only_device(model)
         self.dtype = model_dtype(model)
         try:
@@ -81,7 +82,7 @@ class ModelRunner:
         self.takes_logits_rows = self.inputs.takes_logits_rows
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
         with evaluating(self.model):
-            self.compiled.check(args, self._logits_alone)
+            self.compiled.check(args, lambda prompt: self._logits_alone(prompt, positions=self.follow_generate))
 
     def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
@@ -113,7 +114,7 @@ class ModelRunner:
             raise UnsupportedError(
                 f"{type(self.model).__name__} called without position_ids gives other logits than with position_ids 0, 1, 2, ..., and its "
                 "generate() passes those: generate() and a plain call model(input_ids) disagree about every token, so that there is no one "
-                'answer to serve. torch.compile(model, backend="paged_attn") runs it with the position_ids that you pass.'
+                "answer to serve. LLM(model, follow_generate=True) gives generate()'s."
             ) from refusal
         return True
 

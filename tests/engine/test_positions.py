@@ -92,6 +92,10 @@ def test_where_generate_and_a_plain_call_number_positions_differently_the_reason
     assert greedy(model, prompt, 8) != greedy_loop(model, prompt, 8)  # what the message says is true
     with pytest.raises(UnsupportedError, match=r"without position_ids gives other logits .* generate\(\) and a plain call .* disagree"):
         LLM(model, num_pages=40)
+    with LLM(model, num_pages=100, max_batch_tokens=16, follow_generate=True) as llm:
+        prompts = random_prompts((1, 5, 17))
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
+    assert got == [greedy(model, p, 8) for p in prompts]
 
 
 class Optional(Decoder):

@@ -34,7 +34,8 @@ def build(model_type: str, **changes: Any) -> PreTrainedModel:
 
 def seeded(kind: type[PreTrainedModel], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = kind._from_config(config, dtype=torch.float32).eval()
+    model: PreTrainedModel = kind._from_config(config, dtype=torch.float32)
+    model.eval()
     randomise(model, seed)
     model.generation_config.eos_token_id = None
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ EXPERTS = re.compile(r"Experts$|MoE|Moe.*(Block|MLP)|SparseMoe")
 
 def spec_features(specs: Sequence[Any]) -> list[str]:
     """Words for the attention layers, as proved from the graph."""
-    tests = {
+    tests: dict[str, Callable[[Any], bool]] = {
         "GQA": lambda s: 1 < s.num_kv_heads < s.num_q_heads,
         "MQA": lambda s: s.num_kv_heads == 1 < s.num_q_heads,
         "window": lambda s: s.sliding_window is not None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,16 +41,18 @@ class Oracle:
         return ""
 
 
-def generate(model: nn.Module, prompt: Sequence[int], new_tokens: int) -> list[int]:
+def generate(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
     ids = torch.tensor([list(prompt)])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens)
-    return output[0, len(prompt) :].tolist()
+    new: list[int] = output[0, len(prompt) :].tolist()
+    return new
 
 
 def next_tokens(model: nn.Module, ids: Sequence[int]) -> list[int]:
     """The most likely next token after every token, from one call without a cache."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].argmax(-1).tolist()
+        tokens: list[int] = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].argmax(-1).tolist()
+    return tokens
 
 
 def loop(model: nn.Module, prompt: Sequence[int], new_tokens: int) -> list[int]:

@@ -76,8 +76,10 @@ def crash_reason(error: Exception) -> str:
 
 def run(model_type: str) -> dict[str, Any]:
     started = time.perf_counter()
-    report: dict[str, Any] = {"type": model_type, "result": "", "reason": "", "features": [], "found_by": [], "parameters": 0, "seconds": 0.0,
-                              "torch": torch.__version__, "transformers": transformers.__version__}  # fmt: skip
+    report: dict[str, Any] = {
+        "type": model_type, "result": "", "reason": "", "features": [], "found_by": [], "parameters": 0, "seconds": 0.0,
+        "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
     if model_type in NOT_STANDALONE:
         return report | {"result": "no_oracle", "reason": NOT_STANDALONE[model_type]}
     try:

@@ -1,0 +1,54 @@
+"""A sample of the zoo, one type for each feature: the same tokens as the unmodified model, or a refusal that says why.
+
+All types: `python -m tests.zoo --report`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.zoo.run_one import run
+
+RUN = {
+    "bert": "an encoder as a decoder, post-norm",
+    "bloom": "ALiBi",
+    "cohere2": "rotary and position-free layers",
+    "dbrx": "experts that branch on their data",
+    "deepseek_v3": "latent attention, unequal head dims, grouped experts",
+    "diffllama": "attention in two halves",
+    "gemma2": "softcaps and windows",
+    "gemma4_text": "layers that share KV, head dims by layer",
+    "gpt2": "learned positions",
+    "gpt_bigcode": "one KV head",
+    "gpt_neo": "attention written out, unscaled, local layers",
+    "gpt_oss": "sinks",
+    "hrm_text": "layers that run several times, each with KV of its own",
+    "laguna": "heads by layer",
+    "lfm2": "short convolutions",
+    "llama4_text": "chunks, temperature by position",
+    "mamba2": "state alone",
+    "qwen3_next": "gated delta rule",
+    "whisper": "positions of its own, no position_ids",
+}
+SLOW = {
+    "axk2": "keys chosen by an indexer",
+    "inkling_text": "learned relative biases, convolutions",
+    "jamba": "selective state, attention and experts",
+}
+REFUSED = {
+    "recurrent_gemma": "keeps recurrent state in the attribute",
+    "roberta": "called without position_ids gives other logits",
+    "rwkv": "keeps recurrent state in its output",
+}
+
+
+@pytest.mark.parametrize("model_type", [*RUN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_type_gives_the_tokens_of_the_unmodified_model(model_type: str) -> None:
+    report = run(model_type)
+    assert report["result"] == "ok", f"{report['result']}: {report['reason']}\n{report.get('words', '')}"
+
+
+@pytest.mark.parametrize(("model_type", "words"), REFUSED.items())
+def test_a_type_is_refused_for_its_reason(model_type: str, words: str) -> None:
+    report = run(model_type)
+    assert (report["result"], words in report["reason"]) == ("refused", True), f"{report['result']}: {report['reason']}"
