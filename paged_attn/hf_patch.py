@@ -130,7 +130,7 @@ class Patched:
 
     def _probe(self) -> list[Tensor]:
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        if not isinstance(table, nn.Embedding):
+        if not isinstance(getattr(table, "num_embeddings", None), int):
             raise UnsupportedError(
                 f"{type(self.model).__name__} reads its tokens from a {type(table).__name__}, and paged_attn.patch knows a model with one "
                 "table of token ids; use torch.compile(model, backend='paged_attn')"

@@ -53,6 +53,7 @@ class MaskProbe:
     ) -> None:
         self.mask, self.form, self.values, self.where, self.products = mask, form, values, where, products
         self.scales = SCALES
+        self.table_ends: list[int] = []  # with LIMITS: the longest probes for which the tables suffice
         # Heads only differ by what is added to them: one head of zeros broadcasts, and a probe of many tokens costs that much less.
         self.one_head = products is not None
         self.first_column = 0  # of the keys among the softmax's columns: 1 after a sink

@@ -63,7 +63,7 @@ def _table_limit(probe: MaskProbe) -> int:
     Raises:
         ProbeFailed: the numbers are no such lengths.
     """
-    probe.scales = LIMITS
+    probe.scales, probe.table_ends = LIMITS, []
     ends = set()
     for scale in probe.scales:
         images = probe.images(scale)
@@ -75,6 +75,7 @@ def _table_limit(probe: MaskProbe) -> int:
                 probe.run((longest + 1,), scale, seed=0)
         except ProbeFailed:
             ends.add(literal + longest - shortest)
+            probe.table_ends.append(longest)
     if len(ends) != 1 or max(images.values()) - shortest > 2:
         raise ProbeFailed(f"{probe.where}: its mask can not be made for small probes, and none of its numbers {probe.literals} says why")
     probe.table_length = ends.pop()
@@ -102,9 +103,10 @@ def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
 
 
 def _match_lengths(probe: MaskProbe) -> tuple[int, ...]:
-    """A stored table is looked at over its whole length; a computed one is scaled to just above these."""
-    longest = 0 if probe.scales is LIMITS else probe.table_length
-    return tuple(max(length, longest - extra) for extra, length in enumerate(MATCH_LENGTHS))
+    """A table is looked at over its whole length, which for a computed one is scaled."""
+    if probe.scales is LIMITS:
+        return tuple(probe.table_ends)
+    return tuple(max(length, probe.table_length - extra) for extra, length in enumerate(MATCH_LENGTHS))
 
 
 def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:

@@ -91,9 +91,6 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
         lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) * torch.arange(1, 5).view(4, 1, 1) + mask(q), -1) @ v, "neither scale"
     ),
     "bias of query and key": (bias_of_both, "a bias that matches no known family"),
-    "bias by content": (
-        lambda q, k, v: F.softmax(scores(q, k) + torch.sigmoid(k.sum(-1))[:, :, None], -1) @ v, "from the tokens' hidden states"
-    ),
     "two sinks": (lambda q, k, v: F.softmax(F.pad(scores(q, k), (0, 2)), -1)[..., :-2] @ v, "2 columns besides"),
     "scores transposed": (lambda q, k, v: F.softmax((k @ q.transpose(-1, -2)).transpose(2, 3) + mask(q), -1) @ v, "neither scale"),
 }  # fmt: skip
@@ -104,16 +101,6 @@ def test_refused(name: str) -> None:
     attend, why = REFUSED[name]
     with pytest.raises(UnsupportedError, match=rf"layer at attend.*{why}"):
         rewrite_of(toy(attend))
-
-
-class ByContent(nn.Module):
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q) + k.sum(-1)[:, :, None])
-
-
-def test_a_mask_from_hidden_states_is_refused_for_sdpa_too() -> None:
-    with pytest.raises(UnsupportedError, match="computed from the tokens' hidden states"):
-        rewrite_of(toy(ByContent()))
 
 
 @pytest.mark.parametrize("change", [{"softcap": None}, {"scale": 0.36}, {"alibi_slopes": None}])
