@@ -49,7 +49,7 @@ def make_engine(model: PreTrainedModel | None = None, tokenizer: Any = None, **s
 def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> LLM:
     model = model or tiny()
     config = EngineConfig(**{"page_size": 4, "num_pages": 128, **settings})
-    with mock.patch.object(engine_module, "ModelRunner", lambda model, options: copy.copy(_runner(model))):
+    with mock.patch.object(engine_module, "ModelRunner", lambda model, *_: copy.copy(_runner(model))):
         return LLM(model, tokenizer=tokenizer, config=config)
 
 
