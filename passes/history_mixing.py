@@ -20,9 +20,7 @@ TOKENS, CHANGED = 9, 4
 ROUNDING = 1e-3
 
 
-def mixing_nodes(
-    wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, values: dict[fx.Node, Any], writers: Writers
-) -> set[fx.Node]:
+def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, values: dict[fx.Node, Any], writers: Writers) -> set[fx.Node]:
     """Those of `wanted` whose rows change where no row of `starts` does; all others have a row of their own for each token.
 
     Args:

@@ -16,13 +16,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.call_form import CallForm
-from paged_attn.passes.graph_tools import as_traced, bases_of, depends_on, symbol, token_dims, value_of, writes_in_place, written_values
+from paged_attn.passes.graph_tools import bases_of, depends_on, token_dims, value_of, writes_in_place, written_values
 from paged_attn.passes.history_mixing import mixing_nodes
+from paged_attn.passes.history_rows import TokenRows, bytes_of
 from paged_attn.passes.mask_numbers import op_name
 from paged_attn.passes.score_cone import LOOKUPS
-from paged_attn.passes.token_data import Writers, cone_of, name_of, read_inputs, token_data, writers_of
-
+from paged_attn.passes.token_data import Writers, cone_of, name_of, read_inputs, writers_of
 
 _BY_ROW = LOOKUPS - {"conv1d"}
 
@@ -43,39 +42,18 @@ class Region:
     shapes: list[fx.Node]
 
 
-class RegionFinder:
-    """Finds regions of one graph, of which the attentions are being replaced in order.
+def find_region(tokens: TokenRows, output: fx.Node, before: fx.Node, where: str) -> Region:
+    """The region of an attention's output, all of whose rows can be read in front of the node `before`.
 
-    Make it before the first is replaced: all nodes that come later stand for results of attention.
+    Raises:
+        UnsupportedError: it is made from something that can not be kept as rows in pages; the message names the layer `where` that is.
     """
-
-    def __init__(self, graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> None:
-        self.graph, self.form, self.values = graph, form, values
-        self.known = set(graph.nodes)
-        self.data = token_data(graph, form, positions=False)
-
-    def find(self, output: fx.Node, before: fx.Node, where: str) -> Region:
-        """The region of an attention's output, all of whose rows can be read in front of the node `before`.
-
-        Raises:
-            UnsupportedError: it is made from something that can not be kept as rows in pages.
-        """
-        return _Search(self, output, before, where).region()
-
-    def holds_data(self, node: fx.Node) -> bool:
-        return node in self.data or node not in self.known
-
-    def is_row(self, node: fx.Node) -> bool:
-        """A floating tensor with one dim of T and no other that depends on it."""
-        value, tokens = value_of(node), self.form.num_tokens
-        if not isinstance(value, Tensor) or not value.is_floating_point() or token_dims(node, tokens) != 1:
-            return False
-        return any(symbol(size) == tokens for size in value.shape)
+    return _Search(tokens, output, before, where).region()
 
 
 @dataclass
 class _Search:
-    finder: RegionFinder
+    tokens: TokenRows
     output: fx.Node
     before: fx.Node
     where: str
@@ -83,21 +61,28 @@ class _Search:
     reached: set[fx.Node] = field(init=False, default_factory=set)
     stops: set[fx.Node] = field(init=False, default_factory=set)
 
+    @property
+    def num_tokens(self) -> Any:
+        return self.tokens.form.num_tokens
+
     def region(self) -> Region:
-        self.writers = writers_of(self.finder.graph)
+        self.writers = writers_of(self.tokens.graph)
         self._walk()
         square = {node for node in self.reached if self._is_square(node)}
         inside = self._made_from({self.output, *square})
-        beside = [node for node in sorted(self.reached - inside) if self.finder.holds_data(node)]
-        mixing = mixing_nodes(beside, self.stops, self.finder.form, self.finder.values, self.writers)
+        beside = [node for node in sorted(self.reached - inside) if self.tokens.holds_data(node)]
+        try:
+            mixing = mixing_nodes(beside, self.stops, self.tokens.form, self.tokens.values, self.writers)
+        except (RuntimeError, IndexError) as error:
+            raise self.refusal(f"what it is made from can not be evaluated on random values: {error}") from error
         inside = self._made_from({self.output, *square, *mixing})
         rows = sorted({self._narrowest(node, inside) for node in self._cut(inside)})
         nodes = cone_of(self.output, self.output, frozenset(rows), self.writers)
         self._check(nodes, rows)
-        lent = {source for node in nodes if node not in rows for source in node.all_input_nodes if isinstance(value_of(source), Tensor)}
         empty = {node for node in rows if 0 in value_of(node).shape}
-        kept = [node for node in rows if node not in empty]
-        return Region(self.output, [node for node in nodes if node not in empty], kept, sorted(lent - set(nodes) | empty))
+        lent = {source for node in nodes if node not in rows for source in node.all_input_nodes if isinstance(value_of(source), Tensor)}
+        shapes = sorted(lent - set(nodes) | empty)
+        return Region(self.output, [n for n in nodes if n not in empty], [n for n in rows if n not in empty], shapes)
 
     def _walk(self) -> None:
         """All that the output is made from, back to the model's own products of tokens and weights, and to earlier attentions."""
@@ -113,23 +98,22 @@ class _Search:
                 pending += read_inputs(node) + [writer for writer in self.writers.get(node, ()) if writer < self.output]
 
     def _stops_at(self, node: fx.Node) -> bool:
-        if node not in self.finder.known:
+        if node not in self.tokens.known:
             return True
-        if not self.finder.is_row(node) or not self.finder.holds_data(node):
+        if not self.tokens.is_row(node) or not self.tokens.holds_data(node):
             return False
         if any(getattr(writer.target, "namespace", "") == "paged_attn" for writer in self.writers.get(node, ())):
             return True
         sources = [source for source in read_inputs(node) if isinstance(value_of(source), Tensor)]
-        counted = [source for source in sources if token_dims(source, self.finder.form.num_tokens)]
-        return op_name(node) in _BY_ROW and len(counted) == 1 and token_dims(counted[0], self.finder.form.num_tokens) == 1
+        counted = [source for source in sources if token_dims(source, self.num_tokens)]
+        return op_name(node) in _BY_ROW and len(counted) == 1 and token_dims(counted[0], self.num_tokens) == 1
 
     def _is_square(self, node: fx.Node) -> bool:
         """Tokens against tokens, from data of tokens; also among several results."""
         value = value_of(node)
         values = value if isinstance(value, (tuple, list)) else (value,)
-        tokens = self.finder.form.num_tokens
-        return self.finder.holds_data(node) and any(
-            sum(depends_on(size, tokens) for size in one.shape) > 1 for one in values if isinstance(one, Tensor)
+        return self.tokens.holds_data(node) and any(
+            sum(depends_on(size, self.num_tokens) for size in one.shape) > 1 for one in values if isinstance(one, Tensor)
         )
 
     def _made_from(self, start: Iterable[fx.Node]) -> set[fx.Node]:
@@ -149,9 +133,9 @@ class _Search:
         pending, rows = list(inside), set[fx.Node]()
         while pending:
             for source in read_inputs(pending.pop()):
-                if source in inside or source in rows or not self.finder.holds_data(source):
+                if source in inside or source in rows or not self.tokens.holds_data(source):
                     continue
-                if self.finder.is_row(source):
+                if self.tokens.is_row(source):
                     rows.add(source)
                     continue
                 if source.op == "placeholder" or source in self.stops or self.writers.get(source):
@@ -164,23 +148,23 @@ class _Search:
         """The smallest of the rows from which alone (and positions and weights) `node` is made: keys before repetition, before a cast."""
         best = node
         while node not in self.stops and not self.writers.get(node):
-            sources = [source for source in read_inputs(node) if self.finder.holds_data(source)]
+            sources = [source for source in read_inputs(node) if self.tokens.holds_data(source)]
             if len(sources) != 1 or sources[0] in inside:
                 break
             node = sources[0]
-            if self.finder.is_row(node) and _bytes(node) < _bytes(best):
+            if self.tokens.is_row(node) and bytes_of(node) < bytes_of(best):
                 best = node
         return best
 
     def _no_row(self, node: fx.Node) -> UnsupportedError:
         value = value_of(node)
         what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        name = self.finder.form.roles.get(node) or node.name
+        name = self.tokens.form.roles.get(node) or node.name
         return self.refusal(f"it is also made from {name} ({what}); known are floating values of each token")
 
     def _check(self, nodes: list[fx.Node], rows: list[fx.Node]) -> None:
         for node in nodes:
-            role = self.finder.form.roles.get(node, "")
+            role = self.tokens.form.roles.get(node, "")
             if role not in ("", "owned", "tokens", "position_ids"):
                 raise self.refusal(f"it also reads {role.removeprefix('call:')}")
             if role and (written := [w for w in self.writers.get(node, ()) if w in nodes]):
@@ -195,15 +179,6 @@ class _Search:
 
     def refusal(self, why: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.where}: its mask or bias is computed from the tokens' hidden states, and it can not be recomputed from what was kept of "
+            f"{self.where}: its mask or bias is computed from the tokens' hidden states, and can not be recomputed from what is kept of "
             f"each token: {why}. Run this model uncompiled, or report it."
         )
-
-
-def _bytes(node: fx.Node) -> int:
-    """Of one token, or of all if the traced call is as long: good for comparing."""
-    value = value_of(node)
-    count = int(value.element_size())
-    for size in value.shape:
-        count *= int(as_traced(size))
-    return count

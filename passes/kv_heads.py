@@ -55,12 +55,12 @@ def kv_source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource:
     best = as_received(repeated, heads)
     for ancestor, chain in _shape_ancestors(repeated):
         source = _proved_source(ancestor, chain, repeated, form)
-        if source is not None and source.num_heads <= best.num_heads and not _is_written({ancestor, *chain}, chain[0], user):
+        if source is not None and source.num_heads <= best.num_heads and not is_written({ancestor, *chain}, chain[0], user):
             best = source
     return best
 
 
-def _is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
+def is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
     """Whether an in-place operation between the nodes `start` and `end` changes one of `values`."""
     node = start
     while node is not end:
@@ -74,7 +74,7 @@ def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     chain: list[fx.Node] = []
     for _ in range(MAX_CHAIN):
         inputs = [n for n in node.all_input_nodes if isinstance(value_of(n), Tensor)]
-        known = node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS)
+        known = node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS) or _moves_nothing(node)
         if not known or not inputs or node.args[0] is not inputs[0]:
             return
         if len(inputs) > 1 and node.target not in ("expand_as",):
@@ -82,6 +82,15 @@ def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
         chain.insert(0, node)
         node = inputs[0]
         yield node, list(chain)
+
+
+def _moves_nothing(node: fx.Node) -> bool:
+    """`keys.to(device)` on one device, as layers that share their keys may call it."""
+    source = node.args[0] if node.args else None
+    if node.op != "call_method" or node.target != "to" or not isinstance(source, fx.Node):
+        return False
+    given = [*node.args[1:], *node.kwargs.values()]
+    return all(isinstance(each, (torch.device, str)) for each in given) and value_of(node).device == value_of(source).device
 
 
 def _proved_source(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form: CallForm) -> KVSource | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 
 from paged_attn.attn_ops.history_op import HISTORY_ATTENTION
 from paged_attn.attn_ops.history_spec import HistorySpec, RowInput
@@ -20,7 +21,8 @@ from paged_attn.passes.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.graph_tools import value_of
 from paged_attn.passes.history_program import Program, make_program, prove_causal, row_input
-from paged_attn.passes.history_region import Region, RegionFinder
+from paged_attn.passes.history_region import Region, find_region
+from paged_attn.passes.history_rows import TokenRows
 from paged_attn.passes.model_facts import model_dtype
 from paged_attn.passes.score_cone import DependsOnHiddenStates
 
@@ -34,7 +36,7 @@ class HistoryReplacer:
 
     def __init__(self, graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None) -> None:
         self.form, self.values, self.model = form, values, model
-        self.finder = RegionFinder(graph, form, values)
+        self.tokens = TokenRows(graph, form, values)
         self._proved: dict[str, Program] = {}
 
     def replace(self, site: AttentionSite, layer_id: int, reason: DependsOnHiddenStates) -> tuple[HistorySpec, fx.Node, fx.Node]:
@@ -46,7 +48,7 @@ class HistoryReplacer:
         if isinstance(site.scores, WrittenScores) and site.scores.lse is not None:
             raise reason
         output = site.scores.output if isinstance(site.scores, WrittenScores) else site.node
-        region = self.finder.find(output, site.node, site.where)
+        region = find_region(self.tokens, output, site.node, site.where)
         spec, program = self._spec(site, region, layer_id)
         logger.info(
             "%s: its mask or bias is computed from hidden states, so that every step evaluates it on all tokens of each request: the "
@@ -93,9 +95,10 @@ def _emit(site: AttentionSite, region: Region, spec: HistorySpec, program: Progr
     with graph.inserting_before(site.node):
         rows = [_rows(graph, node, row) for node, row in zip(region.rows, spec.rows, strict=True)]
         tokens = graph.call_function(aten.sym_size.int, (rows[0], 0))
-        shape = [tokens, spec.num_q_heads, int(value.shape[3])]
+        shape: list[Argument] = [tokens, spec.num_q_heads, int(value.shape[3])]
         output = graph.call_function(aten.new_empty.default, (rows[0], shape), {"dtype": value.dtype})
-        op = graph.call_function(HISTORY_ATTENTION, (rows, list(program.owned), output, layer_id))
+        arguments: tuple[Argument, ...] = (tuple(rows), program.owned, output, layer_id)
+        op = graph.call_function(HISTORY_ATTENTION, arguments)
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
         result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
     for node in (*rows, output, op, heads_first, result):

@@ -19,7 +19,7 @@ from paged_attn.passes.constants import specialise_numbers
 from paged_attn.passes.equal_heads import has_equal_heads
 from paged_attn.passes.find_attention import find_attention
 from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, shape_of
-from paged_attn.passes.kv_heads import KVSource, as_received, kv_source
+from paged_attn.passes.kv_heads import KVSource, as_received, is_written, kv_source
 from paged_attn.passes.own_positions import use_own_positions
 from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.replace_attention import replace_attention
@@ -132,7 +132,7 @@ def _replace(
     values: dict[fx.Node, Any],
     history: HistoryReplacer | None,
 ) -> None:
-    owners: dict[tuple[KVSource, KVSource], int] = {}
+    owners: dict[tuple[KVSource, KVSource], tuple[int, fx.Node]] = {}
     replaced: dict[fx.Node, fx.Node] = {}  # attention may read another attention's output directly
     for layer_id, (found, proof) in enumerate(zip(sites, proofs, strict=True)):
         if isinstance(proof, DependsOnHiddenStates):
@@ -144,6 +144,9 @@ def _replace(
         operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
         site = replace(found, **operands)  # type: ignore[arg-type]
         key, value = _keys_and_values(site, form, values)
+        owner = owners.get((key, value))
+        if owner is not None and is_written({key.base, value.base}, owner[1], site.node):
+            owner = None  # they have changed since
         spec = AttentionSpec(
             num_q_heads=int(shape_of(site.query)[1]),
             num_kv_heads=key.num_heads,
@@ -158,10 +161,11 @@ def _replace(
             alibi_slopes=proof.bias.slopes if proof.bias else None,
             bias_index=proof.bias.index if proof.bias else None,
             gives_lse=isinstance(site.scores, WrittenScores) and site.scores.lse is not None,
-            kv_layer=owners.setdefault((key, value), layer_id),
+            kv_layer=layer_id if owner is None else owner[0],
             module=site.module,
         )
         op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value, proof)
+        owners[key, value] = owner or (layer_id, op)
         words = (site.found_by, proof.evidence, proof.declared)
         result.layers.append(LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name))
 

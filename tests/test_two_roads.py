@@ -44,7 +44,7 @@ REFUSED_BY_THE_HOOK = {
     "granite_swa": NO_INTERFACE,
     "codegen": NO_INTERFACE,
     "llama4_text": "self-check failed: on a probe prompt of 24 tokens",  # its temperature counts rows, not positions
-    "gemma4_text": SLICED,
+    "deepseek_v32": SLICED,
     "diffllama": TWICE,
     "hrm_text": TWICE,
     "git": "its mask function reads a table of the call's own tokens",
@@ -56,7 +56,10 @@ AGREEING = [name for name in (*tiny_models.ARCHITECTURES, *FROM_THE_ZOO) if name
 
 
 def build(name: str) -> PreTrainedModel:
-    return tiny_models.build(name) if name in tiny_models.ARCHITECTURES else seeded(model_class(name), config_for(name), 0)
+    model = tiny_models.build(name) if name in tiny_models.ARCHITECTURES else seeded(model_class(name), config_for(name), 0)
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # SDPA, the default of some versions of transformers, drops the softcap
+    return model
 
 
 def run(model: PreTrainedModel, layers: Sequence[AttentionSpec], logits: Callable[[Batch], Tensor]) -> list[Tensor]:

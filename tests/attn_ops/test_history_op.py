@@ -28,6 +28,7 @@ def program(length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Ten
     """Running sums of row 0 [1, 2, T, 3], times row 1 [T], plus the operand [3] and the position: [T, 2, 3]."""
     states, gates = rows
     assert states.shape == (1, 2, length, 3) and gates.shape == (length,)
+    assert not states.isnan().any() and not gates.isnan().any()  # nothing of an unused page, slot or padded row
     sums = states.cumsum(2)[0].transpose(0, 1) * gates[:, None, None]
     return sums.float() + owned[0] + torch.arange(length)[:, None, None]
 
@@ -109,12 +110,19 @@ def test_opcheck(grad: bool, operands: int) -> None:
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("min_tokens", [2, 11])
 def test_two_steps_of_a_ragged_batch(padding: int, min_tokens: int) -> None:
-    steps = Steps(layer(min_tokens=min_tokens))
+    counts = []
+
+    def counting(length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
+        counts.append(length)
+        return program(length, rows, owned)
+
+    steps = Steps(replace(layer(min_tokens=min_tokens), program=counting))
     for step in (0, 1):
         output = steps.run(step, padding)
         real = len(output) - padding
         torch.testing.assert_close(output[:real], steps.expected(step))
         assert (output[real:] == 0).all()
+    assert counts == ([5, 2, 3, 9, 2, 4] if min_tokens == 2 else [11] * 6)
 
 
 def test_it_writes_its_own_slots_alone() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, rewrite_of

@@ -75,6 +75,17 @@ def forgetting_written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(scores + mask(q), -1) @ v
 
 
+def sum_written_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    gates = torch.zeros(1, 4, q.shape[2])
+    gates.copy_(F.logsigmoid(v.sum(-1)).cumsum(-1))
+    return sdpa(q, k, v, mask(q) + gates[..., None] - gates[:, :, None])
+
+
+def sum_in_float64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    gates = F.logsigmoid(v.sum(-1).double() * 3).cumsum(-1)
+    return sdpa(q, k, v, mask(q) + (gates[..., None] - gates[:, :, None]).float())
+
+
 def sum_by_matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The running sum as a product with a triangle of ones."""
     gates = F.logsigmoid(v.sum(-1)) @ visible(q).float().transpose(-1, -2)
@@ -132,7 +143,7 @@ class Weighted(nn.Module):
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], int]] = {
     f.__name__: (f, 4)
     for f in (top_k, top_k_of_many, top_k_written_out, content_bias, content_bias_in_places, keys_filled_in_place, forgetting,
-              forgetting_written_out, sum_by_matrix, smoothed_keys, hidden_by_sign, with_empty_part, top_k_of_gathered,
+              forgetting_written_out, sum_by_matrix, sum_written_in_place, sum_in_float64, smoothed_keys, hidden_by_sign, with_empty_part, top_k_of_gathered,
               viewed)
 } | {"grouped": (grouped, 2), "with its own tensors": (Weighted(), 4)}  # fmt: skip
 
@@ -163,6 +174,21 @@ def rows_of(result: Rewrite) -> list[int]:
 
 def test_keys_are_kept_before_they_are_repeated() -> None:
     assert rows_of(rewrite_of(toy(grouped, 2))) == [4, 16, 16, 32]  # the sums of repeated keys, keys, values, queries
+
+
+def test_wide_values_take_several_elements_of_the_pages() -> None:
+    (spec,) = rewrite_of(toy(sum_in_float64)).specs
+    assert isinstance(spec, HistorySpec)
+    assert sorted((row.width, row.elements) for row in spec.rows) == [(4, 8), (32, 32), (32, 32), (32, 32)]
+
+
+def test_what_is_written_from_scores_is_recomputed_even_if_no_number_shows_it() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        many = torch.zeros(1, 4, q.shape[2])
+        many.copy_(((q @ k.transpose(-1, -2)) > 1e9).float().sum(-1))
+        return sdpa(q, k, v, mask(q) + many[:, :, None])
+
+    assert rows_of(rewrite_of(toy(attend))) == [32, 32, 32]
 
 
 def test_a_running_sum_is_kept_before_it_is_summed() -> None:

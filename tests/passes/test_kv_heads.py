@@ -112,3 +112,29 @@ def test_an_in_place_change_before_the_repetition_is_kept_too() -> None:
         return expand_reshape(x)
 
     assert assert_ragged_equals_alone(attending(changed, changed)).specs[0].num_kv_heads == 2
+
+
+@pytest.mark.parametrize("passed_on", [lambda x: x, lambda x: x.to(x.device), lambda x: x.to(device="cpu")])
+def test_layers_that_repeat_the_same_keys_each_for_itself_share_them(passed_on: Repeat) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        first = F.scaled_dot_product_attention(q, expand_reshape(k), expand_reshape(v), is_causal=True)
+        keys, values = expand_reshape(passed_on(k)), expand_reshape(passed_on(v))
+        return F.scaled_dot_product_attention(first, keys, values, is_causal=True)
+
+    result = assert_ragged_equals_alone(Toy(attend))
+    assert [(spec.num_kv_heads, spec.kv_layer) for spec in result.specs] == [(2, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("repeat", [expand_reshape, lambda x: x])
+@pytest.mark.parametrize("copied", [lambda x: x.clone(), lambda x: x * 1.0])
+def test_keys_changed_in_between_are_not_shared(repeat: Repeat, copied: Repeat) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        k = copied(k)
+        q = q[:, : repeat(k).shape[1]]
+        first = F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True)
+        k.mul_(2.0)
+        second = F.scaled_dot_product_attention(first, repeat(k), repeat(v), is_causal=True)
+        return torch.cat([second] * (4 // second.shape[1]), 1)
+
+    result = assert_ragged_equals_alone(Toy(attend))
+    assert [spec.kv_layer for spec in result.specs] == [0, 1]

@@ -62,10 +62,12 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--fresh", action="store_true", help="forget the results of an earlier run")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one type")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "models.md", help="where --report writes")
+    parser.add_argument("--output", type=Path, help="where --report writes; default: docs/models.md, for all types only")
     options = parser.parse_args()
     if unknown := sorted(set(options.types) - set(TYPES)):
         parser.error(f"no causal-LM types of transformers {transformers.__version__}: {', '.join(unknown)}")
+    if options.report and options.types and not options.output:
+        parser.error("docs/models.md is about all types: name none, or give --output")
     types = tuple(options.types) or TYPES
     folder = results_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,8 +86,9 @@ def main() -> int:
         results = list(pool.map(one, types))
     print(counts(results))
     if options.report:
-        write_report(options.output, results)
-        print(f"wrote {options.output}")
+        path = options.output or ROOT / "docs" / "models.md"
+        write_report(path, results)
+        print(f"wrote {path}")
     return int(any(result["result"] in ("wrong", "crash") for result in results))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.zoo.configs import TYPES
 from tests.zoo.run_one import run
 
 RUN = {
@@ -17,12 +18,12 @@ RUN = {
     "deepseek_v3": "latent attention, unequal head dims, grouped experts",
     "diffllama": "attention in two halves",
     "gemma2": "softcaps and windows",
-    "gemma4_text": "layers that share KV, head dims by layer",
     "gpt2": "learned positions",
     "gpt_bigcode": "one KV head",
     "gpt_neo": "attention written out, unscaled, local layers",
     "gpt_oss": "sinks",
     "hrm_text": "layers that run several times, each with KV of its own",
+    "jamba": "selective state, attention and experts",
     "laguna": "heads by layer",
     "lfm2": "short convolutions",
     "llama4_text": "chunks, temperature by position",
@@ -33,7 +34,7 @@ RUN = {
 SLOW = {
     "axk2": "keys chosen by an indexer",
     "inkling_text": "learned relative biases, convolutions",
-    "jamba": "selective state, attention and experts",
+    "gemma4_text": "layers that share KV, head dims by layer",
 }
 REFUSED = {
     "recurrent_gemma": "keeps recurrent state in the attribute",
@@ -44,6 +45,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("model_type", [*RUN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_type_gives_the_tokens_of_the_unmodified_model(model_type: str) -> None:
+    if model_type not in TYPES:
+        pytest.skip(f"this transformers has no {model_type}")
     report = run(model_type)
     assert report["result"] == "ok", f"{report['result']}: {report['reason']}\n{report.get('words', '')}"
 
