@@ -1,6 +1,6 @@
 """Seconds from a Dynamo graph of 32 layers to the proved, rewritten one, by kind of attention; writes JSON with its conditions.
 
-    python benchmarks/rewrite_time.py [--layers 32] [--out benchmarks/results/rewrite_time.json]
+python benchmarks/rewrite_time.py [--layers 32] [--out benchmarks/results/rewrite_time.json]
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def main() -> None:
         results[name] = measure(*case, arguments.layers)
         print(f"{name:28} {results[name]['rewrite_seconds']:>7} s  {results[name]['passes']}", flush=True)
     conditions = {
-        "layers": arguments.layers, "torch": torch.__version__, "transformers": transformers.__version__, "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0], "cpus": os.cpu_count(), "machine": platform.machine(), "date": time.strftime("%Y-%m-%d"),
+        "layers": arguments.layers, "torch": torch.__version__, "transformers": transformers.__version__, "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0], "machine": platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps({"conditions": conditions, "results": results}, indent=1) + "\n")

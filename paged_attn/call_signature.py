@@ -14,9 +14,15 @@ _EMPTY = inspect.Parameter.empty
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether forward accepts this keyword, if only among others in **kwargs."""
+    """Whether forward accepts this keyword, if only among others in **kwargs.
+
+    Where **kwargs lead is not to be seen: they count for models with a config, which pass such keywords on, and for wrappers that take
+    nothing else.
+    """
     parameters = inspect.signature(model.forward).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_no_other = all(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
+    return name in parameters or (takes_any and (hasattr(model, "config") or takes_no_other))
 
 
 def token_argument(model: nn.Module) -> str:

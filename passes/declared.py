@@ -69,7 +69,10 @@ def _window(config: Any, layer: nn.Module | None) -> int | None:
     if getattr(config, "use_sliding_window", True) is False:
         return None
     window = getattr(layer, "sliding_window", None) or getattr(config, "sliding_window", None)
-    return window if isinstance(window, int) else None
+    if not isinstance(window, int):
+        return None
+    longest = getattr(config, "max_position_embeddings", None)
+    return None if isinstance(longest, int) and window >= longest else window  # it never hides anything
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.attention_site import AttentionSite, SdpaScores, module_path
 from paged_attn.passes.call_form import CallForm, CallNotPaged
-from paged_attn.passes.graph_tools import shape_of, symbol
+from paged_attn.passes.graph_tools import depends_on, shape_of, symbol, value_of
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 TARGETS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
@@ -24,7 +24,16 @@ TARGETS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_att
 
 def find_sdpa(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     """Every scaled_dot_product_attention call of the graph, in order."""
-    return [_site(node, form) for node in graph.nodes if node.op == "call_function" and node.target in TARGETS]
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target in TARGETS]
+    return [_site(node, form) for node in calls if form.reason or not _within_tokens(node, form)]
+
+
+def _within_tokens(node: fx.Node, form: CallForm) -> bool:
+    """Whether it attends within each token (over layers or parts of it): tokens are among its batch dims, not its queries or keys."""
+    operands = [n for n in (*node.args[:3], *node.kwargs.values()) if isinstance(n, fx.Node) and isinstance(value_of(n), Tensor)]
+    shapes = [shape_of(n) for n in operands[:3]]
+    lengths_fixed = not any(depends_on(size, form.num_tokens) for shape in shapes for size in shape[-2:])
+    return lengths_fixed and any(depends_on(size, form.num_tokens) for shape in shapes for size in shape[:-2])
 
 
 def _site(node: fx.Node, form: CallForm) -> AttentionSite:

@@ -152,8 +152,9 @@ class _Search:
             if len(sources) != 1 or sources[0] in inside:
                 break
             node = sources[0]
-            if self.tokens.is_row(node) and bytes_of(node) < bytes_of(best):
-                best = node
+            if self.tokens.is_row(node):
+                viewed = bytes_of(node) == bytes_of(best) and node in bases_of([best])  # kept once for all its views
+                best = node if viewed or bytes_of(node) < bytes_of(best) else best
         return best
 
     def _no_row(self, node: fx.Node) -> UnsupportedError:

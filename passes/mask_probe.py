@@ -20,7 +20,7 @@ from paged_attn.passes.mask_family import BoolMatrix, draw
 from paged_attn.passes.mask_numbers import HIDES, hidden_numbers, is_size, scaled_number, scaled_numbers
 from paged_attn.passes.score_cone import concrete_shape, needed_for_values, refuse_hidden_states, without_score_arithmetic, zeros_for
 
-SMALLEST_TABLE = 83  # the longest probe
+SMALLEST_TABLE = 32  # positions that suffice to tell windows and chunks of the scaled sizes apart
 LIMITS = ((97, 127, 149, 173), (101, 131, 151, 179))  # scales that leave every literal longer than the probes: tables, not windows
 # Two ways to scale the large literals (a 4,096 window, an 8,192 chunk) down: what a mask does must follow both.
 SCALES: tuple[tuple[int, ...], ...] = ((7, 13, 18, 23), (10, 16, 21, 27))
@@ -73,7 +73,8 @@ class MaskProbe:
         owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned"}
         self.hidden = hidden_numbers(about_positions, owned)
         # A mask that is read from a stored table (or multiplies weights) shows itself only over that table's length.
-        self.table_length = max((min(v.shape[-1], 4096) for v in owned.values() if v.dim() >= 2 and v.shape[-1] == v.shape[-2]), default=0)
+        tables = [v.shape[-1] for v in owned.values() if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
+        self.table_length = min(max(tables, default=0), 4096)
         if 0 < self.table_length < SMALLEST_TABLE:
             raise UnsupportedError(
                 f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}"

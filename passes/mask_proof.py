@@ -106,7 +106,7 @@ def _match_lengths(probe: MaskProbe) -> tuple[int, ...]:
     """A table is looked at over its whole length, which for a computed one is scaled."""
     if probe.scales is LIMITS:
         return tuple(probe.table_ends)
-    return tuple(max(length, probe.table_length - extra) for extra, length in enumerate(MATCH_LENGTHS))
+    return tuple(probe.table_length - extra for extra in range(len(MATCH_LENGTHS))) if probe.table_length else MATCH_LENGTHS
 
 
 def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
@@ -158,7 +158,11 @@ def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None
 
 
 def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily, direct: BoolMatrix) -> None:
-    for scaled, scale, length, packing in zip(found, probe.scales, CHECK_LENGTHS, PACKINGS, strict=True):
+    checks, packings = CHECK_LENGTHS, PACKINGS
+    if 0 < probe.table_length < max(CHECK_LENGTHS) and probe.scales is not LIMITS:
+        checks = (probe.table_length // 2 + 1, probe.table_length)
+        packings = tuple(tuple(max(1, n * probe.table_length // 72) for n in packing) for packing in PACKINGS)
+    for scaled, scale, length, packing in zip(found, probe.scales, checks, packings, strict=True):
         mask = probe.run((length,), scale, seed=length).visible
         if not np.array_equal(scaled.matrix(length), mask):
             raise unproved(probe.where, mask, f"it is {scaled.describe()} on one probe but not on {length} tokens")
@@ -185,7 +189,7 @@ def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_pos
         family = match_bias(longer.bias, longer.visible)
         if family is None:
             raise _unknown_bias(probe, visible, bias, f"is of another kind on {length} tokens than on {len(visible)}")
-    for length in CHECK_LENGTHS:
+    for length in (min(n, probe.table_length or n) for n in CHECK_LENGTHS):
         seen = probe.run((length,), None, seed=length)
         if not equals_bias(family, seen.bias if seen.bias is not None else np.zeros((1, length, length)), seen.visible):
             raise _unknown_bias(probe, visible, bias, f"is {family.describe()} on {len(visible)} tokens but not on {length}")

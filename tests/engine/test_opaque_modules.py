@@ -89,3 +89,18 @@ def test_opcheck() -> None:
     torch.library.opcheck(MODULE, given, test_utils=("test_schema", "test_faketensor"))
     MODULE(*given)
     assert torch.equal(given[1], module(given[0][0]))
+
+
+class LooseKeywords(Model):
+    """Its **kwargs lead nowhere."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        assert not kwargs, f"unexpected {sorted(kwargs)}"
+        return super().forward(input_ids, position_ids)
+
+
+def test_keywords_are_not_pressed_on_a_plain_module() -> None:
+    model, prompts = LooseKeywords().eval(), random_prompts((5,))
+    with torch.no_grad(), LLM(model, num_pages=16) as llm:
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=3))]
+        assert got == [greedy(model, prompt, 3) for prompt in prompts]

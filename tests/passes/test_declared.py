@@ -39,6 +39,7 @@ TYPES = {"layer_types": ["full_attention", "sliding_attention", "chunked_attenti
         ({"sliding_window": 8}, {}, WINDOW), ({"sliding_window": None}, {}, CAUSAL), ({}, {"sliding_window": 8}, WINDOW),
         ({"sliding_window": 8, "use_sliding_window": False}, {}, CAUSAL), ({"sliding_window": 8, "use_sliding_window": True}, {}, WINDOW),
         ({"layer_types": ["full_attention", "linear_attention"], "sliding_window": 8}, {"layer_idx": 0}, WINDOW),
+        ({"sliding_window": 256, "max_position_embeddings": 256}, {}, CAUSAL),  # it never hides anything
         ({}, {"is_causal": True}, CAUSAL), ({}, {"is_causal": False}, MaskFamily(False)),
     ],
 )  # fmt: skip

@@ -88,9 +88,6 @@ DECLINES: dict[str, tuple[Callable[..., Tensor], type[Exception], str]] = {
     "heads as batch": (
         lambda q, k, v: sdpa(*(t.transpose(0, 1) for t in (q, k, v)), is_causal=True).transpose(0, 1), UnsupportedError, "one row"
     ),
-    "over heads": (
-        lambda q, k, v: sdpa(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2), UnsupportedError, "over 4 positions"
-    ),
     "keys twice as many": (
         lambda q, k, v: sdpa(q, torch.cat([k, k], 2), torch.cat([v, v], 2)), CallNotPaged, "brings a cache or another sequence"
     ),
@@ -104,6 +101,15 @@ def test_declines(name: str) -> None:
     module: Any = Toy(lambda q, k, v, ids, pos: call(q, k, v), kv_heads=4)
     with pytest.raises(error, match=words):
         trace(module, lambda traced: find_sdpa(traced.gm.graph, traced.form))
+
+
+def test_attention_within_each_token_is_no_attention_over_tokens() -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
+        over_heads = sdpa(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+        return sdpa(over_heads, k, v, is_causal=True)
+
+    result = assert_ragged_equals_alone(Toy(attend, kv_heads=4))
+    assert len(result.layers) == 1
 
 
 def test_longer_keys_make_the_call_not_paged_rather_than_an_error() -> None:

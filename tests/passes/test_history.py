@@ -82,7 +82,7 @@ def sum_written_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sum_in_float64(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    gates = F.logsigmoid(v.sum(-1).double() * 3).cumsum(-1)
+    gates = F.logsigmoid((v.double() * k).sum(-1)).cumsum(-1)
     return sdpa(q, k, v, mask(q) + (gates[..., None] - gates[:, :, None]).float())
 
 
@@ -143,8 +143,8 @@ class Weighted(nn.Module):
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], int]] = {
     f.__name__: (f, 4)
     for f in (top_k, top_k_of_many, top_k_written_out, content_bias, content_bias_in_places, keys_filled_in_place, forgetting,
-              forgetting_written_out, sum_by_matrix, sum_written_in_place, sum_in_float64, smoothed_keys, hidden_by_sign, with_empty_part, top_k_of_gathered,
-              viewed)
+              forgetting_written_out, sum_by_matrix, sum_written_in_place, sum_in_float64, smoothed_keys, hidden_by_sign, with_empty_part,
+              top_k_of_gathered, viewed)
 } | {"grouped": (grouped, 2), "with its own tensors": (Weighted(), 4)}  # fmt: skip
 
 
@@ -206,7 +206,7 @@ class ByPosition(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor, pos: Tensor) -> Tensor:
         seen = pos[:, None, None] <= pos[:, None, :, None]
-        return sdpa(q, k, v, torch.where(seen, (k.sum(-1) * torch.cos(pos * 0.3)[:, None])[:, :, None], float("-inf")))
+        return sdpa(q, k, v, torch.where(seen, k.sum(-1)[:, :, None] * torch.cos(pos * 0.3)[:, None, :, None], float("-inf")))
 
 
 def test_masks_from_position_ids_count_from_the_requests_start() -> None:
