@@ -158,7 +158,8 @@ def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None
 
 
 def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily, direct: BoolMatrix) -> None:
-    checks, packings = CHECK_LENGTHS, PACKINGS
+    checks: tuple[int, ...] = CHECK_LENGTHS
+    packings: tuple[tuple[int, ...], ...] = PACKINGS
     if 0 < probe.table_length < max(CHECK_LENGTHS) and probe.scales is not LIMITS:
         checks = (probe.table_length // 2 + 1, probe.table_length)
         packings = tuple(tuple(max(1, n * probe.table_length // 72) for n in packing) for packing in PACKINGS)

@@ -67,6 +67,14 @@ def verdict(runs: dict[str, Tokens], truth: Oracle) -> tuple[str, str]:
     return ("no_oracle", truth.weakness) if truth.weakness else ("ok", "")
 
 
+def following_generate(model: torch.nn.Module, prompts: Tokens, truth: Oracle) -> str:
+    """What is to be said of a model whose generate() and plain calls differ, when generate() is followed."""
+    with LLM(model, page_size=16, max_batch_tokens=16, num_pages=60, follow_generate=True) as llm:
+        completions = llm.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
+    equal = [c.token_ids for c in completions] == truth.generated
+    return "every token equals generate()'s" if equal else "tokens DIFFER from generate()'s"
+
+
 def crash_reason(error: Exception) -> str:
     """The error and the last line of this project that it passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(ROOT)) and ".venv" not in f.filename]
@@ -97,6 +105,8 @@ def run(model_type: str) -> dict[str, Any]:
         report["result"], report["reason"] = verdict(runs, truth) if truth.truth is not None else ("no_oracle", truth.weakness)
     except UnsupportedError as error:
         report |= {"result": "refused", "reason": first_sentence(str(error)), "words": str(error)[:2000]}
+        if "follow_generate=True" in str(error):
+            report["reason"] += f"; with follow_generate=True {following_generate(model, prompts, truth)}"
     except Exception as error:  # noqa: BLE001 - a crash is a result
         report |= {"result": "crash", "reason": crash_reason(error), "words": traceback.format_exc()[-3000:]}
     return report | {"seconds": round(time.perf_counter() - started, 1)}
