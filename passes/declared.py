@@ -43,9 +43,9 @@ def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: 
     # A model without sliding layers may apply its window to all that it calls full.
     no_kind_slides = "sliding_attention" not in (getattr(config, "layer_types", None) or ())
     if kind == "sliding_attention" or (kind == "full_attention" and no_kind_slides and family.window is not None):
-        said.append(("sliding window", family.window, window))
+        said.append(("sliding window", _that_bites(family.window, config), window))
     elif kind in ("full_attention", "chunked_attention"):
-        said.append(("sliding window", family.window, None))
+        said.append(("sliding window", _that_bites(family.window, config), None))
         said.append(
             (
                 "chunk",
@@ -54,7 +54,7 @@ def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: 
             )
         )
     elif kind is None and window is not None:
-        said.append(("sliding window", family.window, window))
+        said.append(("sliding window", _that_bites(family.window, config), window))
     if getattr(layer, "is_causal", None) is True:
         said.append(("causal", family.causal, True))
     return said
@@ -71,8 +71,13 @@ def _window(config: Any, layer: nn.Module | None) -> int | None:
     window = getattr(layer, "sliding_window", None) or getattr(config, "sliding_window", None)
     if not isinstance(window, int):
         return None
+    return _that_bites(window, config)
+
+
+def _that_bites(window: int | None, config: Any) -> int | None:
+    """A window, or None for one as long as the model's positions, which never hides anything."""
     longest = getattr(config, "max_position_embeddings", None)
-    return None if isinstance(longest, int) and window >= longest else window  # it never hides anything
+    return None if window is not None and isinstance(longest, int) and window >= longest else window
 
 
 def _submodule(model: nn.Module, path: str) -> nn.Module | None:

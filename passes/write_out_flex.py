@@ -57,10 +57,8 @@ def _write_out(node: fx.Node) -> None:
         transposed = call_with_value(graph, "transpose", key, 2, 3)
         products = call_with_value(graph, torch.matmul, query, transposed)
         scores = call_with_value(graph, operator.mul, products, given["scale"])
-        # Counted by a running sum and not by arange: torch 2.11 makes a constant of a symbolic length that is given to arange here.
-        one_query = call_with_value(graph, "select", call_with_value(graph, "select", query, 0, 0), 0, 0)
-        ones = call_with_value(graph, torch.ones_like, call_with_value(graph, "select", one_query, 1, 0), dtype=torch.int64)
-        column = call_with_value(graph, operator.sub, call_with_value(graph, "cumsum", ones, 0), 1)
+        tokens = call_with_value(graph, torch.ops.aten.sym_size.int, query, 2)
+        column = call_with_value(graph, torch.arange, tokens)
         head = call_with_value(graph, "view", call_with_value(graph, torch.arange, heads), heads, 1, 1)
         row = call_with_value(graph, "unsqueeze", column, 1)
         index = (call_with_value(graph, torch.zeros, (), dtype=torch.int32), head, row, column)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from tests.engine.test_flex_attention import needs_symbolic_length
 from tests.passes.graphs import Toy, masked, rewrite_of
 
 SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,6 +58,7 @@ def test_a_softmax_over_a_part_of_the_heads_is_named() -> None:
         rewrite_of(Toy(Layers(WrittenOut(softmax)), kv_heads=4))
 
 
+@needs_symbolic_length
 def test_flex_attention_is_found() -> None:
     class Flex(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
