@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.context import ForwardContext, current_context
+from paged_attn.attn_ops.define_op import define_op
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.history_spec import HistorySpec
-
-_library = torch.library.Library("paged_attn", "FRAGMENT")
-_library.define("history_attention_with_output(Tensor[] rows, Tensor[] owned, Tensor(a!) output, int layer_id) -> ()")
 
 
 def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
@@ -74,13 +72,4 @@ def _history(context: ForwardContext, spec: HistorySpec, layer_id: int, request:
     return [row.restored(elements[:, start:end]) for row, start, end in zip(spec.rows, ends, ends[1:], strict=False)]
 
 
-def _fake(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
-    return None
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("history_attention_with_output", _run, _key)
-torch.library.register_fake("paged_attn::history_attention_with_output", _fake, lib=_library)
-
-# Bound once: the overload is the op's identity for splitting, and looking it up costs time in every call.
-HISTORY_ATTENTION = torch.ops.paged_attn.history_attention_with_output.default
+HISTORY_ATTENTION = define_op("history_attention_with_output(Tensor[] rows, Tensor[] owned, Tensor(a!) output, int layer_id) -> ()", _run)

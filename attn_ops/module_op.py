@@ -10,13 +10,11 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
+from paged_attn.attn_ops.define_op import define_op
 from paged_attn.attn_ops.errors import ContextError
 
-_library = torch.library.Library("paged_attn", "FRAGMENT")
-_library.define("module_with_output(Tensor[] inputs, Tensor(a!) output, int module_id) -> ()")
 _modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _calls: dict[int, Callable[[nn.Module, Sequence[Tensor]], Tensor]] = {}
 _ids = itertools.count()
@@ -38,12 +36,4 @@ def _run(inputs: Sequence[Tensor], output: Tensor, module_id: int) -> None:
     output.copy_(_calls[module_id](module, inputs))
 
 
-def _fake(inputs: Sequence[Tensor], output: Tensor, module_id: int) -> None:
-    return None
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("module_with_output", _run, _key)
-torch.library.register_fake("paged_attn::module_with_output", _fake, lib=_library)
-
-MODULE = torch.ops.paged_attn.module_with_output.default
+MODULE = define_op("module_with_output(Tensor[] inputs, Tensor(a!) output, int module_id) -> ()", _run)

@@ -2,23 +2,15 @@
 
 It mutates `output` (and `lse_out` where given) alone; pools, batch and plan come from the thread's forward context and are
 never graph inputs, because a pool that is a graph input is copied by functionalisation or breaks CUDA graphs.
-Defined with Library.define/impl: a custom_op wrapper costs about twice as much per call (pytorch#139494).
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.define_op import define_op
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
-
-_library = torch.library.Library("paged_attn", "DEF")
-_library.define(
-    "unified_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor(a!) output, int layer_id, bool save_kv_cache, *, "
-    "Tensor? sinks=None, Tensor? bias=None, "
-    "Tensor? q_rope=None, Tensor? k_rope=None, Tensor? positions=None, Tensor(b!)? lse_out=None) -> ()"
-)
 
 
 def _run(
@@ -62,13 +54,9 @@ def _run(
     )  # fmt: skip
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_id: int, save_kv_cache: bool, **_: Tensor | None) -> None:
-    return None
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("unified_attention_with_output", _run, _key)
-torch.library.register_fake("paged_attn::unified_attention_with_output", _fake, lib=_library)
-
-# Bound once: the overload is the op's identity for splitting, and looking it up costs time in every call.
-UNIFIED_ATTENTION = torch.ops.paged_attn.unified_attention_with_output.default
+UNIFIED_ATTENTION = define_op(
+    "unified_attention_with_output(Tensor query, Tensor key, Tensor value, Tensor(a!) output, int layer_id, bool save_kv_cache, *, "
+    "Tensor? sinks=None, Tensor? bias=None, "
+    "Tensor? q_rope=None, Tensor? k_rope=None, Tensor? positions=None, Tensor(b!)? lse_out=None) -> ()",
+    _run,
+)

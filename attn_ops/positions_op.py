@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.define_op import define_op
 from paged_attn.attn_ops.errors import ContextError
-
-_library = torch.library.Library("paged_attn", "FRAGMENT")
-_library.define("batch_positions_with_output(Tensor(a!) output) -> ()")
 
 
 def _run(output: Tensor) -> None:
@@ -40,12 +38,4 @@ def _run(output: Tensor) -> None:
     rows[batch.num_tokens :].zero_()
 
 
-def _fake(output: Tensor) -> None:
-    return None
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("batch_positions_with_output", _run, _key)
-torch.library.register_fake("paged_attn::batch_positions_with_output", _fake, lib=_library)
-
-BATCH_POSITIONS = torch.ops.paged_attn.batch_positions_with_output.default
+BATCH_POSITIONS = define_op("batch_positions_with_output(Tensor(a!) output) -> ()", _run)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.define_op import define_op
 from paged_attn.attn_ops.errors import ContextError
-
-_library = torch.library.Library("paged_attn", "FRAGMENT")
-_library.define("recurrent_layer_with_output(Tensor[] inputs, Tensor(a!) output, int layer_id) -> ()")
 
 
 def _run(inputs: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
@@ -39,13 +36,4 @@ def _run(inputs: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
     context.recurrent.forward(context.recurrent_plan, layer_id, inputs, output)
 
 
-def _fake(inputs: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
-    return None
-
-
-for _key in ("CPU", "CUDA"):
-    _library.impl("recurrent_layer_with_output", _run, _key)
-torch.library.register_fake("paged_attn::recurrent_layer_with_output", _fake, lib=_library)
-
-# Bound once: the overload is the op's identity for splitting, and looking it up costs time in every call.
-RECURRENT_LAYER = torch.ops.paged_attn.recurrent_layer_with_output.default
+RECURRENT_LAYER = define_op("recurrent_layer_with_output(Tensor[] inputs, Tensor(a!) output, int layer_id) -> ()", _run)

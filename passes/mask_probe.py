@@ -18,7 +18,14 @@ from paged_attn.passes.cone import MAX_NODES, evaluate
 from paged_attn.passes.graph_tools import as_traced, value_of
 from paged_attn.passes.mask_family import BoolMatrix, draw
 from paged_attn.passes.mask_numbers import HIDES, hidden_numbers, is_size, scaled_number, scaled_numbers
-from paged_attn.passes.score_cone import concrete_shape, needed_for_values, refuse_hidden_states, without_score_arithmetic, zeros_for
+from paged_attn.passes.score_cone import (
+    concrete_shape,
+    needed_for_values,
+    placeholder_value,
+    refuse_hidden_states,
+    without_score_arithmetic,
+    zeros_for,
+)
 
 SMALLEST_TABLE = 32  # positions that suffice to tell windows and chunks of the scaled sizes apart
 LIMITS = ((97, 127, 149, 173), (101, 131, 151, 179))  # scales that leave every literal longer than the probes: tables, not windows
@@ -117,8 +124,9 @@ class MaskProbe:
     def _run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
         total = sum(lengths)
         images = self.images(scale) if scale is not None else {}
-        generator = torch.Generator().manual_seed(seed)
-        given = {node: self._given(node, lengths, generator) for node in self.nodes if node.op == "placeholder"}
+        ids = torch.randint(0, 16, (total,), generator=torch.Generator().manual_seed(seed))
+        inputs = [node for node in self.nodes if node.op == "placeholder"]
+        given = {node: placeholder_value(self.form.roles[node], self.values[node], lengths, ids) for node in inputs}
         given.update({node: zeros_for(node, self.form, total) for node in self.shapes})
         if self.products is not None:  # float64, so that probes see no rounding of their own
             zeros = zeros_for(self.products, self.form, total, torch.float64)
@@ -144,16 +152,6 @@ class MaskProbe:
             given[node] = torch.zeros([as_traced(size) for size in value.shape], dtype=value.dtype, device=value.device)
         result: Tensor = evaluate(self.nodes, given, self.mask)
         return result
-
-    def _given(self, node: fx.Node, lengths: Sequence[int], generator: torch.Generator) -> Any:
-        role, total, value = self.form.roles[node], sum(lengths), self.values[node]
-        if role == "tokens":
-            return total
-        if role == "position_ids":
-            return torch.cat([torch.arange(n) for n in lengths])[None].to(value.device, value.dtype)
-        if role == "input_ids":
-            return torch.randint(0, 16, (1, total), generator=generator).to(value.device, value.dtype)
-        return value
 
 
 def as_seen(mask: Tensor, total: int, where: str) -> Seen:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -41,6 +44,15 @@ def zeros_for(node: fx.Node, form: CallForm, total: int, dtype: torch.dtype | No
     """Zeros in the shape that a node has on a row of `total` tokens."""
     value = value_of(node)
     return torch.zeros(concrete_shape(node, form, total), dtype=dtype or value.dtype, device=value.device)
+
+
+def placeholder_value(role: str, value: Any, lengths: Sequence[int], ids: Tensor) -> Any:
+    """What a graph input is on a row of sequences of these lengths with token `ids` [T]; the model's own `value` stays."""
+    if role == "tokens":
+        return sum(lengths)
+    if role == "position_ids":
+        return torch.cat([torch.arange(n) for n in lengths])[None].to(value.device, value.dtype)
+    return ids[None].to(value.device, value.dtype) if role == "input_ids" else value
 
 
 def concrete_shape(node: fx.Node, form: CallForm, total: int) -> list[int]:

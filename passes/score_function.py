@@ -21,7 +21,7 @@ from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.cone import ancestors, evaluate
 from paged_attn.passes.graph_tools import in_graph_order
 from paged_attn.passes.mask_numbers import HIDES
-from paged_attn.passes.score_cone import concrete_shape, needed_for_values, score_path, zeros_for
+from paged_attn.passes.score_cone import concrete_shape, needed_for_values, placeholder_value, score_path, zeros_for
 
 FloatArray = npt.NDArray[np.float64]
 TOKENS = 11
@@ -79,7 +79,7 @@ class _Region:
         self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, TOKENS) for node in shapes}
         for node in self.nodes:
             if node.op == "placeholder":
-                self.given[node] = _given(form.roles.get(node, ""), values[node])
+                self.given[node] = placeholder_value(form.roles.get(node, ""), values[node], (TOKENS,), torch.arange(2, 2 + TOKENS))
         self.shape = concrete_shape(scores.products, form, TOKENS)
 
     def run(self, products: Tensor, result: fx.Node) -> FloatArray:
@@ -163,16 +163,6 @@ class _Region:
             f"{self.site.where}: attention that is written out as a softmax can not be proved: {why}. "
             "Run this model uncompiled, or report it."
         )
-
-
-def _given(role: str, value: Any) -> Any:
-    if role == "tokens":
-        return TOKENS
-    if role == "position_ids":
-        return torch.arange(TOKENS, device=value.device, dtype=value.dtype)[None]
-    if role == "input_ids":
-        return torch.arange(2, 2 + TOKENS, device=value.device, dtype=value.dtype)[None]
-    return value
 
 
 def _from_diagonal(scores: FloatArray) -> FloatArray:

@@ -7,11 +7,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.replaced_forward import replaced_forward
 
 
 @contextmanager
@@ -22,16 +23,8 @@ def replaced_by_ops(layers: Sequence[RecurrentLayer]) -> Iterator[None]:
     """
     with ExitStack() as undo:
         for layer_id, layer in enumerate(layers):
-            undo.callback(_restore, layer.module, "forward" in vars(layer.module), vars(layer.module).get("forward"))
-            vars(layer.module)["forward"] = _emitter(layer, layer_id)
+            undo.enter_context(replaced_forward(layer.module, _emitter(layer, layer_id)))
         yield
-
-
-def _restore(module: nn.Module, had_own: bool, forward: Any) -> None:
-    if had_own:
-        vars(module)["forward"] = forward
-    else:
-        vars(module).pop("forward")
 
 
 def _emitter(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:

@@ -1,0 +1,32 @@
+"""Defining the ops of the `paged_attn` namespace: each writes into its arguments, returns nothing and runs on CPU and CUDA tensors.
+
+Defined with Library.define/impl: a custom_op wrapper costs about twice as much per call (pytorch#139494).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+_library = torch.library.Library("paged_attn", "DEF")
+
+
+def define_op(schema: str, run: Callable[..., None]) -> OpOverload:
+    """Register `run` under a schema such as "name(Tensor x, Tensor(a!) output) -> ()".
+
+    Returns the overload, to be bound once: it is the op's identity for splitting, and looking it up costs time in every call.
+    """
+    name = schema.split("(")[0]
+    _library.define(schema)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    torch.library.register_fake(f"paged_attn::{name}", _writes_only, lib=_library)
+    overload: OpOverload = getattr(torch.ops.paged_attn, name).default
+    return overload
+
+
+def _writes_only(*_: Any, **__: Any) -> None:
+    """What tracing needs to know: nothing is returned."""
