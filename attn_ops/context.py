@@ -26,6 +26,8 @@ class Backend(Protocol):
 
     def plan(self, batch: Batch, pool: KVPool) -> Any: ...
 
+    def plan_in_graph(self, plan: Any) -> None: ...
+
     def forward(
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         *, save_kv_cache: bool, sinks: Tensor | None, bias: Tensor | None, lse_out: Tensor | None,
@@ -72,6 +74,7 @@ class ForwardContext:
                 )
             self._entered = True
         self.plan = self.backend.plan(self.batch, self.pool)
+        self.backend.plan_in_graph(self.plan)
         self.recurrent_plan = None if self.recurrent is None else self.recurrent.plan(self.batch)
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)

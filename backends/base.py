@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.capabilities import Capabilities
@@ -38,17 +38,24 @@ class AttentionBackend(ABC):
 
     A backend writes only `output` (and lse_out) of a call, all T rows of it: rows from `batch.num_tokens` on are zeros, and no padded
     row or unused page may influence a real one.
+
+    Args:
+        deterministic: a row's result must be bitwise the same whatever else is in the batch (batch-invariant kernels); asked only of
+            backends whose capabilities hold Feature.DETERMINISTIC.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self.deterministic = deterministic
+
     @abstractmethod
     def plan(self, batch: Batch, pool: KVPool) -> Any:
-        """Host work, once per step and never per layer."""
+        """Host work, once per step and never per layer. Must not wait for the device."""
 
     def plan_in_graph(self, plan: Any) -> None:  # noqa: B027 (a hook)
-        """Device work of static shape that a captured graph may hold; nothing by default."""
+        """Device work of static shape, once per step after `plan`, that a captured graph may hold; nothing by default."""
 
     def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
         """Device memory that the backend keeps besides the pool."""
@@ -58,16 +65,19 @@ class AttentionBackend(ABC):
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Store K and V if asked, then attend: decode rows and extending rows each with the kernel that fits."""
+        """Store K and V if asked, attend with the kernel of the batch's mode, and zero the padded rows."""
         call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
+        batch: Batch = plan.batch
         if save_kv_cache:
             self.write_kv(plan, call)
-        self.forward_extend(plan, call)
-        self.forward_decode(plan, call)
-        num_tokens = plan.batch.num_tokens
-        output[num_tokens:].zero_()
-        if lse_out is not None:
-            lse_out[num_tokens:].zero_()
+        if batch.mode is ForwardMode.DECODE:
+            self.forward_decode(plan, call)
+        else:
+            self.forward_extend(plan, call)
+        if batch.num_tokens < batch.num_rows:
+            output[batch.num_tokens :].zero_()
+            if lse_out is not None:
+                lse_out[batch.num_tokens :].zero_()
 
     @abstractmethod
     def write_kv(self, plan: Any, call: AttentionCall) -> None:
@@ -75,8 +85,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward_extend(self, plan: Any, call: AttentionCall) -> None:
-        """Attend for the requests with more than one new token, or with nothing cached."""
+        """Attend for every real row of a batch in any mode but DECODE; requests with one new token may be among the others."""
 
     @abstractmethod
     def forward_decode(self, plan: Any, call: AttentionCall) -> None:
-        """Attend for the requests with one new token and a cached context."""
+        """Attend for every real row of a batch in which each request has one new token and a cached context."""

@@ -48,7 +48,7 @@ class ReferenceBackend(AttentionBackend):
             plan.pool.value(call.layer_id)[page, offset] = call.value[row]
 
     def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
-        """Nothing: `forward_extend` treats a decode row as the extension by one token that it is."""
+        self.forward_extend(plan, call)  # a decode row is the extension by one token
 
     def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
         batch, spec, sinks, row = plan.batch, call.spec, call.sinks, 0

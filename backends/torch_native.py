@@ -96,6 +96,7 @@ class TorchNativeBackend(AttentionBackend):
             call.lse_out[rows] = lse[:, 0]
 
     def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
+        self.forward_decode(plan, call)  # the requests of a mixed batch that have one new token
         starts = [0, *itertools.accumulate(plan.batch.query_lens_host)]
         for request in plan.extending:
             gather, rows = _extend_gather(plan, request, call.spec), slice(starts[request], starts[request + 1])

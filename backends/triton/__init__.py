@@ -1,0 +1,1 @@
+"""Our own Triton kernels: decode, extend, KV write, and the backend that runs them."""
