@@ -12,6 +12,7 @@ from paged_attn.attn_ops.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.capabilities import Capabilities
+from paged_attn.backends.rope_store import rope_and_store
 
 
 @dataclass(slots=True)
@@ -74,10 +75,14 @@ class AttentionBackend(ABC):
             self.forward_decode(plan, call)
         else:
             self.forward_extend(plan, call)
-        if batch.num_tokens < batch.num_rows:
-            output[batch.num_tokens :].zero_()
-            if lse_out is not None:
-                lse_out[batch.num_tokens :].zero_()
+        zero_padding(batch, output, lse_out)
+
+    def rope_and_store(
+        self, plan: Any, layer_id: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, query_out: Tensor,
+        interleaved: bool,
+    ) -> None:  # fmt: skip
+        """What `attn_ops.rope_op` asks for. `plan` has the batch and the pool."""
+        rope_and_store(plan.batch, plan.pool, layer_id, query, key, value, cos, sin, query_out, interleaved)
 
     @abstractmethod
     def write_kv(self, plan: Any, call: AttentionCall) -> None:
@@ -90,3 +95,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward_decode(self, plan: Any, call: AttentionCall) -> None:
         """Attend for every real row of a batch in which each request has one new token and a cached context."""
+
+
+def zero_padding(batch: Batch, output: Tensor, lse_out: Tensor | None) -> None:
+    """Zero the rows past the real tokens: padding never carries NaN."""
+    if batch.num_tokens < batch.num_rows:
+        output[batch.num_tokens :].zero_()
+        if lse_out is not None:
+            lse_out[batch.num_tokens :].zero_()

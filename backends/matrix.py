@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-import torch
-
-from paged_attn.backends.capabilities import ANY_SIZE, Capabilities, Feature, Requirement
+from paged_attn.backends.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, architecture_words
+from paged_attn.backends.devices import devices_here
+from paged_attn.backends.packages import requirement_words, unmet_requirement
 from paged_attn.backends.registry import backend_class, backend_names
 from paged_attn.backends.table import markdown_table, text_table
 
-HEADERS = ("Backend", "Devices", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes", "Features", "Graphs", "Needs", "Here")
+HEADERS = (
+    "Backend", "Devices", "Phases", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes", "Features", "Graphs", "Needs", "Note",
+    "Here",
+)  # fmt: skip
+PAIRS = "Two names are one backend for prefill and one for decode: backend='fa3,flashinfer'."
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class MatrixRow:
 
     backend: str
     devices: str
+    phases: str
     dtypes: str
     kv_dtypes: str
     page_sizes: str
@@ -29,24 +33,33 @@ class MatrixRow:
     features: str
     graphs: str
     needs: str
+    note: str
     here: str
 
     @classmethod
     def of(cls, name: str, capabilities: Capabilities) -> MatrixRow:
-        architectures = ", ".join(f"SM{a}" for a in sorted(capabilities.architectures))
+        architectures = architecture_words(capabilities.architectures)
         return cls(
             backend=name,
             devices=_listed(capabilities.devices) + (f" ({architectures})" if architectures else ""),
+            phases="both" if capabilities.phases == PHASES else f"{_listed(capabilities.phases)} only",
             dtypes=_listed(str(dtype).removeprefix("torch.") for dtype in capabilities.dtypes),
             kv_dtypes=_listed(str(dtype).removeprefix("torch.") for dtype in capabilities.kv_dtypes),
             page_sizes=_sizes(capabilities.page_sizes),
-            head_dims=_sizes(capabilities.head_dims),
+            head_dims=", ".join([_sizes(capabilities.head_dims), *(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))]),
             group_sizes=_sizes(capabilities.group_sizes),
             features=_listed(map(feature_word, capabilities.features)) or "none",
             graphs=", ".join(f"{phase}: {support.value}" for phase, support in capabilities.graphs.items()),
-            needs=", ".join(map(_requirement, capabilities.requirements)) or "nothing",
+            needs=", ".join(map(requirement_words, capabilities.requirements)) or "nothing",
+            note="; ".join(filter(None, (capabilities.note, capabilities.blocked))),
             here=available_here(capabilities),
         )
+
+    @classmethod
+    def missing(cls, name: str, error: ImportError) -> MatrixRow:
+        """Of a third party's backend whose module can not be imported."""
+        unknown = {each.name: "" for each in fields(cls)}
+        return cls(**unknown | {"backend": name, "here": f"no: its module can not be imported: {error}"})
 
     @property
     def cells(self) -> list[str]:
@@ -54,8 +67,14 @@ class MatrixRow:
 
 
 def matrix_rows() -> list[MatrixRow]:
-    """All registered backends, in the order in which "auto" prefers them."""
-    return [MatrixRow.of(name, backend_class(name).capabilities) for name in backend_names()]
+    """All registered backends, in the order of `backend_names`."""
+    rows = []
+    for name in backend_names():
+        try:
+            rows.append(MatrixRow.of(name, backend_class(name).capabilities))
+        except ImportError as error:
+            rows.append(MatrixRow.missing(name, error))
+    return rows
 
 
 def matrix_text(width: int = 100) -> str:
@@ -63,14 +82,15 @@ def matrix_text(width: int = 100) -> str:
     rows = [row.cells for row in matrix_rows()]
     tables = []
     for names in (
-        ("Backend", "Here", "Devices", "Graphs", "Needs"),
+        ("Backend", "Here", "Devices", "Phases", "Graphs", "Needs"),
         ("Backend", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes"),
         ("Backend", "Features"),
+        ("Backend", "Note"),
     ):
         columns = [HEADERS.index(name) for name in names]
         tables.append(text_table(names, [[row[i] for i in columns] for row in rows], width))
     legend = "\n".join(f"  {word:<15}{meaning}" for word, meaning in _legend())
-    return "\n\n".join([*tables, f"Features:\n{legend}"])
+    return "\n\n".join([*tables, f"Features:\n{legend}", PAIRS])
 
 
 def matrix_markdown() -> str:
@@ -82,15 +102,18 @@ def matrix_markdown() -> str:
 
 def available_here(capabilities: Capabilities) -> str:
     """`yes: cpu, cuda` with the devices of this machine that it can use, or `no: ` and every reason."""
-    reasons = [f"needs {_requirement(r)}: {r.install}" for r in capabilities.requirements if importlib.util.find_spec(r.module) is None]
-    present = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
-    usable = capabilities.devices & present
-    if not usable:
-        reasons.append(f"runs on {_listed(capabilities.devices)}; this machine has {_listed(present)}")
-    elif usable == {"cuda"} and capabilities.architectures:
-        found = {major * 10 + minor for major, minor in map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))}
-        if not found & capabilities.architectures:
-            reasons.append(f"no GPU with {_listed(f'SM{a}' for a in capabilities.architectures)}; found {_listed(f'SM{a}' for a in found)}")
+    present = devices_here()
+    if usable := [device for device in present if capabilities.runs_on(device)]:
+        reasons = []
+        found = set(present.get("cuda", []))
+        if usable == ["cuda"] and capabilities.architectures and not found & capabilities.architectures:
+            reasons.append(f"no GPU with {architecture_words(capabilities.architectures)}; found {architecture_words(found)}")
+    else:
+        reasons = [f"runs on {_listed(capabilities.devices)}; this machine has {_listed(present)}"]
+    if capabilities.blocked:
+        reasons.append(capabilities.blocked)
+    else:
+        reasons += [missing for need in capabilities.requirements if (missing := unmet_requirement(need))]
     return f"no: {'; '.join(reasons)}" if reasons else f"yes: {_listed(usable)}"
 
 
@@ -101,11 +124,6 @@ def feature_word(feature: Feature) -> str:
 
 def _legend() -> list[tuple[str, str]]:
     return [(feature_word(feature), feature.value) for feature in Feature]
-
-
-def _requirement(requirement: Requirement) -> str:
-    version = requirement.version
-    return f"{requirement.module} {version}".strip()
 
 
 def _sizes(allowed: object) -> str:

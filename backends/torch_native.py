@@ -101,7 +101,8 @@ class TorchNativeBackend(AttentionBackend):
         for request in plan.extending:
             gather, rows = _extend_gather(plan, request, call.spec), slice(starts[request], starts[request + 1])
             keys, values = _gathered(plan, call, gather)
-            result, lse = _attend(call.query[None, rows], keys, values, gather, call)
+            # Contiguous: on a GPU, PyTorch's kernels read past rows that begin at odd addresses.
+            result, lse = _attend(call.query[None, rows].contiguous(), keys, values, gather, call)
             call.output[rows] = result[0]
             if call.lse_out is not None:
                 call.lse_out[rows] = lse[0]

@@ -10,8 +10,9 @@ from paged_attn.attn_ops.module_op import MODULE
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
+from paged_attn.attn_ops.rope_op import ROPE_AND_STORE_KV
 
-_split_ops: set[OpOverload] = {UNIFIED_ATTENTION, HISTORY_ATTENTION, BATCH_POSITIONS, RECURRENT_LAYER, MODULE}
+_split_ops: set[OpOverload] = {UNIFIED_ATTENTION, HISTORY_ATTENTION, BATCH_POSITIONS, RECURRENT_LAYER, MODULE, ROPE_AND_STORE_KV}
 
 
 def register_split_op(op: OpOverload) -> None:

@@ -9,18 +9,22 @@ from paged_attn.backends.base import AttentionBackend
 from paged_attn.backends.select import select_for_pool
 
 
-def forward_context(batch: Batch, pool: KVPool, backend: str | AttentionBackend = "auto") -> ForwardContext:
+def forward_context(batch: Batch, pool: KVPool, backend: str | AttentionBackend = "auto", deterministic: bool = False) -> ForwardContext:
     """`with forward_context(batch, pool): logits = compiled(**batch.model_inputs()).logits`
 
     Args:
         batch: what this step runs; build it with the pool's page size.
         pool: where K and V live; allocated for the model's layers.
-        backend: "auto", a registered name, or a backend object (select once and reuse it in a loop).
+        backend: "auto", a registered name, two as "fa3,flashinfer" (prefill, decode), or a backend object (select once and reuse it).
+        deterministic: take only a batch-invariant backend. An object says so itself: make it with deterministic=True.
 
     Raises:
-        ValueError: an unknown backend name.
+        ValueError: an unknown backend name; or `deterministic` with an object that was not made so.
         UnsupportedError: the backend can not run some layer; the message says why.
         ContextError: batch and pool disagree; or, on use, the context is entered twice or left out of order.
     """
-    chosen = select_for_pool(backend, pool).backend if isinstance(backend, str) else backend
-    return ForwardContext(batch, pool, chosen)
+    if isinstance(backend, str):
+        return ForwardContext(batch, pool, select_for_pool(backend, pool, deterministic=deterministic).backend)
+    if deterministic and not backend.deterministic:
+        raise ValueError(f"deterministic=True, but the {backend.name} backend was made without it; make it with deterministic=True")
+    return ForwardContext(batch, pool, backend)

@@ -1,7 +1,15 @@
-"""One thread per test process: two xdist workers with two OpenMP threads each on two cores spin against each other."""
+"""One thread per test process: two xdist workers with two OpenMP threads each on two cores spin against each other.
+
+Without a GPU, Triton kernels run in Triton's interpreter; it looks at the variable when a kernel is defined.
+"""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ["PAGED_ATTN_TUNED"] = "none"  # what was measured on this machine must not change what a test selects

@@ -1,28 +1,41 @@
-"""`paged-attn doctor`: versions, optional packages, and a smoke test; status 0 only if what is needed works."""
+"""`paged-attn doctor`: versions, optional packages, attention backends, and a smoke test; status 0 only if what is needed works."""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paged_attn.cli.demo import embedded_model
 from paged_attn.cli.options import add_common
 
+if TYPE_CHECKING:
+    from paged_attn.backends.packages import OptionalPackage
+
+IMPORT_SECONDS, SMOKE_SECONDS = 120, 600  # the second holds what a backend compiles on first use
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `works` is None for what is optional and absent: no failure."""
+    """One line. `works` is None for what is optional and absent: no failure. Nor is an optional thing that does not work."""
 
     name: str
     works: bool | None
     detail: str
+    optional: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.works is False and not self.optional
 
     def line(self) -> str:
-        return f"{ {True: 'ok', False: 'FAIL', None: '-'}[self.works]:<5} {self.name:<16} {self.detail}"
+        word = "warn" if self.works is False and self.optional else {True: "ok", False: "FAIL", None: "-"}[self.works]
+        return f"{word:<5} {self.name:<16} {self.detail}"
 
 
 def add_parser(commands: Any) -> None:
@@ -32,25 +45,26 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = [
-        _python(),
-        _required("torch"),
-        _required("transformers"),
-        *_gpus(),
-        _entry_point(),
-        _embedded(),
-        *_optional(),
-        _smoke_test(),
-    ]
-    for finding in findings:
-        print(finding.line())
-    failed = [finding.name for finding in findings if finding.works is False]
+    failed = []
+    for check in (_python, _torch, _transformers, _gpus, _entry_point, _embedded, _optional, _backends, _smoke_test):
+        found = check()
+        for finding in found if isinstance(found, list) else [found]:
+            print(finding.line(), flush=True)
+            failed += [finding.name] if finding.failed else []
     print(f"\nnot working: {', '.join(failed)}" if failed else "\neverything that is needed works")
     return 1 if failed else 0
 
 
 def _python() -> Finding:
     return Finding("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _torch() -> Finding:
+    return _required("torch")
+
+
+def _transformers() -> Finding:
+    return _required("transformers")
 
 
 def _required(name: str) -> Finding:
@@ -92,14 +106,67 @@ def _embedded() -> Finding:
 
 
 def _optional() -> list[Finding]:
+    """Each installed package is imported, in a process of its own: a library for another driver or torch may end the process."""
     from paged_attn.backends.packages import PACKAGES
 
-    return [
-        Finding(p.module, True, f"{found}: {p.gives}")
-        if (found := p.version)
-        else Finding(p.module, None, f"not installed; {p.gives}: {p.install}")
-        for p in PACKAGES
-    ]
+    started = {package: _started("-c", f"import {package.module}") for package in PACKAGES if package.is_installed}
+    return [_package(package, started.get(package)) for package in PACKAGES]
+
+
+def _package(package: OptionalPackage, importing: subprocess.Popen[str] | None) -> Finding:
+    if importing is None:
+        return Finding(package.module, None, f"not installed; {package.gives}: {package.install}")
+    _, error = _ended(importing, IMPORT_SECONDS)
+    if error is None:
+        return Finding(package.module, True, f"{package.version}: {package.gives}")
+    return Finding(package.module, False, f"{package.version} is installed, but import fails ({error}); {package.install}", optional=True)
+
+
+def _backends() -> list[Finding]:
+    """On a GPU every backend that can run on it computes a tiny problem; those of other hardware are not listed."""
+    import torch
+
+    from paged_attn.backends.matrix import matrix_rows
+    from paged_attn.backends.ranking import ORACLE
+    from paged_attn.backends.registry import ELSEWHERE
+
+    rows = [row for row in matrix_rows() if row.backend not in ELSEWHERE and row.backend != ORACLE]
+    gpu = torch.cuda.is_available()
+    return [_backend(row.backend, row.here, gpu and row.here.startswith("yes") and "cuda" in row.here) for row in rows]
+
+
+def _backend(name: str, here: str, test: bool) -> Finding:
+    label = f"  {name}"
+    if not test:
+        return Finding(label, None, f"backend, {here.removeprefix('no: ')}" if here.startswith("no") else f"backend, runs on {here[5:]}")
+    began = time.perf_counter()
+    output, error = _ended(_started("-m", "paged_attn.cli.smoke", name, "cuda"), SMOKE_SECONDS)
+    if error is not None:
+        return Finding(label, False, f"backend, fails on this GPU: {error}", optional=name != "torch_native")
+    found, allowed = map(float, output.split()[-2:])
+    words = f"backend, differs from the reference by {found:.1e} (allowed {allowed:.0e}), in {time.perf_counter() - began:.1f} s"
+    return Finding(label, found <= allowed, words, optional=name != "torch_native")
+
+
+def _started(*arguments: str) -> subprocess.Popen[str]:
+    # -P keeps the working folder off the path, as an installed program has it.
+    return subprocess.Popen([sys.executable, "-P", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _ended(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | None]:
+    """What it printed, and what went wrong: its last line on stderr, its signal, or that it took too long."""
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "", f"it did not end within {seconds:g} s"
+    if process.returncode == 0:
+        return output, None
+    lines = errors.strip().splitlines()
+    return output, f"ended by signal {-process.returncode}" if process.returncode < 0 else lines[
+        -1
+    ] if lines else f"status {process.returncode}"
 
 
 def _smoke_test() -> Finding:
@@ -110,26 +177,10 @@ def _smoke_test() -> Finding:
 
 
 def op_error() -> float:
-    """Largest difference between two backends on a ragged batch of three requests (a prompt, a chunk and a decode row) through the op."""
+    """Largest difference between torch_native and the reference, through the op, on the CPU."""
     import torch
 
-    from paged_attn.attn_ops.batch import Batch, BatchRequest
-    from paged_attn.attn_ops.kv_pool import KVPool
-    from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-    from paged_attn.attn_ops.spec import AttentionSpec
-    from paged_attn.forward import forward_context
+    from paged_attn.backends.torch_native import TorchNativeBackend
+    from paged_attn.cli.smoke import smoke_error
 
-    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, qk_head_dim=8, v_head_dim=8, scale=8**-0.5, sliding_window=5)
-    requests = [BatchRequest([0] * 7, [5, 2]), BatchRequest([0] * 3, [4, 1, 6], num_cached=6), BatchRequest([0], [3], num_cached=3)]
-    batch = Batch.build(requests, page_size=4)
-    draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(batch.num_rows, heads, 8, generator=draw) for heads in (4, 2, 2))
-    stored = torch.randn(7 * 4 * 2 * 16, generator=draw)
-    outputs = []
-    for name in ("torch_native", "reference"):
-        pool, output = KVPool([spec], 7, 4, torch.float32), torch.empty(batch.num_rows, 4, 8)
-        pool.storage.copy_(stored)
-        with torch.no_grad(), forward_context(batch, pool, name):
-            UNIFIED_ATTENTION(query, key, value, output, 0, True)
-        outputs.append(output)
-    return float((outputs[0] - outputs[1]).abs().max())
+    return smoke_error(TorchNativeBackend(), torch.device("cpu"))[0]

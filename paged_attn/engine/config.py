@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
-def _setting(default: Any, help: str, low: float | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "low": low})
+def _setting(default: Any, help: str, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,13 @@ class EngineConfig:
         None, "recurrent states kept for shared prefixes, 0: none is reused; default: up to max_requests, a quarter of the state slots", 0
     )
     prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")
-    backend: str = _setting("auto", "attention backend: auto or a name that `paged-attn backends` lists")
+    backend: str = _setting("auto", "attention backend: auto, a name that `paged-attn backends` lists, or two as prefill,decode")
+    speculative_backend: str = _setting(
+        "prefill", "which of two backends runs the verifying and drafting steps of speculative decoding", choices=("prefill", "decode")
+    )
+    deterministic: bool = _setting(
+        False, "take only batch-invariant attention: a row's attention is bitwise the same whatever else is in the batch"
+    )
     inductor: bool | None = _setting(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
     follow_generate: bool = _setting(
         False, "serve a model whose generate() numbers positions otherwise than a plain call as generate() does"
@@ -45,6 +51,9 @@ class EngineConfig:
             low = setting.metadata["low"]
             if low is not None and value is not None and not value >= low:
                 raise ValueError(f"{setting.name} is {value}; allowed are values of at least {low}: {setting.metadata['help']}")
+            choices = setting.metadata["choices"]
+            if choices and value not in choices:
+                raise ValueError(f"{setting.name} is {value!r}; allowed are {' and '.join(map(repr, choices))}: {setting.metadata['help']}")
 
     @classmethod
     def from_environment(cls, **given: Any) -> EngineConfig:

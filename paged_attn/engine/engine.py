@@ -73,7 +73,10 @@ class Engine:
         state_bytes = self.states.nbytes if self.states else 0
         num_pages = pool_pages(self.config, layers, self.runner.dtype, self.runner.device, state_bytes)
         self.pool = KVPool(layers, num_pages, self.config.page_size, self.runner.dtype, self.runner.device)
-        self.selection: Selection = select_for_pool(self.config.backend, self.pool, self.runner.dtype)
+        self.selection: Selection = select_for_pool(
+            self.config.backend, self.pool, self.runner.dtype,
+            deterministic=self.config.deterministic, speculative=self.config.speculative_backend,
+        )  # fmt: skip
         if self.states and self.config.prefix_cache and not slots.snapshots:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         self.kv = KVManager(num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)

@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paged_attn.attn_ops.batch import Batch, BatchRequest, ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -51,6 +53,7 @@ def test_fields_equal_a_token_by_token_walk(drawn):
     starts = [next(row for row, t in enumerate(tokens) if t[0] == i) for i in range(len(made))]
     assert batch.query_start.tolist() == [*starts, count]
 
+    assert np.array_equal(batch.page_table_host, batch.page_table)
     assert batch.page_table.shape[0] == len(made)
     for table, r in zip(batch.page_table.tolist(), made, strict=True):
         assert table[: len(r.pages)] == r.pages and not any(table[len(r.pages) :])
@@ -59,6 +62,56 @@ def test_fields_equal_a_token_by_token_walk(drawn):
     assert batch.logits_rows.tolist()[: len(wanted)] == wanted
     assert len(batch.logits_rows) == max(2, len(wanted))
     assert all(0 <= row < batch.num_rows for row in batch.logits_rows.tolist())
+
+
+def test_the_tensors_are_views_of_one_copy():
+    batch = Batch.build([request(3, 2, 4), request(9, 1, 4, first_page=5)], 4)
+    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 8
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def test_what_dynamo_sees_are_no_views():
+    """Of a view it would make the offset a symbol of the graph."""
+    inputs = Batch.build([request(3, 5, 4)], 4).model_inputs()
+    for name in ("input_ids", "position_ids"):
+        assert inputs[name].storage_offset() == 0 and inputs[name].untyped_storage().nbytes() == 5 * 8
+
+
+def test_slots_beyond_32_bits():
+    assert Batch.build([BatchRequest([1, 2], [2**30 + 5], 3)], 64).slots.tolist() == [(2**30 + 5) * 64 + 3, (2**30 + 5) * 64 + 4]
+
+
+def test_a_single_row_of_logits_is_repeated():
+    batch = Batch.build([request(2, 5, 4)], 4)
+    assert (batch.num_logits, batch.logits_rows.tolist()) == (1, [4, 4])
+
+
+@pytest.mark.parametrize("page_dtype", [np.int32, np.int64, np.uint16])
+def test_arrays_equal_lists(page_dtype):
+    lists = [request(c, n, 4, first_page=f) for c, n, f in ((3, 5, 1), (0, 1, 9), (30, 1, 11))]
+    arrays = [r._replace(tokens=np.array(r.tokens), pages=np.array(r.pages, dtype=page_dtype)) for r in lists]
+    expected, got = Batch.build(lists, 4), Batch.build(arrays, 4)
+    for name, value in vars(expected).items():
+        assert np.array_equal(value, getattr(got, name)), name
+
+
+def test_a_decode_batch_makes_as_many_torch_calls_for_64_requests_as_for_2():
+    counts = []
+    for number in (2, 64):
+        with CallCounter() as counter:
+            Batch.build([request(33, 1, 4, first_page=1 + 9 * i) for i in range(number)], 4)
+        counts.append(counter.calls)
+    assert 0 < counts[0] == counts[1]
+
+
+class CallCounter(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_dtypes():
@@ -119,6 +172,7 @@ def test_spare_pages_are_kept_and_may_be_unset():
     [
         (BatchRequest([], [1]), ValueError, "request 1 of the batch has no new token; leave it out"),
         (BatchRequest([], [], 0), ValueError, "request 1 of the batch has no new token"),
+        (BatchRequest([], [1], 0, 0), ValueError, "request 1 of the batch has no new token"),
         (BatchRequest([1] * 5, [1], 4), UnsupportedError, "request 1 has 1 pages of 4 .* 4 cached . 5 new .* need 3; allocate 2"),
         (BatchRequest([1], [], 0), UnsupportedError, "request 1 has 0 pages"),
         (BatchRequest([1], [1], 4), UnsupportedError, "need 2; allocate 1 more"),
@@ -133,6 +187,34 @@ def test_spare_pages_are_kept_and_may_be_unset():
 def test_refusals_name_the_request_and_what_is_allowed(bad, error, message):
     with pytest.raises(error, match=message):
         Batch.build([BatchRequest([7], [9]), bad], 4)
+
+
+def test_the_first_wrong_request_is_named():
+    late, early = BatchRequest([], [1]), BatchRequest([1], [0])
+    with pytest.raises(ValueError, match="request 1 lists page 0"):
+        Batch.build([BatchRequest([7], [9]), early, late], 4)
+    with pytest.raises(ValueError, match="request 1 of the batch has no new token"):
+        Batch.build([BatchRequest([7], [9]), late, early], 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (BatchRequest([1.5], [1]), "the tokens of request 1 must be integers of 64 bits; got 1.5"),
+        (BatchRequest([1], [2**31]), "the pages of request 1 must be integers of 32 bits; got 2147483648"),
+        (BatchRequest([1], [3, 2.0]), "the pages of request 1 must be integers of 32 bits; got 2.0"),
+        (BatchRequest([1], [3], 0.5), r"num_cached and num_logits must be integers; got \(0, 0.5\)"),
+    ],
+)
+def test_what_is_no_integer_is_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
+        Batch.build([BatchRequest([7], [9]), bad], 4)
+
+
+def test_a_zero_among_spare_pages_does_not_hide_one_among_the_needed():
+    requests = [BatchRequest([1], [3, 0]), BatchRequest([1], [4, 0, 5], 9)]
+    with pytest.raises(ValueError, match="request 1 lists page 0"):
+        Batch.build(requests, 4)
 
 
 def test_a_full_page_needs_no_further_page():

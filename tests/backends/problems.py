@@ -1,12 +1,13 @@
 """Random ragged problems for attention backends, with everything that must not be read poisoned with NaN.
 
 `make(...)` lays requests out in pages, fills the pool's cached slots and nothing else, and keeps each request's keys and values
-as dense tensors besides. `run(...)` sends the step through the op, in a forward context.
+as dense tensors besides. `case.to("cuda")` is the same case there. `run(...)` sends the step through the op, in a forward context.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,9 +55,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def spec_of(feature: str = "plain", layer: int = LAYER) -> AttentionSpec:
-    defaults = {"num_q_heads": 4, "num_kv_heads": 2, "qk_head_dim": 8, "v_head_dim": 8, "scale": 0.41, "kv_layer": layer}
-    return AttentionSpec(**{**defaults, **FEATURES[feature]})
+def spec_of(feature: str = "plain", layer: int = LAYER, dim: int = 8) -> AttentionSpec:
+    """`dim` is the head dim of q and k, and of v unless the feature is another one; scores are as large with any."""
+    defaults = {"num_q_heads": 4, "num_kv_heads": 2, "qk_head_dim": dim, "v_head_dim": 8, "kv_layer": layer}
+    fields = {**defaults, **FEATURES[feature]}
+    return AttentionSpec(**{**fields, "v_head_dim": fields["v_head_dim"] * dim // 8, "scale": 0.41 * math.sqrt(8 / dim)})
 
 
 @dataclass
@@ -75,8 +78,22 @@ class Case:
     dense_values: list[Tensor]
 
     def rows(self, request: int) -> slice:
-        start = int(self.batch.query_start[request])
+        start = sum(self.batch.query_lens_host[:request])
         return slice(start, start + self.batch.query_lens_host[request])
+
+    def to(self, device: torch.device | str) -> Case:
+        """The same case on a device, strides and poison included, with a pool of its own; what oracles use stays where it is."""
+        tensors = {name: value.to(device) for name, value in vars(self.batch).items() if isinstance(value, Tensor)}
+        operands = {name: moved(getattr(self, name), device) for name in ("query", "key", "value", "sinks", "bias")}
+        return dataclasses.replace(copy_of(self, device), batch=dataclasses.replace(self.batch, **tensors), **operands)
+
+
+def moved(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
+    """The tensor on a device with its strides, and with what lies between its elements."""
+    if tensor is None:
+        return None
+    storage = tensor.new_empty(0).set_(tensor.untyped_storage())
+    return storage.to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def restride(tensor: Tensor, strides: str) -> Tensor:
@@ -171,18 +188,20 @@ def new_output(case: Case, strides: str = "contiguous") -> Tensor:
     return restride(case.query.new_full((case.batch.num_rows, case.spec.num_q_heads, case.spec.v_head_dim), NAN), strides)
 
 
-def run(case: Case, backend: AttentionBackend, *, save: bool = True, lse: bool = False, layer: int = LAYER) -> tuple[Tensor, Tensor | None]:
-    """Output, NaN before the call, and the log-sum-exp if asked for."""
-    output = new_output(case)
-    lse_out = torch.full(output.shape[:2], NAN) if lse else None
+def run(
+    case: Case, backend: AttentionBackend, *, save: bool = True, lse: bool = False, layer: int = LAYER, output: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Output, NaN before the call unless it is given, and the log-sum-exp if asked for."""
+    output = new_output(case) if output is None else output
+    lse_out = output.new_full(output.shape[:2], NAN, dtype=torch.float32) if lse else None
     with ForwardContext(case.batch, case.pool, backend):
         UNIFIED_ATTENTION(case.query, case.key, case.value, output, layer, save, sinks=case.sinks, bias=case.bias, lse_out=lse_out)
     return output, lse_out
 
 
-def copy_of(case: Case) -> Case:
+def copy_of(case: Case, device: torch.device | str | None = None) -> Case:
     """The same case with a pool of its own."""
-    pool = KVPool(case.pool.layers, case.pool.num_pages, case.pool.page_size, case.pool.dtype)
+    pool = KVPool(case.pool.layers, case.pool.num_pages, case.pool.page_size, case.pool.dtype, device or case.pool.device)
     pool.storage.copy_(case.pool.storage)
     return dataclasses.replace(case, pool=pool)
 
@@ -194,4 +213,4 @@ def bits(tensor: Tensor) -> Tensor:
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(actual.float().cpu(), expected.float().cpu(), atol=tolerance, rtol=tolerance)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.capabilities import ANY_SIZE, Capabilities, Feature, Problem, Span, unmet
+from paged_attn.backends.capabilities import ANY_SIZE, PHASES, Both, Capabilities, Feature, OneOf, Problem, Span, unmet
 from paged_attn.backends.registry import backend_class, backend_names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -51,6 +51,7 @@ def test_nothing_is_unmet():
         (with_spec(alibi_slopes=(1.0,) * 8), "no ALiBi"),
         (with_spec(bias_index="key"), "no biases by distance or key"),
         (with_spec(causal=False), "no bidirectional attention"),
+        (with_spec(qk_head_dim=72, v_head_dim=72), "head dim 72 is not in 64 to 256 in steps of 64"),
         (dataclasses.replace(WANT, extra=frozenset({Feature.LSE})), "no log-sum-exp output"),
     ],
 )
@@ -70,7 +71,7 @@ def test_all_reasons_are_listed_at_once():
         AttentionSpec(9, 1, 24, 24, 1.0, sliding_window=4, has_sinks=True), torch.float32, torch.float32, 1, "cuda", 75,
         extra=frozenset({Feature.MLA}),
     )  # fmt: skip
-    assert len(unmet(CAN, problem)) == 1 + 2 + 4 + 3
+    assert len(unmet(CAN, problem)) == 1 + 2 + 3 + 3
 
 
 def test_no_architectures_means_any():
@@ -79,15 +80,67 @@ def test_no_architectures_means_any():
 
 
 @pytest.mark.parametrize(
-    ("span", "inside", "outside"),
-    [(Span(1, 3), (1, 2, 3), (0, 4)), (Span(16, 64, 16), (16, 32, 64), (0, 8, 24, 80)), (ANY_SIZE, (1, 7, 1 << 20), (0, -1))],
+    ("sizes", "inside", "outside", "words"),
+    [
+        (Span(1, 3), (1, 2, 3), (0, 4), "1 to 3"),
+        (Span(16, 64, 16), (16, 32, 64), (0, 8, 24, 80), "16 to 64 in steps of 16"),
+        (ANY_SIZE, (1, 7, 1 << 20), (0, -1), "1 to 1073741824"),
+        (OneOf({128, 64}), (64, 128), (0, 63, 65, 192), "64, 128"),
+        (OneOf([]), (), (0, 1), "none"),
+        (Both(Span(16, 64, 16), OneOf((32, 48, 50))), (32, 48), (16, 50, 64), "both 16 to 64 in steps of 16 and 32, 48, 50"),
+    ],
 )
-def test_spans_hold_both_ends(span, inside, outside):
-    assert all(value in span for value in inside)
-    assert not any(value in span for value in outside)
+def test_sizes_hold_what_they_say(sizes, inside, outside, words):
+    assert all(value in sizes for value in inside)
+    assert not any(value in sizes for value in outside)
+    assert str(sizes) == words and hash(sizes) == hash(copy.deepcopy(sizes)) and sizes == copy.deepcopy(sizes)
 
 
-spans = st.builds(Span, st.integers(1, 4), st.integers(4, 9), st.integers(1, 3))
+@pytest.mark.parametrize(
+    ("able", "asked", "reasons"),
+    [
+        ({"extend"}, PHASES, ["serves extend, not decode"]),
+        ({"decode"}, PHASES, ["serves decode, not extend"]),
+        ({"decode"}, {"decode"}, []),
+        (PHASES, {"decode"}, []),
+        (set(), PHASES, ["serves no phase, not decode, extend"]),
+    ],
+)
+def test_phases(able, asked, reasons):
+    capabilities = dataclasses.replace(CAN, phases=frozenset(able))
+    assert unmet(capabilities, dataclasses.replace(WANT, phases=frozenset(asked))) == reasons
+
+
+def test_pairs_of_dims_stand_for_unequal_dims():
+    able = dataclasses.replace(CAN, dim_pairs=frozenset({(192, 128), (64, 512)}))
+    assert unmet(able, with_spec(qk_head_dim=192, v_head_dim=128)) == []
+    assert unmet(able, with_spec(qk_head_dim=64, v_head_dim=512)) == []  # 512 is not among the head dims
+    assert unmet(able, with_spec(qk_head_dim=128, v_head_dim=192)) == ["head dims 128/192 of qk/v are not among 64/512, 192/128"]
+    assert unmet(able, with_spec(qk_head_dim=512, v_head_dim=512)) == ["head dim 512 is not in 64 to 256 in steps of 64"]
+    every = dataclasses.replace(able, features=frozenset({Feature.UNEQUAL_DIMS}))
+    assert unmet(every, with_spec(qk_head_dim=128, v_head_dim=192)) == []
+    assert unmet(every, with_spec(qk_head_dim=64, v_head_dim=512)) == ["head dim of v 512 is not in 64 to 256 in steps of 64"]
+
+
+def test_what_is_blocked_fits_nothing():
+    assert unmet(dataclasses.replace(CAN, blocked="not yet"), WANT) == ["not yet"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "device", "runs"),
+    [("cpu", "cpu-amx", True), ("cpu-amx", "cpu-amx", True), ("cpu-amx", "cpu", False), ("cuda", "hip", False), ("cuda", "cuda", True)],
+)
+def test_a_cpu_with_amx_is_a_cpu(devices, device, runs):
+    able = dataclasses.replace(CAN, devices=frozenset({devices}), architectures=frozenset())
+    assert able.runs_on(device) is runs
+    reasons = unmet(able, dataclasses.replace(WANT, device=device, architecture=None))
+    assert reasons == ([] if runs else [f"runs on {devices}, not on {device}"])
+
+
+spans = st.one_of(
+    st.builds(Span, st.integers(1, 4), st.integers(4, 9), st.integers(1, 3)),
+    st.builds(OneOf, st.frozensets(st.integers(1, 10), max_size=4)),
+)
 capabilities = st.builds(
     Capabilities,
     devices=st.frozensets(st.sampled_from(["cpu", "cuda", "xpu"])),
@@ -98,6 +151,8 @@ capabilities = st.builds(
     head_dims=spans,
     page_sizes=spans,
     group_sizes=spans,
+    phases=st.frozensets(st.sampled_from(sorted(PHASES))),
+    dim_pairs=st.frozensets(st.tuples(st.integers(1, 10), st.integers(1, 10)).filter(lambda pair: pair[0] != pair[1]), max_size=3),
 )
 specs = st.builds(
     lambda group, kv, qk, v, window, chunk, softcap, sinks, alibi, causal: AttentionSpec(
@@ -115,6 +170,7 @@ problems = st.builds(
     device=st.sampled_from(["cpu", "cuda"]),
     architecture=st.sampled_from([None, 75, 80, 90]),
     extra=st.frozensets(st.sampled_from(Feature), max_size=2),
+    phases=st.frozensets(st.sampled_from(sorted(PHASES)), min_size=1),
 )
 
 
@@ -126,15 +182,15 @@ def likely_pairs(draw):
         fitting = {
             "devices": frozenset({problem.device}), "dtypes": frozenset({problem.dtype}), "kv_dtypes": frozenset({problem.kv_dtype}),
             "features": problem.features | able.features, "architectures": frozenset(), "head_dims": Span(1, 10), "page_sizes": Span(1, 10),
-            "group_sizes": Span(1, 10),
+            "group_sizes": Span(1, 10), "phases": PHASES,
         }  # fmt: skip
         fitting.pop(draw(st.sampled_from([*sorted(fitting), ""])), None)
         able = dataclasses.replace(able, **fitting)
     return able, problem
 
 
-def within(span: Span, value: int) -> bool:
-    return value in range(span.low, span.high + 1, span.step)
+def within(sizes: Span | OneOf, value: int) -> bool:
+    return value in (range(sizes.low, sizes.high + 1, sizes.step) if isinstance(sizes, Span) else sizes.values)
 
 
 @settings(max_examples=300, deadline=None)
@@ -142,12 +198,16 @@ def within(span: Span, value: int) -> bool:
 def test_empty_exactly_if_every_condition_holds(pair):
     able, problem = pair
     spec = problem.spec
+    dims = (spec.qk_head_dim, spec.v_head_dim)
+    by_pair = dims[0] != dims[1] and Feature.UNEQUAL_DIMS not in able.features and bool(able.dim_pairs)
     conditions = [
         problem.device in able.devices and (not able.architectures or problem.architecture in able.architectures),
         problem.dtype in able.dtypes,
         problem.kv_dtype in able.kv_dtypes,
-        within(able.head_dims, spec.qk_head_dim),
-        within(able.head_dims, spec.v_head_dim),
+        problem.phases <= able.phases,
+        by_pair or within(able.head_dims, spec.qk_head_dim),
+        by_pair or dims[0] == dims[1] or within(able.head_dims, spec.v_head_dim),
+        not by_pair or dims in able.dim_pairs,
         within(able.page_sizes, problem.page_size),
         within(able.group_sizes, spec.num_q_heads // spec.num_kv_heads),
     ]
@@ -157,7 +217,7 @@ def test_empty_exactly_if_every_condition_holds(pair):
         Feature.ALIBI: spec.alibi_slopes, Feature.POSITION_BIAS: spec.bias_index, Feature.BIDIRECTIONAL: not spec.causal,
         Feature.UNEQUAL_DIMS: spec.qk_head_dim - spec.v_head_dim,
     }  # fmt: skip
-    for feature in Feature:
+    for feature in set(Feature) - ({Feature.UNEQUAL_DIMS} if by_pair else set()):
         conditions.append(not (needed.get(feature) or feature in problem.extra) or feature in able.features)
     before = copy.deepcopy((able, problem))
     reasons = unmet(able, problem)

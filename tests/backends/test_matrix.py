@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-import tomllib
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
-from paged_attn.backends.capabilities import Capabilities, Feature, GraphSupport, Requirement, Span
+from paged_attn.backends import matrix
+from paged_attn.backends.capabilities import Capabilities, Feature, GraphSupport, OneOf, Requirement, Span
+from paged_attn.backends.devices import devices_here
 from paged_attn.backends.matrix import HEADERS, MatrixRow, available_here, matrix_markdown, matrix_rows, matrix_text
-from paged_attn.backends.packages import PACKAGES, OptionalPackage
+from paged_attn.backends.ranking import ROWS
 from paged_attn.backends.registry import backend_class, backend_names
 from paged_attn.backends.table import markdown_table, text_table
 
@@ -34,6 +35,7 @@ def test_every_backend_has_a_row_that_states_all_its_capabilities() -> None:
         assert len(row.cells) == len(HEADERS)
         for feature in backend_class(row.backend).capabilities.features:
             assert feature.name.lower().replace("_", "-") in row.features.split(", ")
+    assert "backend='fa3,flashinfer'" in matrix_text()
     assert "torch_native" in matrix_text() and "torch_native" in matrix_markdown()
     assert next(row.here for row in rows if row.backend == "torch_native").startswith("yes: cpu")
 
@@ -47,18 +49,33 @@ def test_a_row_in_words() -> None:
         "any",
     )
     assert (row.features, row.graphs, row.needs) == ("fp8-kv, window", "decode: always", "no_such_package 2.0")
+    assert (row.phases, row.note) == ("both", "")
+    pairs = dataclasses.replace(
+        FAST, head_dims=OneOf({64, 128}), dim_pairs=frozenset({(192, 128)}), phases=frozenset({"decode"}), note="a", blocked="b"
+    )
+    row = MatrixRow.of("fast", pairs)
+    assert (row.head_dims, row.phases, row.note) == ("64, 128, 192/128", "decode only", "a; b")
 
 
 def test_what_is_missing_here_is_said_with_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert available_here(FAST) == ("no: needs no_such_package 2.0: pip install no-such-package; runs on cuda; this machine has cpu")
+    assert available_here(FAST) == (
+        f"no: runs on cuda; this machine has {', '.join(devices_here())}; no_such_package 2.0 is not installed: pip install no-such-package"
+    )
+    anywhere = dataclasses.replace(FAST, devices=frozenset({"cpu", "cuda"}), requirements=())
+    assert available_here(anywhere).startswith("yes: cpu")
+    assert available_here(dataclasses.replace(anywhere, blocked="not yet")) == "no: not yet"
 
 
 def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert available_here(FAST).endswith("no GPU with SM80, SM90; found SM75")
+    assert "no: no GPU with SM80, SM90; found SM75; no_such_package" in available_here(FAST)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert available_here(dataclasses.replace(FAST, requirements=())) == "yes: cuda"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert available_here(FAST).startswith("no: runs on cuda; this machine has cpu") and "hip" in available_here(FAST)
 
 
 def test_tables_fit_their_width_and_escape_pipes() -> None:
@@ -68,20 +85,19 @@ def test_tables_fit_their_width_and_escape_pipes() -> None:
     assert max(map(len, matrix_text(90).split("\n"))) <= 90
 
 
-def test_packages_are_looked_up_without_importing_them() -> None:
-    before = set(sys.modules)
-    versions = {package.module: package.version for package in PACKAGES}
-    assert set(versions) >= {"triton", "flashinfer", "sgl_kernel", "flash_attn", "matplotlib", "fastapi", "uvicorn"}
-    assert not {package.module for package in PACKAGES} & (set(sys.modules) - before)
-    assert OptionalPackage("pytest", ("no-such-name", "pytest"), "", "").version == pytest.__version__
-    assert OptionalPackage("paged_attn", ("no-such-name",), "", "").version == "unknown"
-    assert OptionalPackage("no_such_module", ("pytest",), "", "").version is None
+def test_a_module_that_can_not_be_imported_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> object:
+        raise ImportError("no module acme")
+
+    monkeypatch.setattr(matrix, "backend_names", lambda: ["acme"])
+    monkeypatch.setattr(matrix, "backend_class", load)
+    (row,) = matrix_rows()
+    assert (row.backend, row.here, row.devices) == ("acme", "no: its module can not be imported: no module acme", "")
+    assert "acme" in matrix_text() and "| acme |" in matrix_markdown()
 
 
-def test_install_lines_name_extras_of_pyproject() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    for package in PACKAGES:
-        if "[" in package.install:
-            extra = package.install.partition("[")[2].partition("]")[0]
-            names = [line.partition(">")[0] for line in project["optional-dependencies"][extra]]
-            assert set(names) & set(package.distributions), package
+def test_the_documentation_holds_the_table_as_it_is() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "backends.md").read_text(encoding="utf-8")
+    for row in ROWS[:3]:
+        assert f"| {', '.join(row.names)} |" in text, row
+    assert matrix_markdown() in text, "run `paged-attn backends --markdown` and put its output into docs/backends.md"

@@ -1,8 +1,10 @@
 """Backends through entry points: ours, a third party's, and two of one name."""
 
 import sys
+import tomllib
 import types
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import paged_attn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.backends import registry
+from paged_attn.backends.ranking import ROWS, Order, default_order
 from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.registry import BUILT_IN, GROUP, backend_class, backend_names
+from paged_attn.backends.registry import BUILT_IN, ELSEWHERE, GROUP, backend_class, backend_names, loadable_classes, third_party_names
 from paged_attn.backends.select import select_for_pool
 from paged_attn.backends.torch_native import TorchNativeBackend
 from tests.backends.problems import close, make, new_output
@@ -43,22 +46,28 @@ def install(monkeypatch):
     registry._entry_points.cache_clear()
 
 
-def test_the_installed_package_registers_its_own():
-    """The metadata in the environment and the table for checkouts without metadata agree."""
+def test_the_package_registers_its_own():
+    """pyproject's entry points, which are the environment's, and the table for checkouts without metadata agree."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"][GROUP] == BUILT_IN
     installed = {entry.name: entry.value for entry in registry.entry_points(group=GROUP)}
     assert BUILT_IN.items() <= installed.items()
 
 
 def test_built_in_without_any_metadata(install):
     install()
-    assert backend_names() == ["torch_native", "reference"]
+    assert backend_names() == [*BUILT_IN, *ELSEWHERE]
+    assert list(BUILT_IN)[-1] == "reference" and not set(BUILT_IN) & set(ELSEWHERE)
     assert backend_class("torch_native") is TorchNativeBackend
     assert backend_class("reference") is ReferenceBackend
 
 
 def test_a_third_partys_backend_is_ranked_before_the_oracle(install):
     install(*OURS, EntryPoint("zeta", "zeta:B", GROUP), EntryPoint("acme", "acme_attention:Backend", GROUP))
-    assert backend_names() == ["torch_native", "acme", "zeta", "reference"]
+    names = backend_names()
+    assert names == [*list(BUILT_IN)[:-1], "acme", "zeta", "reference", *ELSEWHERE]
+    assert third_party_names() == ["acme", "zeta"]
+    assert default_order("cpu", None, third_party_names()).extend[-3:] == ("acme", "zeta", "reference")
 
 
 def test_a_third_partys_backend_runs_by_name(install):
@@ -82,7 +91,7 @@ def test_a_third_partys_backend_is_taken_when_ours_can_not(install, monkeypatch)
     monkeypatch.setattr(TorchNativeBackend, "capabilities", replace(TorchNativeBackend.capabilities, dtypes=frozenset()))
     selection = select_for_pool("auto", make([(0, 2)]).pool, torch.float32)
     assert type(selection.backend) is ThirdParty
-    assert set(selection.rejected) == {"torch_native", "reference"}
+    assert set(selection.rejected) == {*BUILT_IN, *ELSEWHERE}
 
 
 def test_its_code_is_loaded_only_when_asked_for(install):
@@ -91,6 +100,16 @@ def test_its_code_is_loaded_only_when_asked_for(install):
     assert select_for_pool("auto", make([(0, 2)]).pool).backend.name == "torch_native"
     with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
         backend_class("broken")
+    assert "broken" not in loadable_classes() and set(BUILT_IN) <= set(loadable_classes())
+
+
+def test_code_that_can_not_be_imported_is_a_reason_like_any_other(install):
+    install(*OURS, EntryPoint("broken", "no_such_module_anywhere:B", GROUP))
+    why = "its module can not be imported: No module named 'no_such_module_anywhere'"
+    with pytest.raises(UnsupportedError, match=f"  broken: {why}\n"):
+        select_for_pool("broken", make([(0, 2)]).pool)
+    with pytest.raises(UnsupportedError, match=f"  broken: {why}\n"):
+        select_for_pool("auto", make([(0, 2)]).pool, torch.int8)
 
 
 @pytest.mark.parametrize("name", ["acme", "torch_native"])
@@ -103,10 +122,46 @@ def test_two_packages_with_one_name(install, name):
 def test_the_same_entry_found_twice_is_one(install):
     """An editable install and a checkout on the path list the same entry point."""
     install(*OURS, *OURS)
-    assert backend_names() == ["torch_native", "reference"]
+    assert backend_names() == [*BUILT_IN, *ELSEWHERE]
+
+
+@pytest.mark.parametrize("name", ["auto", "acme,fa3"])
+def test_names_that_mean_something_else_are_refused(install, name):
+    install(*OURS, EntryPoint(name, "acme_attention:Backend", GROUP))
+    with pytest.raises(UnsupportedError, match=f"acme_attention:Backend registers an attention backend as '{name}'; .* are taken"):
+        backend_names()
+
+
+def test_orders_hold_registered_names_only():
+    for row in ROWS:
+        assert {*row.names, *row.by_name_only} <= set(BUILT_IN) and not set(row.names) & set(row.by_name_only)
+        assert len(set(row.names)) == len(row.names) and "reference" not in row.names
+
+
+@pytest.mark.parametrize(
+    ("device", "architecture", "first"),
+    [
+        ("cuda", 90, "fa3"), ("cuda", 100, "trtllm_mha"), ("cuda", 103, "trtllm_mha"), ("cuda", 120, "flashinfer"),
+        ("cuda", 75, "flashinfer"),
+        ("cpu", None, "torch_native"), ("cpu-amx", None, "torch_native"), ("hip", None, "triton"), ("mps", None, "torch_native"),
+    ],
+)  # fmt: skip
+def test_the_first_of_each_order(device, architecture, first):
+    order = default_order(device, architecture)
+    assert order.extend[0] == order.decode[0] == first and order.extend[-1] == order.decode[-1] == "reference"
+
+
+def test_an_order_is_continued_by_another():
+    first = Order(("a", "b"), ("b",), "measured", {"a": "fast"})
+    later = Order(("b", "c"), ("a", "c"), "usual", {"a": "slow", "c": "?"})
+    joined = first.followed_by(later)
+    assert joined == Order(("a", "b", "c"), ("b", "a", "c"), "measured", {"a": "fast", "c": "?"}, "usual")
+    assert joined.only({"c", "b"}) == Order(("b", "c"), ("b", "c"), "measured", {"a": "fast", "c": "?"}, "usual")
 
 
 def test_an_unknown_name_lists_the_known_ones(install):
     install(*OURS, EntryPoint("acme", "acme_attention:Backend", GROUP))
-    with pytest.raises(ValueError, match=r"unknown attention backend 'fa9'; known are 'auto' and 'torch_native', 'acme', 'reference'"):
+    with pytest.raises(
+        ValueError, match=r"unknown attention backend 'fa9'; known are 'auto', 'fa3', .*'acme', 'reference', .*two of them as"
+    ):
         backend_class("fa9")

@@ -10,11 +10,17 @@ import paged_attn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends import select as select_module
-from paged_attn.backends.capabilities import Requirement, Span
+from paged_attn.backends import wanted as wanted_module
+from paged_attn.backends.capabilities import OneOf, Requirement, Span
+from paged_attn.backends.hybrid import HybridBackend
 from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.select import reasons_against, select, select_for_pool
+from paged_attn.backends.registry import BUILT_IN, ELSEWHERE
+from paged_attn.backends.select import select, select_for_pool
 from paged_attn.backends.torch_native import TorchNativeBackend
+from paged_attn.backends.wanted import reasons_against
+from tests.backends.fake_backends import SPEC, Machine, machine
+
+__all__ = ["machine"]  # a fixture
 
 LAYERS = [
     AttentionSpec(4, 2, 8, 8, 0.5, kv_layer=0, module="layers.0"),
@@ -23,19 +29,28 @@ LAYERS = [
 CPU = torch.device("cpu")
 
 
-def choose(name: str, layers=LAYERS, dtype=torch.float32, kv_dtype=torch.float32, page_size=16, device=CPU):
-    return select(name, layers, dtype, kv_dtype, page_size, device)
+@pytest.fixture(autouse=True)
+def _no_measurements(monkeypatch):
+    monkeypatch.setenv("PAGED_ATTN_TUNED", "none")
+
+
+def choose(name: str, layers=LAYERS, dtype=torch.float32, kv_dtype=torch.float32, page_size=16, device=CPU, **settings):
+    return select(name, layers, dtype, kv_dtype, page_size, device, **settings)
 
 
 def limit(monkeypatch, backend, **capabilities):
     monkeypatch.setattr(backend, "capabilities", dataclasses.replace(backend.capabilities, **capabilities))
 
 
+# On this machine, with the real backends.
+
+
 def test_auto_takes_the_first_that_fits():
     selection = choose("auto")
     assert type(selection.backend) is TorchNativeBackend
-    assert selection.reason == "first in order of preference that fits every layer"
-    assert selection.rejected == {"reference": "ranked after torch_native"}
+    assert selection.reason == "first that fits every layer in the order for a CPU"
+    assert selection.rejected["reference"] == "ranked after torch_native"
+    assert set(selection.rejected) == {*BUILT_IN, *ELSEWHERE} - {"torch_native"}
 
 
 @pytest.mark.parametrize("cls", [TorchNativeBackend, ReferenceBackend])
@@ -43,25 +58,7 @@ def test_a_name_takes_that_one(cls):
     selection = choose(cls.name)
     assert type(selection.backend) is cls
     assert selection.reason == "asked for by name"
-    assert list(selection.rejected.values()) == ["asked for another by name"]
-
-
-def test_auto_skips_what_can_not_run_some_layer(monkeypatch):
-    limit(monkeypatch, TorchNativeBackend, features=frozenset())
-    selection = choose("auto")
-    assert type(selection.backend) is ReferenceBackend
-    assert selection.rejected == {"torch_native": "no softcap [layer 1 (layers.1)]"}
-
-
-def test_auto_and_a_name_meet_the_same_reasons(monkeypatch):
-    """One path: what "auto" says of a backend is what asking for it by name fails with."""
-    limit(monkeypatch, TorchNativeBackend, features=frozenset(), page_sizes=Span(64, 64))
-    why = choose("auto").rejected["torch_native"]
-    with pytest.raises(UnsupportedError) as error:
-        choose("torch_native")
-    assert f"  torch_native: {why}" in str(error.value)
-    assert "page size 16 is not in 64 to 64 [layer 0 (layers.0)]" in why and "no softcap [layer 1 (layers.1)]" in why
-    assert "backend='torch_native'" in str(error.value) and "Try backend='auto'" in str(error.value)
+    assert set(selection.rejected.values()) == {"asked for another by name"} and cls.name not in selection.rejected
 
 
 def test_the_reasons_are_unmets_own(monkeypatch):
@@ -71,60 +68,32 @@ def test_the_reasons_are_unmets_own(monkeypatch):
         calls.append(problem)
         return ["made up"]
 
-    monkeypatch.setattr(select_module, "unmet", counted)
-    for name, count in (("auto", 4), ("torch_native", 2)):
-        calls.clear()
-        with pytest.raises(UnsupportedError, match="made up"):
-            choose(name)
-        assert len(calls) == count
-        assert [p.spec for p in calls[:2]] == LAYERS
+    monkeypatch.setattr(wanted_module, "unmet", counted)
+    with pytest.raises(UnsupportedError, match="torch_native: made up"):
+        choose("torch_native")
+    assert [p.spec for p in calls[:2]] == LAYERS
+    with pytest.raises(UnsupportedError, match=r"torch_native: made up\n(.|\n)*reference: made up"):
+        choose("auto")
 
 
 def test_auto_that_fits_nothing_lists_every_backend():
     with pytest.raises(UnsupportedError) as error:
         choose("auto", kv_dtype=torch.int8)
+    text = str(error.value)
     for name in ("torch_native", "reference"):
-        assert f"  {name}: KV dtype int8 is not among bfloat16, float16, float32, float64 [layer 0 (layers.0)]" in str(error.value)
+        assert f"\n  {name}: KV dtype int8 is not among bfloat16, float16, float32, float64\n" in text
+    assert all(f"\n  {name}: " in text for name in (*BUILT_IN, *ELSEWHERE))
+    assert "Nothing fits in both phases" in text and "`paged-attn backends`" in text
 
 
-def test_a_reason_that_layers_share_is_named_once(monkeypatch):
-    limit(monkeypatch, TorchNativeBackend, head_dims=Span(64, 64))
-    why = choose("auto").rejected["torch_native"]
-    assert why.count("head dim 8 is") == 1 and "layers.1" not in why
-
-
-@pytest.mark.parametrize("name", ["fa9", "", "AUTO"])
+@pytest.mark.parametrize("name", ["fa9", "", "AUTO", "fa9,triton", "triton,fa9"])
 def test_an_unknown_name_lists_the_known_ones(name):
-    with pytest.raises(ValueError, match=f"unknown attention backend '{name}'; known are 'auto' and .*'torch_native'.*'reference'"):
+    with pytest.raises(ValueError, match=r"unknown attention backend '(fa9|AUTO|)'; known are 'auto', .*'torch_native'.*'reference'"):
         choose(name)
-
-
-def test_a_missing_package_gives_the_install_line(monkeypatch):
-    needs = Requirement("no_such_kernel_package", "0.6.8", "pip install no-such-kernel-package")
-    limit(monkeypatch, TorchNativeBackend, requirements=(needs,))
-    why = "no_such_kernel_package 0.6.8 is not installed: pip install no-such-kernel-package"
-    assert choose("auto").rejected["torch_native"] == why
-    with pytest.raises(UnsupportedError, match=why):
-        choose("torch_native")
-
-
-def test_an_installed_package_is_no_reason(monkeypatch):
-    limit(monkeypatch, TorchNativeBackend, requirements=(Requirement("numpy", "1.0", "pip install numpy"),))
-    assert type(choose("auto").backend) is TorchNativeBackend
 
 
 def test_no_problem_no_reason():
     assert reasons_against(TorchNativeBackend.capabilities, []) == []
-
-
-def test_one_log_line_says_chosen_rejected_and_why(caplog, monkeypatch):
-    limit(monkeypatch, TorchNativeBackend, features=frozenset())
-    with caplog.at_level(logging.INFO, logger="paged_attn"):
-        selection = choose("auto")
-    assert [r.getMessage() for r in caplog.records] == [f"attention backend: {selection.describe()}"]
-    assert selection.describe() == (
-        "reference (first in order of preference that fits every layer); not taken: torch_native: no softcap [layer 1 (layers.1)]"
-    )
 
 
 def test_a_pools_properties_are_used(monkeypatch):
@@ -133,6 +102,7 @@ def test_a_pools_properties_are_used(monkeypatch):
     of_pool = select_for_pool("auto", pool).rejected["torch_native"]
     assert "page size 16" in of_pool and "KV dtype bfloat16" in of_pool and of_pool.startswith("dtype bfloat16")
     assert select_for_pool("auto", pool, torch.float32).rejected["torch_native"].startswith("dtype float32")
+    assert select_for_pool("auto", pool, deterministic=True).backend.deterministic
 
 
 def test_forward_context_takes_a_name_or_an_object():
@@ -140,7 +110,184 @@ def test_forward_context_takes_a_name_or_an_object():
     batch = paged_attn.Batch.build([paged_attn.BatchRequest([1, 2], [1])], 16)
     assert type(paged_attn.forward_context(batch, pool).backend) is TorchNativeBackend
     assert type(paged_attn.forward_context(batch, pool, "reference").backend) is ReferenceBackend
+    assert type(paged_attn.forward_context(batch, pool, deterministic=True).backend) is ReferenceBackend
     mine = ReferenceBackend()
     assert paged_attn.forward_context(batch, pool, mine).backend is mine
     with pytest.raises(ValueError, match="unknown attention backend 'x'"):
         paged_attn.forward_context(batch, pool, "x")
+    with pytest.raises(ValueError, match="deterministic=True, but the reference backend was made without it"):
+        paged_attn.forward_context(batch, pool, mine, deterministic=True)
+    made = ReferenceBackend(deterministic=True)
+    assert paged_attn.forward_context(batch, pool, made, deterministic=True).backend is made
+
+
+# On a machine with a GPU and every package, with fake backends.
+
+
+@pytest.mark.parametrize(
+    ("device", "architecture", "taken"),
+    [
+        ("cuda", 90, "fa3"),
+        ("cuda", 100, "trtllm_mha"),
+        ("cuda", 103, "trtllm_mha"),
+        ("cuda", 80, "flashinfer"),
+        ("cuda", 120, "flashinfer"),
+    ],
+)
+def test_the_order_that_sglang_documents(machine: Machine, device, architecture, taken):
+    machine.device(device, architecture)
+    assert machine.take().backend.name == taken
+    machine.lacks("fa3", "trtllm_mha")
+    assert machine.take().backend.name == "flashinfer"
+    machine.lacks("flashinfer")
+    selection = machine.take()
+    assert selection.backend.name == "triton"
+    assert selection.rejected["flashinfer"] == "no_flashinfer 2.0 is not installed: pip install flashinfer"
+    assert selection.rejected["torch_native"] == "ranked after triton"
+
+
+@pytest.mark.parametrize("word", ["cpu", "cpu-amx"])
+def test_a_cpu_takes_torch_native(machine: Machine, word):
+    for name in BUILT_IN:
+        machine.put(name, devices=frozenset({"cpu"}))
+    machine.device(word)
+    assert machine.take().backend.name == "torch_native"
+
+
+@pytest.mark.parametrize("word", ["hip", "npu", "xpu"])
+def test_other_devices_are_refused_with_every_reason(machine: Machine, word):
+    machine.device(word)
+    with pytest.raises(UnsupportedError, match=f"  fa3: runs on cuda, not on {word}\n"):
+        machine.take()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "asked", "why"),
+    [
+        ({"page_sizes": OneOf({32, 64})}, {}, "page size 16 is not in 32, 64"),
+        ({"dtypes": frozenset({torch.float16})}, {}, "dtype bfloat16 is not among float16"),
+        ({"kv_dtypes": frozenset({torch.float16})}, {}, "KV dtype bfloat16 is not among float16"),
+        ({"head_dims": OneOf({64, 96})}, {}, "head dim 128 is not in 64, 96"),
+        ({"features": frozenset()}, {"spec": dataclasses.replace(SPEC, has_sinks=True)}, "no attention sinks"),
+        ({"features": frozenset()}, {"spec": dataclasses.replace(SPEC, softcap=3.0)}, "no softcap"),
+        ({"features": frozenset()}, {"spec": dataclasses.replace(SPEC, sliding_window=3)}, "no sliding window"),
+        ({"architectures": frozenset({80, 89})}, {}, "needs SM80, SM89, this GPU is SM90"),
+        ({"blocked": "it is broken"}, {}, "it is broken"),
+    ],
+)
+def test_auto_and_a_name_meet_the_same_reasons(machine: Machine, capabilities, asked, why):
+    """One path: what "auto" says of a backend is what asking for it by name fails with."""
+    machine.put("fa3", **capabilities)
+    selection = machine.take(**asked)
+    assert selection.backend.name == "flashinfer" and selection.rejected["fa3"] == why
+    with pytest.raises(UnsupportedError) as error:
+        machine.take("fa3", **asked)
+    text = str(error.value)
+    assert f"with backend='fa3':\n  fa3: {why}\n" in text
+    assert "What fits: flashinfer, trtllm_mha, triton" in text and "Try backend='auto'" in text
+
+
+def test_one_reason_for_several_layers(machine: Machine):
+    """Named once: for all layers, or with the first that has it."""
+    machine.put("fa3", features=frozenset(), head_dims=OneOf({64}))
+    capped = dataclasses.replace(SPEC, softcap=3.0, module="layers.1")
+    why = machine.take(spec=(SPEC, capped, capped, SPEC)).rejected["fa3"]
+    assert why == "head dim 128 is not in 64; no softcap [layer 1 (layers.1) and 1 more]"
+    assert machine.take(spec=(SPEC, dataclasses.replace(capped, module=""))).rejected["fa3"].endswith("no softcap [layer 1]")
+
+
+def test_on_the_wrong_device_nothing_else_is_said(machine: Machine):
+    machine.put("fa3", architectures=frozenset({100}), features=frozenset(), requirements=(Requirement("nothing_here", "1", "pip"),))
+    with pytest.raises(UnsupportedError, match="  fa3: needs SM100, this GPU is SM90\n"):
+        machine.take("fa3", spec=dataclasses.replace(SPEC, softcap=3.0))
+
+
+def test_layers_that_no_backend_computes_are_not_asked_about(machine: Machine):
+    class Own(AttentionSpec):
+        by_backend = False
+
+    machine.put("fa3", head_dims=OneOf({128}))
+    assert machine.take(spec=(SPEC, Own(4, 4, 7, 7, 1.0))).backend.name == "fa3"
+
+
+def test_on_hopper_trtllm_mha_is_taken_by_name_only(machine: Machine):
+    machine.put("trtllm_mha", phases=frozenset({"decode"}))
+    selection = machine.take()
+    assert selection.backend.name == "fa3"
+    assert selection.rejected["trtllm_mha"] == "serves decode, not extend"
+    machine.put("trtllm_mha")
+    assert machine.take().rejected["trtllm_mha"].startswith("by name only: on Hopper its kernel is XQA")
+    for name in ("fa3", "flashinfer", "triton", "flash_attn", "torch_varlen", "flex", "torch_native", "reference"):
+        machine.lacks(name)
+    with pytest.raises(UnsupportedError, match=r"  trtllm_mha: by name only: on Hopper(.|\n)*What fits: trtllm_mha"):
+        machine.take()
+    assert machine.take("trtllm_mha").backend.name == "trtllm_mha"
+
+
+def test_a_backend_for_one_phase_that_is_ranked_for_it_is_taken_with_another(machine: Machine):
+    machine.device("cuda", 100)
+    machine.put("trtllm_mha", phases=frozenset({"decode"}))
+    selection = machine.take()
+    assert isinstance(selection.backend, HybridBackend) and selection.backend.name == "flashinfer,trtllm_mha"
+    assert selection.reason == (
+        "flashinfer for prefill and trtllm_mha for decode: the first that fit every layer in the order for Blackwell"
+    )
+    assert not {"flashinfer", "trtllm_mha"} & set(selection.rejected)
+    assert selection.rejected["triton"] == "ranked after flashinfer,trtllm_mha"
+    # A verifying step extends, which it does not serve.
+    assert machine.take(speculative="decode").backend.name == "flashinfer"
+    with pytest.raises(UnsupportedError, match="  trtllm_mha: serves decode, not extend\n"):
+        machine.take("trtllm_mha")
+
+
+def test_one_for_prefill_only_is_taken_with_the_next_for_decode(machine: Machine):
+    machine.put("fa3", phases=frozenset({"extend"}))
+    assert machine.take().backend.name == "fa3,flashinfer"
+    assert machine.take(speculative="decode").backend.name == "fa3,flashinfer"
+
+
+def test_a_phase_that_none_serves(machine: Machine):
+    for name in BUILT_IN:
+        machine.put(name, phases=frozenset({"decode"}))
+    with pytest.raises(UnsupportedError, match=r"  fa3: serves decode, not extend(.|\n)*  reference: serves decode, not extend"):
+        machine.take()
+
+
+@pytest.mark.parametrize("error", [ImportError("undefined symbol: _ZN3c10"), OSError("libcudart.so.12: cannot open shared object file")])
+def test_what_is_installed_but_can_not_be_loaded_is_left_out_with_a_warning(machine: Machine, error, caplog):
+    machine.put("fa3", error=error)
+    with caplog.at_level(logging.WARNING, logger="paged_attn"):
+        selection = machine.take()
+    assert selection.backend.name == "flashinfer"
+    assert selection.rejected["fa3"] == f"it fits, but can not be loaded: {error}"
+    assert [r.getMessage() for r in caplog.records] == [f"an attention backend is left out: fa3: it fits, but can not be loaded: {error}"]
+    with pytest.raises(UnsupportedError, match=f"  fa3: it fits, but can not be loaded: {error}"):
+        machine.take("fa3")
+
+
+def test_one_of_two_can_not_be_loaded(machine: Machine):
+    machine.device("cuda", 100)
+    machine.put("trtllm_mha", phases=frozenset({"decode"}))
+    machine.put("flashinfer", error=ImportError("gone"))
+    assert machine.take().backend.name == "triton,trtllm_mha"
+    with pytest.raises(UnsupportedError, match="  flashinfer: it fits, but can not be loaded: gone"):
+        machine.take("flashinfer,trtllm_mha")
+
+
+def test_errors_of_another_kind_are_not_swallowed(machine: Machine):
+    machine.put("fa3", error=RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        machine.take()
+
+
+def test_one_log_line_says_chosen_rejected_and_why(machine: Machine, caplog):
+    machine.put("fa3", page_sizes=OneOf({64}))
+    machine.put("flashinfer", page_sizes=OneOf({64}))
+    with caplog.at_level(logging.INFO, logger="paged_attn"):
+        selection = machine.take()
+    assert [r.getMessage() for r in caplog.records] == [f"attention backend: {selection.describe()}"]
+    assert selection.describe() == (
+        "triton (first that fits every layer in the order for Hopper); not taken: fa3, flashinfer: page size 16 is not in 64; "
+        "trtllm_mha: by name only: on Hopper its kernel is XQA, for decode only, which no measurement of ours has put first; "
+        "flash_attn, torch_varlen, flex, torch_native, reference: ranked after triton"
+    )

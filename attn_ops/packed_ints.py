@@ -1,0 +1,113 @@
+"""Several arrays of integers in one buffer: filled with numpy on the host, and in one copy on the device."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGNMENT = 128  # bytes; kernels that load by 16 bytes, or through TMA, may take any field
+_WORDS = ALIGNMENT // 8
+_PLAIN = frozenset({list, tuple, bytes, range})
+
+
+class PackedInts:
+    """Zeroed int64 fields and int32 fields, pinned where the device is a GPU, so that the copy waits for nothing.
+
+    Fill `host`, numpy arrays [size] in the order of the sizes, int64 first; then call `to_device` once.
+
+    Args:
+        int64, int32: size of each field; every field starts at a multiple of ALIGNMENT bytes.
+    """
+
+    def __init__(self, int64: Sequence[int], int32: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._wide, words = _places(int64, 0, _WORDS)
+        self._narrow, halves = _places(int32, 2 * words, 2 * _WORDS)
+        self._buffer = torch.zeros(halves // 2, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        memory = self._buffer.numpy()
+        halved = memory.view(np.int32)
+        self.host = [*[memory[place] for place in self._wide], *[halved[place] for place in self._narrow]]
+
+    def to_device(self) -> list[Tensor]:
+        """Every field as a tensor [size]: views of one buffer, copied without waiting."""
+        moved = self._buffer.to(self._device, non_blocking=True)
+        halved = moved.view(torch.int32)
+        return [*[moved[place] for place in self._wide], *[halved[place] for place in self._narrow]]
+
+
+def _places(sizes: Sequence[int], start: int, unit: int) -> tuple[list[slice], int]:
+    """Where fields lie that begin at multiples of `unit` from `start` on, and where the last one's room ends."""
+    places = []
+    for size in sizes:
+        places.append(slice(start, start + size))
+        start += size + -size % unit
+    return places, start
+
+
+def write_joined(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) -> None:
+    """Write rows of integers (lists, tuples, ranges, bytes, arrays) to `target`, int32 or int64 [all their elements], one after another.
+
+    Raises:
+        ValueError: something that is no integer, or does not fit; the message names its row.
+    """
+    try:
+        if _PLAIN.issuperset(map(type, rows)):
+            _packer(len(target), target.dtype.char, len(target)).pack_into(target.data, 0, *chain.from_iterable(rows))
+        else:
+            np.concatenate([_array(row, target.dtype) for row in rows], out=target)
+    except struct.error:
+        raise ValueError(_refusal(rows, target.dtype, what)) from None
+
+
+def write_table(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) -> None:
+    """Write such rows to the rows of `target` [rows, longest], contiguous; what lies past a row's end becomes 0.
+
+    Raises:
+        ValueError: as `write_joined`.
+    """
+    try:
+        lengths = list(map(len, rows))
+        if _PLAIN.issuperset(map(type, rows)):  # faster than numpy, which takes 20 ns for an int of a list
+            code, room = target.dtype.char, target.shape[1]
+            pack = {length: _packer(length, code, room).pack for length in set(lengths)}
+            packed = b"".join([pack[length](*row) for length, row in zip(lengths, rows, strict=True)])
+            target[:] = np.frombuffer(packed, target.dtype).reshape(target.shape)
+        else:
+            filled = np.arange(target.shape[1]) < np.array(lengths)[:, None]
+            target[filled] = np.concatenate([_array(row, target.dtype) for row in rows])
+            target[~filled] = 0
+    except struct.error:
+        raise ValueError(_refusal(rows, target.dtype, what)) from None
+
+
+@lru_cache(maxsize=4096)
+def _packer(count: int, code: str, room: int) -> struct.Struct:
+    """`count` integers, then zeros for `room - count` more."""
+    return struct.Struct(f"{count}{code}{(room - count) * struct.calcsize(code)}x")
+
+
+def _array(row: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if isinstance(row, np.ndarray) and row.dtype == dtype and row.ndim == 1:
+        return row
+    array = np.asarray(row)
+    if array.ndim == 1 and np.can_cast(array.dtype, dtype):
+        return array
+    return np.frombuffer(_packer(len(row), dtype.char, len(row)).pack(*array.tolist()), dtype)
+
+
+def _refusal(rows: Sequence[Sequence[int]], dtype: np.dtype[Any], what: str) -> str:
+    for index, row in enumerate(rows):
+        for value in row:
+            try:
+                struct.pack(dtype.char, value)
+            except (struct.error, TypeError):
+                return f"the {what} of request {index} must be integers of {8 * dtype.itemsize} bits; got {value!r}"
+    raise AssertionError("a row was refused whose values all fit")

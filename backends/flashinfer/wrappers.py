@@ -1,0 +1,115 @@
+"""FlashInfer's wrapper objects: made once, planned once per step, and never planned again while somebody still needs the last plan."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("paged_attn")
+
+MIN_WORKSPACE = 128 << 20
+WRAPPER_BYTES = 8 << 20  # each wrapper allocates them, on the device and pinned on the host
+SLOTS = 3  # steps that the host may be ahead of the device before it waits
+SECONDS = {"decode": 25, "fa3": 94}  # to compile, measured on the H200 host
+_announced: set[Hashable] = set()
+
+
+class Slot:
+    """One wrapper. FlashInfer's plan fills a pinned buffer of the wrapper and starts to copy it; the next plan must wait for that copy."""
+
+    def __init__(self, wrapper: Any, device: torch.device) -> None:
+        self.wrapper = wrapper
+        self._device = device
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._owner: weakref.ref[object] | None = None
+
+    @property
+    def is_owned(self) -> bool:
+        return self._owner is not None and self._owner() is not None
+
+    @property
+    def is_copied(self) -> bool:
+        return self._copied is None or self._copied.query()
+
+    def wait(self) -> None:
+        """Wait until the device has the last plan; at once for a new slot."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def give_to(self, owner: object) -> None:
+        self._owner = weakref.ref(owner)
+
+    def planned(self) -> None:
+        """To be called right after the wrapper's plan."""
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))  # the stream that FlashInfer copies on
+
+
+class WrapperPool:
+    """Slots by key, and one float workspace per device and stream. A plan owns its slots as long as it lives, so that contexts may nest."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Hashable, list[Slot]] = {}
+        self._workspaces: dict[Hashable, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def take(self, key: Hashable, owner: object, device: torch.device, make: Callable[[], Any]) -> Slot:
+        """A slot that may be planned, made by `make` if there is none; `owner` keeps it until it is garbage."""
+        key = (key, *_place(device))
+        slot = self._free(key, owner)
+        if slot is None:
+            slot = Slot(make(), device)  # not under the lock: it may compile
+            slot.give_to(owner)
+            with self._lock:
+                self._slots.setdefault(key, []).append(slot)
+        return slot
+
+    def _free(self, key: Hashable, owner: object) -> Slot | None:
+        with self._lock:
+            slots = self._slots.get(key, [])  # the oldest plan first
+            unowned = [slot for slot in slots if not slot.is_owned]
+            slot = next((slot for slot in unowned if slot.is_copied), None)
+            if slot is None and len(unowned) >= SLOTS:
+                slot = unowned[0]
+                slot.wait()
+            if slot is not None:
+                slot.give_to(owner)
+                slots.remove(slot)
+                slots.append(slot)
+            return slot
+
+    def workspace(self, device: torch.device, size: int) -> torch.Tensor:
+        """Zeroed uint8 of at least `size` bytes, shared by everything that runs on the current stream of the device."""
+        key = _place(device)
+        with self._lock:
+            buffer = self._workspaces.get(key)
+            if buffer is None or buffer.numel() < size:
+                buffer = self._workspaces[key] = torch.zeros(max(size, MIN_WORKSPACE), dtype=torch.uint8, device=device)
+            return buffer
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the float workspaces, and of the wrappers' own."""
+        wrappers = sum(map(len, self._slots.values()))
+        return sum(buffer.numel() for buffer in self._workspaces.values()) + wrappers * WRAPPER_BYTES
+
+
+def announce(kernel: str, key: Hashable, what: str) -> None:
+    """Say once per process, before the first use of a kernel, that it may be compiled now."""
+    if (kernel, key) in _announced:
+        return
+    _announced.add((kernel, key))
+    seconds = SECONDS.get(kernel)
+    logger.info(
+        "flashinfer: first use of its %s kernel for %s; unless it is in FlashInfer's cache (~/.cache/flashinfer) it is compiled now%s",
+        kernel, what, f", which takes about {seconds} s" if seconds else ", which may take minutes",
+    )  # fmt: skip
+
+
+def _place(device: torch.device) -> tuple[Hashable, ...]:
+    return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else (device,)

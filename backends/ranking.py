@@ -1,0 +1,76 @@
+"""In which order "auto" tries backends, as data: one row per kind of device. What does not fit, `unmet` takes out.
+
+The orders are those that SGLang documents (fa3 on Hopper, trtllm_mha on SM100, otherwise flashinfer, otherwise Triton; torch_native
+on a CPU), continued by what else runs there. A file of `paged-attn tune` goes before them: see `tuned`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+ORACLE = "reference"  # last wherever it runs: it is made to be read
+
+
+@dataclass(frozen=True)
+class Order:
+    """Names of backends, best first, per phase; `why` says what put them so, `notes` says more of some names."""
+
+    extend: tuple[str, ...]
+    decode: tuple[str, ...]
+    why: str
+    notes: dict[str, str] = field(default_factory=dict)
+    fallback: str = ""  # `why` of the order that follows this one
+
+    def only(self, known: Iterable[str]) -> Order:
+        """This order without names that are not known."""
+        names = frozenset(known)
+        return replace(self, extend=tuple(n for n in self.extend if n in names), decode=tuple(n for n in self.decode if n in names))
+
+    def followed_by(self, later: Order) -> Order:
+        """This order, then the names that only `later` has."""
+        pairs = ((self.extend, later.extend), (self.decode, later.decode))
+        extend, decode = ((*mine, *(name for name in theirs if name not in mine)) for mine, theirs in pairs)
+        return Order(extend, decode, self.why, {**later.notes, **self.notes}, later.why)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The order on one kind of device; no architectures means all that no row before has."""
+
+    device: str
+    architectures: frozenset[int]
+    names: tuple[str, ...]
+    why: str
+    by_name_only: dict[str, str] = field(default_factory=dict)
+
+
+ROWS = (
+    Row(
+        "cuda", frozenset({90}), ("fa3", "flashinfer", "triton", "flash_attn", "torch_varlen", "flex", "torch_native"),
+        "the order for Hopper",
+        {"trtllm_mha": "on Hopper its kernel is XQA, for decode only, which no measurement of ours has put first"},
+    ),
+    Row(
+        "cuda", frozenset({100, 103}), ("trtllm_mha", "flashinfer", "triton", "flash_attn", "torch_varlen", "flex", "torch_native"),
+        "the order for Blackwell",
+    ),
+    Row("cuda", frozenset(), ("flashinfer", "triton", "flash_attn", "fa3", "torch_varlen", "flex", "torch_native"), "the order for CUDA"),
+    Row("hip", frozenset(), ("triton", "flex", "torch_native"), "the order for ROCm"),
+    Row("cpu", frozenset(), ("torch_native", "flex", "triton"), "the order for a CPU"),
+)  # fmt: skip
+ELSEWHERE = Row("", frozenset(), ("torch_native",), "the order for a device that is not listed")
+
+
+def row_for(device: str, architecture: int | None) -> Row:
+    """The first row that holds for a device word ("cpu-amx" is a "cpu") and a CUDA architecture."""
+    kind = device.partition("-")[0]
+    rows = (row for row in ROWS if row.device == kind and (not row.architectures or architecture in row.architectures))
+    return next(rows, ELSEWHERE)
+
+
+def default_order(device: str, architecture: int | None, others: Iterable[str] = ()) -> Order:
+    """The row's names, then `others` (third parties' backends), then the oracle."""
+    row = row_for(device, architecture)
+    names = (*row.names, *others, ORACLE)
+    return Order(names, names, row.why)

@@ -1,0 +1,48 @@
+"""Query tiles and the keys that they see: the geometry that the planner and the attention kernel share.
+
+A request's queries are flattened over (token, head in the KV head's group): row i of tile t is flat row t * BLOCK_M + i, token
+flat // GROUP, head flat % GROUP. So a decode step is one tile of GROUP rows, and a short extension fills a tile with all its heads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_keys(tile, query_len, seq_len, window, chunk,
+              GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
+              BLOCK_M: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
+    """Positions of the tile's first and last query, and the keys [low, high) that any of them sees.
+
+    If ALIGN is not 0, low is rounded down to a multiple of it.
+    """
+    cached = seq_len - query_len
+    first = cached + (tile * BLOCK_M) // GROUP
+    last = cached + tl.minimum(((tile + 1) * BLOCK_M - 1) // GROUP, query_len - 1)
+    low = first * 0
+    if HAS_WINDOW:
+        low = tl.maximum(low, first - window + 1)
+    if HAS_CHUNK:
+        low = tl.maximum(low, first // chunk * chunk)
+    if ALIGN > 0:
+        low = low // ALIGN * ALIGN
+    if CAUSAL:
+        high = last + 1
+    elif HAS_CHUNK:
+        high = tl.minimum(seq_len, (last // chunk + 1) * chunk)
+    else:
+        high = seq_len + last * 0
+    return first, last, low, high
+
+
+@triton.jit
+def is_chosen(query_len, ROWS: tl.constexpr):
+    """Whether a launch serves a request: ROWS is "all", "one" (requests with one new token) or "more"."""
+    if ROWS == "one":
+        return query_len == 1
+    elif ROWS == "more":
+        return query_len > 1
+    else:
+        return query_len > 0

@@ -1,0 +1,1 @@
+"""Tests of the backends that run FlashInfer's kernels."""

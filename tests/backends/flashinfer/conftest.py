@@ -1,0 +1,47 @@
+"""Fixtures: FlashInfer's stand-in, the backend on it, thresholds low enough for small cases, and a count of plans."""
+
+import pytest
+
+from paged_attn.backends.flashinfer import choose, wrappers
+from paged_attn.backends.flashinfer.backend import FlashInferBackend
+from paged_attn.backends.flashinfer.tables import HostLens
+from tests.backends.flashinfer import fake_flashinfer
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    monkeypatch.setattr(wrappers, "MIN_WORKSPACE", fake_flashinfer.WORKSPACE)
+    return fake_flashinfer.install(monkeypatch)
+
+
+@pytest.fixture
+def backend():
+    return FlashInferBackend()
+
+
+@pytest.fixture
+def eager_cascade(monkeypatch):
+    monkeypatch.setattr(choose, "CASCADE_REQUESTS", 2)
+    monkeypatch.setattr(choose, "CASCADE_TOKENS", 4)
+
+
+@pytest.fixture
+def counts(fake, monkeypatch):
+    """How many wrappers were made and planned."""
+    found = {"made": 0, "planned": 0}
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
+        cls = getattr(fake, name)
+
+        class Counted(cls):
+            def __init__(self, *args, **kwargs):
+                found["made"] += 1
+                super().__init__(*args, **kwargs)
+
+            def plan(self, *args, **kwargs):
+                found["planned"] += 1
+                lens = kwargs.get("seq_lens", [])  # ragged plans have none
+                assert isinstance(lens, HostLens) or len(lens) == ("Ragged" not in type(self).__base__.__name__), "max over all lengths"
+                super().plan(*args, **kwargs)
+
+        monkeypatch.setattr(fake, name, Counted)
+    return found

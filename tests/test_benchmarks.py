@@ -1,0 +1,125 @@
+"""The benchmark scripts run on tiny shapes on the CPU, and write what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["--smoke", "--dtype", "float32", "--head-dim", "16", "--q-heads", "4", "--kv-heads", "2", "--min-ms", "1"]
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="pip install 'paged-attn[bench]'")
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("kernels") / "deeper" / "kernels.json"
+    assert script("kernels").main([*TINY, "--backends", "torch_native,fa3,reference", "--out", str(out)]) == 0
+    return out
+
+
+def test_kernels_writes_a_row_per_shape_and_backend(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads(measured.read_text())
+    assert {"date", "gpu", "command", "versions", "conditions", "ceilings", "shapes", "rows"} <= set(record)
+    assert record["command"].startswith("python benchmarks/kernels.py --smoke --dtype float32")
+    assert all(value > 0 for value in record["ceilings"].values()) and set(record["ceilings"]) == {"read", "copy", "gemm"}
+    rows = {(row["shape"], row["backend"]): row for row in record["rows"]}
+    assert set(rows) == {(shape, backend) for shape in record["shapes"] for backend in ("torch_native", "fa3", "reference")}
+    assert {row["kind"] for row in record["rows"]} == {"decode", "prefill", "kv_write", "rope_write"}
+    for (_, backend), row in rows.items():
+        if backend == "fa3":
+            assert "sgl" in row["error"] or "cuda" in row["error"]
+        else:
+            assert "error" not in row and row["microseconds"] in row["run_medians"] and len(row["run_medians"]) == 2
+            assert row["ratio_to_best_peer"] is None and row["ratio_to_ceiling"] > 0 and row["min_microseconds"] <= row["microseconds"]
+
+
+def test_the_writes_are_those_of_their_kind(measured: Path) -> None:
+    rows = {(row["shape"], row["backend"]): row for row in json.loads(measured.read_text())["rows"]}
+    kv, rope = (rows[f"{kind} 8", "torch_native"] for kind in ("kv_write", "rope_write"))
+    moved = [row["gbytes_per_s"] * row["microseconds"] * 1e3 for row in (kv, rope)]
+    assert moved == pytest.approx([4 * 8 * 2 * 2 * 32, 4 * 8 * (2 * 2 * 32 + 2 * 4 * 16 + 16)])
+
+
+def test_kernels_runs_what_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "some.json"
+    script("kernels").main([*TINY, "--backends", "torch_native", "--only", "ragged", "--runs", "1", "--with-write", "--out", str(out)])
+    record = json.loads(out.read_text())
+    assert list(record["shapes"]) == ["decode ragged 4"] and record["conditions"]["with_write"] is True
+    row, kv = record["rows"][0], record["shapes"]["decode ragged 4"]["kv"]
+    moved = 4 * (kv * 2 * 32 + 4 * 4 * 32 + 2 * 4 * 2 * 32)  # KV, queries and output, and what is written
+    assert row["gbytes_per_s"] * row["microseconds"] * 1e3 == pytest.approx(moved)
+    assert "| decode ragged 4 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="leaves no shape; there are: decode 1 x 40"):
+        script("kernels").main([*TINY, "--only", "no such shape"])
+
+
+def test_ratios_are_to_the_faster_peer_and_to_the_ceiling() -> None:
+    kernels = script("kernels")
+    rows = [
+        {"shape": "s", "kind": kind, "backend": backend, "microseconds": us, "gbytes_per_s": 10.0, "tflops": 2.0}
+        for kind, backend, us in (("decode", "triton", 8.0), ("decode", "fa3", 10.0), ("decode", "flashinfer", 9.0))
+    ]
+    rows.append({"shape": "s", "kind": "decode", "backend": "flex", "error": "no"})
+    kernels.add_ratios(rows, {"read": 40.0, "gemm": 8.0, "copy": 1.0})
+    assert [row.get("ratio_to_best_peer") for row in rows] == [9 / 8, 0.9, 1.0, None]
+    assert rows[0]["ratio_to_ceiling"] == 0.25
+    prefill = [rows[0] | {"kind": "prefill"}]
+    kernels.add_ratios(prefill, {"read": 40.0, "gemm": 8.0, "copy": 1.0})
+    assert prefill[0]["ratio_to_ceiling"] == 0.25 and prefill[0]["ratio_to_best_peer"] is None
+
+
+def test_the_shapes_are_those_of_the_peers_and_three_ragged_batches() -> None:
+    kernels = script("kernels")
+    shapes = {name: (kind, requests) for name, kind, requests in kernels.shapes(False)}
+    assert sum(kind == "decode" for kind, _ in shapes.values()) == 10 and sum(kind == "prefill" for kind, _ in shapes.values()) == 4
+    assert shapes["decode 64 x 4,096"] == ("decode", ((4095, 1),) * 64)
+    assert shapes["prefill 4 x 512 x 8,192"] == ("prefill", ((7680, 512),) * 4)
+    for count in (32, 64, 128):
+        lengths = [cached + new for cached, new in shapes[f"decode ragged {count}"][1]]
+        assert len(lengths) == count and 64 <= min(lengths) < 200 and 8_000 < max(lengths) <= 16_384
+        assert lengths == kernels.ragged_lengths(count, 16_384)
+
+
+@needs_matplotlib
+def test_chart(tmp_path: Path) -> None:
+    rows = [
+        {"shape": shape, "kind": kind, "backend": backend, "gbytes_per_s": 3000.0, "tflops": 400.0}
+        for shape, kind in (("decode 1 x 4,096", "decode"), ("decode ragged 32", "decode"), ("prefill 1 x 8,192 x 8,192", "prefill"))
+        for backend in ("triton", "fa3")
+    ]
+    rows.append({"shape": "decode 1 x 4,096", "kind": "decode", "backend": "flashinfer", "error": "not installed"})
+    record = {"gpu": "H200", "date": "2026-11-20", "conditions": {"layer": "32 heads"}, "ceilings": {"read": 4364.0, "gemm": 764.0}}
+    data, out = tmp_path / "kernels.json", tmp_path / "docs" / "kernels.svg"
+    data.write_text(json.dumps(record | {"rows": rows}))
+    assert script("chart").main(["--data", str(data), "--out", str(out)]) == 0
+    text = out.read_text()
+    for word in ("triton", "fa3", "4,096", "ragged", "H200", "Decode, GB/s", "Prefill, TFLOP/s", "ceiling"):
+        assert word in text, word
+    assert "flashinfer" not in text
+    script("chart").main(["--data", str(data), "--out", str(tmp_path / "again.svg")])
+    assert (tmp_path / "again.svg").read_text() == text
+    with pytest.raises(ValueError, match="no times of flex; the file has"):
+        script("chart").main(["--data", str(data), "--out", str(out), "--backends", "flex"])
+
+
+def test_op_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "op.json"
+    arguments = ["--requests", "4", "--pages", "3", "--layers", "2", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16"]
+    assert script("op_overhead").main([*arguments, "--backends", "torch_native,fa3", "--out", str(out)]) == 0
+    times = json.loads(out.read_text())["microseconds"]
+    assert 0 < times["op"] < 1000 and len(times["batch"]) == 5 and all(value > 0 for value in times["batch"].values())
+    assert times["backends"]["torch_native"]["plan"] > 0 and "error" in times["backends"]["fa3"]
+    assert "the op, no kernel" in capsys.readouterr().out
