@@ -78,8 +78,8 @@ def test_explain_says_how_each_layer_was_found_and_proved_and_what_is_not_paged(
     text = explain(compiled)
     for words in (
         "layers 0, 2  model.layers.{0,2}.self_attn", "layer 1  model.layers.1.self_attn", "window 8", "F.sdpa", "mask evaluated on",
-        "agrees with the config", "torch_native (first that fits every layer in the order for a CPU", "4 between 3 attentions, run as eager pieces",
-        "prove masks", "not paged    a graph of", "the call has input_ids of batch size",
+        "agrees with the config", "torch_native (first that fits every layer in the order for a CPU",
+        "4 between 3 attentions, run as eager pieces", "prove masks", "not paged    a graph of", "the call has input_ids of batch size",
     ):  # fmt: skip
         assert words in text, words
     assert explanation(compiled).backend == "torch_native"

@@ -10,20 +10,26 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import torch
+import triton
 
 from paged_attn.attn_ops.spec import AttentionSpec
 
+logger = logging.getLogger("paged_attn")
 RowsKind = Literal["one", "more", "all"]
+
+
+GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, for which `hopper_kernel` compiles: Gluon is experimental and changes
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Multiprocessors of the GPU, and whether it is of compute capability 9.0."""
+    """Multiprocessors of the GPU, and whether `hopper_kernel` runs there: compute capability 9.0 and a Triton whose Gluon it is written in."""
 
     multiprocessors: int
     hopper: bool
@@ -34,7 +40,14 @@ def machine_of(device: torch.device) -> Machine:
     """In Triton's interpreter, on the CPU, there are as many multiprocessors as make small tests cut their items."""
     if device.type != "cuda":
         return Machine(3, False)
-    return Machine(torch.cuda.get_device_properties(device).multi_processor_count, torch.cuda.get_device_capability(device) == (9, 0))
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+    if hopper and not (known := triton.__version__.startswith(GLUON_VERSIONS)):
+        logger.warning(
+            "Triton %s: the extension kernel for Hopper is known to compile with %s; prefill runs our general kernel, at about 0.65 of its speed",
+            triton.__version__, " and ".join(GLUON_VERSIONS),
+        )  # fmt: skip
+        hopper = known
+    return Machine(torch.cuda.get_device_properties(device).multi_processor_count, hopper)
 
 
 @dataclass(frozen=True)

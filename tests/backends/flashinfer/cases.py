@@ -12,7 +12,6 @@ from tests.backends.problems import LAYER, close, copy_of, make, run
 REFERENCE = ReferenceBackend()
 MIN_WORKSPACE = wrappers.MIN_WORKSPACE  # the real one: the fixture `fake` makes it smaller
 F16 = torch.float16
-
 FEATURES = {
     "plain": {},
     "window": {"sliding_window": 5},

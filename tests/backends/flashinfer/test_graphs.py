@@ -6,14 +6,7 @@ import torch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.backends.store_kv import store_kv
-from tests.backends.flashinfer.cases import (
-    F16,
-    REFERENCE,
-    FakeEvent,
-    agree,
-    graph_case,
-    make_case,
-)
+from tests.backends.flashinfer.cases import F16, REFERENCE, FakeEvent, agree, graph_case, make_case
 from tests.backends.problems import LAYER, close, copy_of, new_output, run
 
 

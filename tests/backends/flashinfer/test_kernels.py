@@ -10,14 +10,7 @@ from paged_attn.backends.flashinfer import choose
 from paged_attn.backends.flashinfer.backend import FlashInferBackend
 from paged_attn.backends.flashinfer.kinds import Kind
 from paged_attn.backends.flashinfer.tables import parts_of
-from tests.backends.flashinfer.cases import (
-    FRESH,
-    KIND,
-    MIN_WORKSPACE,
-    MODES,
-    make_case,
-    spec_of,
-)
+from tests.backends.flashinfer.cases import FRESH, KIND, MIN_WORKSPACE, MODES, make_case, spec_of
 from tests.backends.flashinfer.fake_flashinfer import CALLS
 from tests.backends.problems import run
 

@@ -17,12 +17,7 @@ from paged_attn.backends.capabilities import Problem, unmet
 from paged_attn.backends.flashinfer.backend import FlashInferBackend
 from paged_attn.backends.flashinfer.kinds import kinds_of
 from tests.backends.flashinfer import fake_flashinfer
-from tests.backends.flashinfer.cases import (
-    F16,
-    FEATURES,
-    make_case,
-    spec_of,
-)
+from tests.backends.flashinfer.cases import F16, FEATURES, make_case, spec_of
 from tests.backends.problems import run
 
 

@@ -18,13 +18,11 @@ from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.capabilities import Feature, Problem, unmet
 from paged_attn.backends.flashinfer import trtllm_mha, wrappers
 from paged_attn.backends.flashinfer.trtllm_mha import TrtllmMhaBackend
-from paged_attn.backends.reference import ReferenceBackend
 from tests.backends.flashinfer import fake_flashinfer
+from tests.backends.flashinfer.cases import F16, REFERENCE, agree
 from tests.backends.flashinfer.fake_flashinfer import CALLS
 from tests.backends.problems import LAYER, LAYOUTS, NAN, STRIDES, close, copy_of, make, new_output, run
 
-REFERENCE = ReferenceBackend()
-F16 = torch.float16
 FEATURES = {
     "plain": {},
     "window": {"sliding_window": 5},
@@ -56,14 +54,6 @@ def fake(monkeypatch):
 @pytest.fixture
 def backend():
     return TrtllmMhaBackend()
-
-
-def agree(case, backend):
-    expected, _ = run(copy_of(case), REFERENCE)
-    output, _ = run(case, backend)
-    assert not output.isnan().any()
-    close(output, expected, case.query.dtype)
-    assert not output[case.batch.num_tokens :].any()
 
 
 @pytest.mark.parametrize("feature", FEATURES)
