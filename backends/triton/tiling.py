@@ -29,7 +29,7 @@ GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, for which `hopper_kernel` compiles
 
 @dataclass(frozen=True)
 class Machine:
-    """Multiprocessors of the GPU, and whether `hopper_kernel` runs there: compute capability 9.0 and a Triton whose Gluon it is written in."""
+    """Multiprocessors of the GPU, and whether `hopper_kernel` runs there: compute capability 9.0 and a Triton that it is written for."""
 
     multiprocessors: int
     hopper: bool
@@ -43,7 +43,7 @@ def machine_of(device: torch.device) -> Machine:
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
     if hopper and not (known := triton.__version__.startswith(GLUON_VERSIONS)):
         logger.warning(
-            "Triton %s: the extension kernel for Hopper is known to compile with %s; prefill runs our general kernel, at about 0.65 of its speed",
+            "Triton %s: the prefill kernel for Hopper compiles with %s; the general one runs instead, at about 0.65 of its pace",
             triton.__version__, " and ".join(GLUON_VERSIONS),
         )  # fmt: skip
         hopper = known
