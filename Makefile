@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One OpenMP thread per process: test workers on few cores spin against each other otherwise.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: demo test examples lint types fast clean
+.PHONY: demo test examples lint types fast docs clean
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ types: $(VENV)/.dev
 	rm -rf build/types && mkdir -p build/types
 	cp -r paged_attn build/types/ && cp -r attn_ops backends passes capture build/types/paged_attn/
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --strict -p paged_attn
+
+docs: $(VENV)/.base
+	$(BIN)/python docs/make_backends.py
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info

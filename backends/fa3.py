@@ -7,8 +7,8 @@ From its sources (sgl-attn, August 2025), whose op schema, messages and kernel s
   applied afterwards, through the log-sum-exp. The SM8x kernels ignore sinks without a word, so that only SM90 is declared.
 - Pages whose size is a multiple of the kernel's key block (64 and up) are read by TMA in whole blocks, unused slots with them, and
   0 * NaN is NaN. A `leftpad_k` of zeros turns TMA off.
-- num_splits=1 alone is not batch-invariant: the kernel is chosen by the longest query (1 drops the causal mask) and by the page
-  table's width (a window as wide is dropped). `deterministic` keeps both choices fixed.
+- It is not batch-invariant. On an H200 (0.4.2.post2), with num_splits=1, a decode row alone differed bitwise from the same row in a
+  batch with long prompts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.base import AttentionBackend, AttentionCall
@@ -31,7 +32,6 @@ from paged_attn.backends.store_kv import store_kv
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 SINK_HEADS = 64
 SMALLEST_KEY_BLOCK = 64
-LONG_QUERY = 1024  # from here on the kernel does not choose by the length of the longest query
 
 
 @dataclass(slots=True)
@@ -53,27 +53,36 @@ class FA3Plan:
 
 
 class FA3Backend(AttentionBackend):
+    """FlashAttention 3 on Hopper.
+
+    Raises:
+        ImportError: sgl-kernel is not installed; the message holds the install line.
+        UnsupportedError: deterministic=True.
+    """
+
     name = "fa3"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES,
-        features=frozenset(
-            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE, Feature.DETERMINISTIC}
-        ),
+        features=frozenset({Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE}),
         architectures=frozenset({90}),
         head_dims=Span(8, 256, 8),
         dim_pairs=frozenset({(192, 128), (64, 128), (64, 256), (64, 512)}),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        # On an H200 (sgl-kernel 0.4.2.post2) rows of a mixed batch were wrong with a window and chunks. A window as wide as the page table
-        # takes another kernel, so that a windowed row depends on the batch.
-        conflicts=frozenset({frozenset({Feature.WINDOW, Feature.CHUNK}), frozenset({Feature.WINDOW, Feature.DETERMINISTIC})}),
+        # On an H200 (sgl-kernel 0.4.2.post2) rows of a mixed batch were wrong with a window and chunks.
+        conflicts=frozenset({frozenset({Feature.WINDOW, Feature.CHUNK})}),
         requirements=(Requirement("sgl_kernel", "0.4.2", "pip install 'paged-attn[sgl]'"),),
         note="FlashAttention 3 of sgl-kernel; pages of 64 tokens and more are read without TMA",
     )
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
+        if deterministic:
+            raise UnsupportedError(
+                "fa3 is not batch-invariant, not even with one split of the keys; name another backend, such as 'triton', or leave "
+                "deterministic off"
+            )
         try:
             import sgl_kernel.flash_attn  # noqa: F401 (it registers the op)
         except ImportError as error:
@@ -88,9 +97,8 @@ class FA3Backend(AttentionBackend):
         if layers is None:
             check_pool(pool, self.name)
             layers = self._layers[pool] = [self._layer(pool, index, spec) for index, spec in enumerate(pool.layers)]
-        longest = max(batch.query_lens_host, default=0)
         left_pad = self._zeros_for(batch) if pool.page_size >= SMALLEST_KEY_BLOCK else None
-        return FA3Plan(batch, pool, layers, max(LONG_QUERY, longest) if self.deterministic else longest, left_pad)
+        return FA3Plan(batch, pool, layers, max(batch.query_lens_host, default=0), left_pad)
 
     def write_kv(self, plan: FA3Plan, call: AttentionCall) -> None:
         store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
@@ -123,7 +131,7 @@ class FA3Backend(AttentionBackend):
     def _layer(self, pool: KVPool, index: int, spec: AttentionSpec) -> Layer:
         left, right = window_of(spec)
         chunk = spec.chunk or 0
-        rotary_interleaved, metadata, splits, pack_gqa, sm_margin = True, None, int(self.deterministic), None, 0
+        rotary_interleaved, metadata, splits, pack_gqa, sm_margin = True, None, 0, None, 0
         settings = (
             spec.scale, spec.causal, left, right, chunk, spec.softcap or 0.0, rotary_interleaved, metadata, splits, pack_gqa, sm_margin,
         )  # fmt: skip

@@ -48,7 +48,7 @@ class MatrixRow:
             page_sizes=_sizes(capabilities.page_sizes),
             head_dims=", ".join([_sizes(capabilities.head_dims), *(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))]),
             group_sizes=_sizes(capabilities.group_sizes),
-            features=_listed(map(feature_word, capabilities.features)) or "none",
+            features="; ".join([_listed(map(feature_word, capabilities.features)) or "none", *_conflicts(capabilities)]),
             graphs=", ".join(f"{phase}: {support.value}" for phase, support in capabilities.graphs.items()),
             needs=", ".join(map(requirement_words, capabilities.requirements)) or "nothing",
             note="; ".join(filter(None, (capabilities.note, capabilities.blocked))),
@@ -120,6 +120,10 @@ def available_here(capabilities: Capabilities) -> str:
 def feature_word(feature: Feature) -> str:
     """`FP8_KV` -> "fp8-kv"."""
     return feature.name.lower().replace("_", "-")
+
+
+def _conflicts(capabilities: Capabilities) -> list[str]:
+    return sorted("not " + " with ".join(sorted(map(feature_word, group))) for group in capabilities.conflicts)
 
 
 def _legend() -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ def draw(record: dict[str, Any], backends: Sequence[str], out: Path) -> None:
             values = {(row["shape"], row["backend"]): row[field] for row in timed if row["kind"] == kind}
             _panel(axis, f"{kind.capitalize()}, {unit}", shapes[kind], shown, values, record["ceilings"][ceiling])
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(shown) + 1, frameon=False, handlelength=1.2)
-        figure.text(1, 0.995, _caption(record), ha="right", va="top", fontsize=8, color="#6b7280")
+        figure.text(0.99, 0.995, _caption(record), ha="right", va="top", fontsize=7, color="#6b7280")
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, format="svg", metadata={"Date": None})
         pyplot.close(figure)

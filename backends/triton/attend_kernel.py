@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_attn.backends.triton.tiles import is_chosen, tile_keys
+from paged_attn.backends.triton.tiles import next_item, tile_keys
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_KEY = tl.constexpr(float("-inf"))
@@ -291,19 +291,5 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
         left -= take + ITEM_COST
         items += 1
         block = 0
-        tile += 1
-        if tile * BLOCK_M >= query_len * GROUP:
-            tile = 0
-            kv_head += 1
-            if kv_head == KV_HEADS:
-                kv_head = 0
-                request += 1
-                if left > 0:
-                    start = tl.load(query_start + request)
-                    end_row = tl.load(query_start + request + 1)
-                    while not is_chosen(end_row - start, ROWS):
-                        request += 1
-                        start = end_row
-                        end_row = tl.load(query_start + request + 1)
-                    query_len = end_row - start
-                    seq_len = tl.load(seq_lens + request)
+        request, tile, kv_head, start, query_len, seq_len = next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start,
+                                                                      seq_lens, KV_HEADS, GROUP, ROWS, BLOCK_M)  # fmt: skip

@@ -32,6 +32,10 @@ class FastKernel:
         device: int,
     ) -> None:  # fmt: skip
         """Arguments in the kernel's order, constants (which come last there) by name; `device` is the CUDA device's index."""
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(key, grid, arguments, constants, options, device)
+            return
         plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]  # a tensor costs the launcher a driver call
         joined = 0
         for argument, number in zip(arguments, plain, strict=True):

@@ -19,34 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paged_attn.backends.triton.tiles import is_chosen, tile_keys
+from paged_attn.backends.triton.tiles import next_item, tile_keys
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of a warp group's threads; renamed in Triton 3.7
 LOG2E = gl.constexpr(1.4426950408889634)
 NO_KEY = gl.constexpr(float("-inf"))
-
-
-@gluon.jit
-def _next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start, seq_lens,
-               KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr):  # fmt: skip
-    """The item after this one: the next tile, head or chosen request."""
-    tile += 1
-    if tile * BLOCK_M >= query_len * GROUP:
-        tile = 0
-        kv_head += 1
-        if kv_head == KV_HEADS:
-            kv_head = 0
-            request += 1
-            if left > 0:
-                start = gl.load(query_start + request)
-                end_row = gl.load(query_start + request + 1)
-                while not is_chosen(end_row - start, ROWS):
-                    request += 1
-                    start = end_row
-                    end_row = gl.load(query_start + request + 1)
-                query_len = end_row - start
-                seq_len = gl.load(seq_lens + request)
-    return request, tile, kv_head, start, query_len, seq_len
 
 
 @gluon.jit
@@ -112,8 +89,8 @@ def _produce(query, keys, values, page_table, seq_lens, query_start, work, q_sme
         left -= take + ITEM_COST
         items += 1
         block = 0
-        request, tile, kv_head, start, query_len, seq_len = _next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start,
-                                                                       seq_lens, KV_HEADS, GROUP, ROWS, BLOCK_M)  # fmt: skip
+        request, tile, kv_head, start, query_len, seq_len = next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start,
+                                                                      seq_lens, KV_HEADS, GROUP, ROWS, BLOCK_M)  # fmt: skip
 
 
 @gluon.jit
@@ -318,8 +295,8 @@ def _consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, 
         left -= take + ITEM_COST
         items += 1
         block = 0
-        request, tile, kv_head, start, query_len, seq_len = _next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start,
-                                                                       seq_lens, KV_HEADS, GROUP, ROWS, BLOCK_M)  # fmt: skip
+        request, tile, kv_head, start, query_len, seq_len = next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start,
+                                                                      seq_lens, KV_HEADS, GROUP, ROWS, BLOCK_M)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["table_stride", "window", "chunk"])

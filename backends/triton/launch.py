@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from paged_attn.backends.triton.shares import ShareKind, Shares
 from paged_attn.backends.triton.tiling import power_of_2
 
 _general = FastKernel(attend_kernel)
-_hopper: list[FastKernel] = []  # filled on first use: Gluon knows no interpreter
 _slopes: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
@@ -70,7 +70,7 @@ class LayerLaunch:
     def __call__(self, plan: Plan, shares: Shares, call: AttentionCall) -> None:
         """`call.output` has its last dim contiguous."""
         if self.kind.tiling.hopper:
-            query = call.query
+            query = call.query.to(self.keys.dtype)  # it is multiplied with K as the pool has it
             in_16_bytes = query.stride(-1) == 1 and (query.data_ptr() | 2 * query.stride(0) | 2 * query.stride(1)) & 15 == 0
             self._hopper(plan, shares, call, query if in_16_bytes else query.clone(memory_format=torch.contiguous_format))
         else:
@@ -98,14 +98,10 @@ class LayerLaunch:
         )  # fmt: skip
 
     def _hopper(self, plan: Plan, shares: Shares, call: AttentionCall, query: Tensor) -> None:
-        if not _hopper:
-            from paged_attn.backends.triton.hopper_kernel import attend_hopper
-
-            _hopper.append(FastKernel(attend_hopper))
         spec, kind, batch, keys, output = self.spec, self.kind, plan.batch, self.keys, call.output
         lse, sinks = call.lse_out, call.sinks
         strides = query.stride()[:2] + output.stride()[:2] + (0 if lse is None else lse.stride(0),)
-        _hopper[0](
+        _hopper_kernel()(
             (self.key, query.dtype, output.dtype, sinks is not None and sinks.dtype, lse is not None, strides),
             (shares.programs, 1),
             (
@@ -116,6 +112,14 @@ class LayerLaunch:
             ),
             self.constants | {"HAS_LSE": lse is not None}, self.options, self.device,
         )  # fmt: skip
+
+
+@cache
+def _hopper_kernel() -> FastKernel:
+    """Imported on first use: Gluon knows no interpreter."""
+    from paged_attn.backends.triton.hopper_kernel import attend_hopper
+
+    return FastKernel(attend_hopper)
 
 
 def alibi_slopes(slopes: tuple[float, ...], device: torch.device) -> Tensor:

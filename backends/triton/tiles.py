@@ -46,3 +46,26 @@ def is_chosen(query_len, ROWS: tl.constexpr):
         return query_len > 1
     else:
         return query_len > 0
+
+
+@triton.jit
+def next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start, seq_lens,
+              KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """The item after this one: the next tile, KV head or chosen request; past the last one `left` is not positive and nothing is read."""
+    tile += 1
+    if tile * BLOCK_M >= query_len * GROUP:
+        tile = 0
+        kv_head += 1
+        if kv_head == KV_HEADS:
+            kv_head = 0
+            request += 1
+            if left > 0:
+                start = tl.load(query_start + request)
+                end = tl.load(query_start + request + 1)
+                while not is_chosen(end - start, ROWS):
+                    request += 1
+                    start = end
+                    end = tl.load(query_start + request + 1)
+                query_len = end - start
+                seq_len = tl.load(seq_lens + request)
+    return request, tile, kv_head, start, query_len, seq_len

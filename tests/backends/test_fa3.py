@@ -31,10 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 REFERENCE = ReferenceBackend()
 BF16 = torch.bfloat16
-DECLARED, FIXED = (
-    sorted(name for name in FEATURES if not unmet(FA3Backend.capabilities, Problem(spec_of(name), BF16, BF16, 16, "cuda", 90, extra)))
-    for extra in (frozenset(), frozenset({Feature.DETERMINISTIC}))
-)
+DECLARED = sorted(name for name in FEATURES if not unmet(FA3Backend.capabilities, Problem(spec_of(name), BF16, BF16, 16, "cuda", 90)))
 MODES = {
     ForwardMode.EXTEND: [(0, 7), (0, 1), (0, 18), (9, 4)],
     ForwardMode.DECODE: [(1, 1), (15, 1), (16, 1), (30, 1)],
@@ -59,7 +56,7 @@ def fa3(op):
         package.flash_attn = types.ModuleType("sgl_kernel.flash_attn")
         patch.setitem(sys.modules, "sgl_kernel", package)
         patch.setitem(sys.modules, "sgl_kernel.flash_attn", package.flash_attn)
-        yield types.SimpleNamespace(normal=FA3Backend(), fixed=FA3Backend(deterministic=True), op=op)
+        yield types.SimpleNamespace(normal=FA3Backend(), op=op)
 
 
 def agree(case, backend, *, lse=False, save=True):
@@ -75,18 +72,17 @@ def agree(case, backend, *, lse=False, save=True):
 
 @pytest.mark.parametrize("lse", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.value)
-@pytest.mark.parametrize(("feature", "deterministic"), [*((f, False) for f in DECLARED), *((f, True) for f in FIXED)])
-def test_every_declared_feature_in_every_mode(fa3, feature, mode, lse, deterministic):
+@pytest.mark.parametrize("feature", DECLARED)
+def test_every_declared_feature_in_every_mode(fa3, feature, mode, lse):
     case = make(MODES[mode], spec_of(feature), page_size=4, extra_rows=3, dtype=BF16)
     assert case.batch.mode is mode
-    agree(case, fa3.fixed if deterministic else fa3.normal, lse=lse)
+    agree(case, fa3.normal, lse=lse)
 
 
 def test_the_features_of_the_problems_that_it_declares():
     assert set(FEATURES) - set(DECLARED) == {
         "bias_by_distance", "bias_by_key", "windowed_bias", "alibi", "unequal_dims", "wider_v", "all", "window_chunk",
     }  # fmt: skip
-    assert set(DECLARED) - set(FIXED) == {"window", "window_1", "bidirectional_window"}
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.value)
@@ -183,14 +179,13 @@ def test_a_pool_of_another_dtype(fa3, pool_dtype):
     extra_rows=st.integers(0, 3),
     dtype=st.sampled_from([BF16, torch.float16]),
     lse=st.booleans(),
-    deterministic=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_batch(fa3, lengths, feature, page_size, layout, strides, extra_rows, dtype, lse, deterministic, seed):
+def test_any_batch(fa3, lengths, feature, page_size, layout, strides, extra_rows, dtype, lse, seed):
     case = make(
         lengths, spec_of(feature), page_size=page_size, layout=layout, strides=strides, extra_rows=extra_rows, dtype=dtype, seed=seed
     )  # fmt: skip
-    agree(case, fa3.fixed if deterministic and feature in FIXED else fa3.normal, lse=lse)
+    agree(case, fa3.normal, lse=lse)
 
 
 def test_an_idle_step_calls_nothing_and_gives_zeros(fa3):
@@ -206,7 +201,8 @@ def test_one_call_serves_a_mixed_batch_and_writes_the_output_itself(fa3):
     case = make(MODES[ForwardMode.MIXED], page_size=4, extra_rows=3, dtype=BF16)
     calls = len(fa3.op.kernels)
     output, _ = run(case, fa3.normal)
-    assert len(fa3.op.kernels) == calls + 1 and fa3.op.written == output.data_ptr()
+    assert len(fa3.op.kernels) == calls + 1 and fa3.op.kernels[-1][4] == 0  # it chooses its splits itself
+    assert fa3.op.written == output.data_ptr()
 
 
 def test_a_layer_that_shares_kv_reads_but_does_not_write(fa3):
@@ -227,27 +223,17 @@ def _with_shared_layer(case):
     return pool
 
 
-def kernels_of(fa3, backend, lengths, spec, page_size):
+def kernels_of(fa3, lengths, spec, page_size):
     start = len(fa3.op.kernels)
-    run(make(lengths, spec, page_size=page_size, dtype=BF16), backend)
+    run(make(lengths, spec, page_size=page_size, dtype=BF16), fa3.normal)
     return fa3.op.kernels[start:]
 
 
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("feature", ["plain", "chunk", "bidirectional", "sinks"])
-def test_deterministic_takes_one_kernel_whatever_the_batch(fa3, feature, dim, page_size):
-    spec = dataclasses.replace(spec_of(feature), qk_head_dim=dim, v_head_dim=dim, num_q_heads=2, num_kv_heads=1, scale=0.1)
-    batches = ([(3, 1)], [(3, 1), (3 * page_size, 1)], [(3, 1), (0, 2 * page_size)])
-    kernels = {kernel for lengths in batches for kernel in kernels_of(fa3, fa3.fixed, lengths, spec, page_size)}
-    assert len(kernels) == 1 and kernels.pop()[4] == 1
-
-
-def test_otherwise_the_kernel_depends_on_the_batch(fa3):
-    """Negative control for the test above."""
+def test_the_kernel_depends_on_the_batch(fa3):
+    """One of the reasons why fa3 does not declare batch-invariant results: the page table's width and the longest query choose."""
     spec = dataclasses.replace(spec_of("window"), sliding_window=16)
-    assert len({k for lengths in ([(3, 1)], [(3, 1), (40, 1)]) for k in kernels_of(fa3, fa3.normal, lengths, spec, 16)}) == 2
-    assert len({k for lengths in ([(3, 1)], [(3, 1), (0, 9)]) for k in kernels_of(fa3, fa3.normal, lengths, spec_of(), 16)}) == 2
+    assert len({k for lengths in ([(3, 1)], [(3, 1), (40, 1)]) for k in kernels_of(fa3, lengths, spec, 16)}) == 2
+    assert len({k for lengths in ([(3, 1)], [(3, 1), (0, 9)]) for k in kernels_of(fa3, lengths, spec_of(), 16)}) == 2
 
 
 def test_decode_passes_nothing_that_a_captured_graph_would_freeze(fa3):
@@ -299,14 +285,20 @@ def test_a_pool_is_forgotten_with_its_last_user(fa3):
         ({"architecture": 80}, "needs SM90, this GPU is SM80"),
         ({"dtype": torch.float32}, "dtype float32 is not among bfloat16, float16"),
         ({"spec": spec_of("alibi")}, "no ALiBi"),
+        ({"extra": frozenset({Feature.DETERMINISTIC})}, "no batch-invariant results"),
         ({"spec": spec_of("unequal_dims")}, "head dims 8/4 of qk/v are not among 64/128, 64/256, 64/512, 192/128"),
         ({"spec": dataclasses.replace(spec_of(), qk_head_dim=20, v_head_dim=20)}, "head dim 20 is not in 8 to 256 in steps of 8"),
     ],
 )
 def test_what_it_refuses(change, reason):
-    good = Problem(spec_of(), BF16, BF16, 16, "cuda", 90, frozenset({Feature.DETERMINISTIC}))
+    good = Problem(spec_of(), BF16, BF16, 16, "cuda", 90)
     assert unmet(FA3Backend.capabilities, good) == []
     assert unmet(FA3Backend.capabilities, dataclasses.replace(good, **change)) == [reason]
+
+
+def test_deterministic_is_refused():
+    with pytest.raises(UnsupportedError, match="fa3 is not batch-invariant"):
+        FA3Backend(deterministic=True)
 
 
 def test_the_import_error_holds_the_install_line(monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from paged_attn.backends.ranking import ROWS
 from paged_attn.backends.registry import backend_class, backend_names
 from paged_attn.backends.table import markdown_table, text_table
 
+DOCS = Path(__file__).parents[2] / "docs"
 FAST = Capabilities(
     devices=frozenset({"cuda"}),
     dtypes=frozenset({torch.bfloat16}),
@@ -34,7 +37,8 @@ def test_every_backend_has_a_row_that_states_all_its_capabilities() -> None:
     for row in rows:
         assert len(row.cells) == len(HEADERS)
         for feature in backend_class(row.backend).capabilities.features:
-            assert feature.name.lower().replace("_", "-") in row.features.split(", ")
+            assert feature.name.lower().replace("_", "-") in row.features.split("; ")[0].split(", ")
+    assert "not chunk with window" in next(row.features for row in rows if row.backend == "fa3")
     assert "backend='fa3,flashinfer'" in matrix_text()
     assert "torch_native" in matrix_text() and "torch_native" in matrix_markdown()
     assert next(row.here for row in rows if row.backend == "torch_native").startswith("yes: cpu")
@@ -96,8 +100,32 @@ def test_a_module_that_can_not_be_imported_has_a_row(monkeypatch: pytest.MonkeyP
     assert "acme" in matrix_text() and "| acme |" in matrix_markdown()
 
 
-def test_the_documentation_holds_the_table_as_it_is() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "backends.md").read_text(encoding="utf-8")
-    for row in ROWS[:3]:
-        assert f"| {', '.join(row.names)} |" in text, row
-    assert matrix_markdown() in text, "run `paged-attn backends --markdown` and put its output into docs/backends.md"
+def test_the_documentation_holds_the_tables_as_they_are() -> None:
+    text = (DOCS / "backends.md").read_text(encoding="utf-8")
+    assert "`make docs`" in text
+    for row in ROWS:
+        assert row.device == "hip" or f" | {', '.join(row.names)} |" in text, f"run `make docs`: {row}"
+    assert matrix_markdown() in text, "run `make docs`"
+    assert make_backends().with_tables(text) == text, "run `make docs`"
+
+
+def test_make_docs_writes_over_old_tables_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script, old = make_backends(), "One\n<!-- orders -->\nOUTDATED\n<!-- /orders -->\ntwo\n<!-- matrix -->\n<!-- /matrix -->\nthree\n"
+    monkeypatch.setattr(script, "PAGE", tmp_path / "backends.md")
+    script.PAGE.write_text(old)
+    for _ in range(2):
+        script.main()
+        text = script.PAGE.read_text()
+        assert text.startswith("One\n<!-- orders -->\n\n| device | order |\n| --- | --- |\n| Hopper (SM90) | fa3, ")
+        assert "OUTDATED" not in text
+        assert f"\ntwo\n<!-- matrix -->\n\n{matrix_markdown()}\n\n<!-- /matrix -->\nthree\n" in text
+    with pytest.raises(ValueError, match="must hold <!-- orders --> and <!-- /orders --> once each"):
+        script.with_tables("no marks")
+
+
+def make_backends() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_make_backends", DOCS / "make_backends.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
