@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module_and_the_model(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("attn_ops", "backends", "capture", "passes"):
-        assert {f"paged_attn/{folder}/{p.name}" for p in (ROOT / folder).glob("*.py")} <= names
+        assert {f"paged_attn/{p.relative_to(ROOT)}" for p in (ROOT / folder).rglob("*.py")} <= names
     assert {str(p.relative_to(ROOT)) for p in (ROOT / "paged_attn").rglob("*") if p.suffix in (".py", ".json", ".safetensors")} <= names
     assert not [n for n in names if n.split("/")[0] not in ("paged_attn", f"paged_attn-{wheel.name.split('-')[1]}.dist-info")]
 
