@@ -59,7 +59,7 @@ class FlashAttnBackend(AttentionBackend):
         conflicts=frozenset({frozenset({Feature.ALIBI, Feature.BIDIRECTIONAL})}),
         requirements=(Requirement("flash_attn", "2.7", "pip install 'paged-attn[flash-attn]'"),),
         note="pages in multiples of 256 tokens, because a tile of the kernel may hold 256 keys and is read from one page; "
-        "sinks are applied after the kernel; no ALiBi in bidirectional layers",
+        "sinks are applied after the kernel; tested against its signature, not yet run on a GPU by this project",
     )
 
     def __init__(self, *, deterministic: bool = False) -> None:

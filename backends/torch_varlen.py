@@ -47,7 +47,7 @@ class TorchVarlenBackend(AttentionBackend):
         page_sizes=Span(256, 1 << 16, 256),
         requirements=(Requirement("torch", "2.13", "pip install 'torch>=2.13'"),),
         note="torch.nn.attention.varlen, whose varlen_attn has a block_table from torch 2.13 on; pages in multiples of 256 tokens; "
-        "sinks are applied after the kernel",
+        "sinks are applied after the kernel; tested against torch's own checks, not yet run on a GPU by this project",
     )
 
     def __init__(self, *, deterministic: bool = False) -> None:
