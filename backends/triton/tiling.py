@@ -103,6 +103,17 @@ def tiling(
     return Tiling(64, 64, 4, 3, 1, 1, part_blocks=16) if dim <= 128 else Tiling(64, 32, 4, 2, 1, 1, part_blocks=32)
 
 
+def in_hopper_kernel(spec: AttentionSpec) -> bool:
+    """Whether `hopper_kernel` may serve a layer: what it was seen to compute right on a GPU.
+
+    It is written for softcaps, sinks, chunks, bidirectional layers and log-sum-exps, too, and compiles for them; tests/gpu has a test that
+    is to pass with them before they are let in here.
+    """
+    proved = spec.causal and spec.chunk is None and spec.softcap is None and not spec.has_sinks and not spec.gives_lse
+    dims = spec.qk_head_dim == spec.v_head_dim and spec.qk_head_dim in (64, 128)
+    return proved and dims and spec.alibi_slopes is None and spec.bias_index is None
+
+
 def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, machine: Machine) -> Tiling:
     block_m = min(max(16, power_of_2(spec.group_size)), 64)
     if dtype.itemsize > 2:
@@ -118,8 +129,7 @@ def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: in
     block_m = min(max(16, power_of_2(longest_query * spec.group_size)), 128)
     if dtype.itemsize > 2:
         return Tiling(min(block_m, 32), 32 if dim <= 64 else 16, 4, 2, 1, 1)
-    plain = spec.alibi_slopes is None and spec.bias_index is None and spec.qk_head_dim == spec.v_head_dim and spec.qk_head_dim in (64, 128)
-    if machine.hopper and plain and block_m == 128:
+    if machine.hopper and block_m == 128 and in_hopper_kernel(spec):
         if longest_context <= 2048:  # of few keys, smaller blocks waste less
             return Tiling(128, 64, 4, 4, 1, 1, item_cost=1, hopper=True, producer_registers=56)
         return Tiling(128, 128, 4, 2 if dim == 128 else 4, 1, 1, item_cost=1, hopper=True)

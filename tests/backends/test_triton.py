@@ -238,6 +238,8 @@ def test_tilings_fit_the_machine():
     assert wide.hopper and not tiling.tiling("more", spec_of_dims(128, 128), torch.bfloat16, 512, 9000, 512, other).hopper
     for unfit in (spec_of_dims(128, 64), spec_of_dims(128, 128, alibi_slopes=(0.5,) * 4), spec_of_dims(256, 256)):
         assert not tiling.tiling("more", unfit, torch.bfloat16, 512, 9000, 512, hopper).hopper
+    for unproved in ({"softcap": 3.0}, {"has_sinks": True}, {"chunk": 64}, {"causal": False}, {"gives_lse": True}):
+        assert not tiling.tiling("more", spec_of_dims(128, 128, **unproved), torch.bfloat16, 512, 9000, 512, hopper).hopper
     assert not tiling.tiling("more", spec_of_dims(128, 128), torch.float32, 512, 9000, 512, hopper).hopper
     short, long = (tiling.tiling("one", spec, torch.bfloat16, 1, keys, keys, hopper) for keys in (4096, 1 << 20))
     assert (short.programs_per_sm, long.programs_per_sm) == (1, 2)

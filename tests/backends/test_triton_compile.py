@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 SHARED_BYTES = 227 * 1024  # of a block on SM90
-HOPPER = {"extend": True, "extend_window": True, "extend_64": True, "extend_short": True}
+HOPPER = {"extend": True, "extend_window": True, "extend_64": True, "extend_all": True, "extend_short": True}
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_every_variant_compiles_for_sm90_and_fits() -> None:
     result = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=400)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = {row["variant"]: row for row in map(json.loads, result.stdout.splitlines())}
-    assert len(rows) == 10
+    assert len(rows) == 11
     for name, row in rows.items():
         assert row["shared"] <= SHARED_BYTES and row["cubin"] > 0, row
         assert row["hopper"] is HOPPER.get(name, False), row

@@ -132,6 +132,21 @@ def test_long_contexts_that_are_split(name: str, step: str, feature: str) -> Non
     check(name, dataclasses.replace(spec, sliding_window=900) if feature == "window" else spec, LONG[step])
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("feature", ["plain", "window", "softcap", "sinks", "chunk", "window_chunk", "bidirectional", "gqa_7_sinks"])
+def test_the_kernel_for_hopper_with_all_that_it_is_written_for(feature: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let in by hand: those that pass can be let in by `in_hopper_kernel`."""
+    if "triton" not in NAMES or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Triton on a GPU of compute capability 9.0")
+    monkeypatch.setattr("paged_attn.backends.triton.tiling.in_hopper_kernel", lambda spec: True)
+    spec = spec_of(feature, dim=dim)
+    wide = {"window": {"sliding_window": 300}, "chunk": {"chunk": 200}, "window_chunk": {"sliding_window": 150, "chunk": 200}}
+    spec = dataclasses.replace(spec, v_head_dim=dim, **wide.get(feature, {}))
+    for step in ("extend", "mixed"):
+        for page_size, dtype in ((16, BF16), (1, BF16), (64, FP16)) if feature == "plain" else ((16, BF16),):
+            check("triton", spec, LONG[step], lse=True, page_size=page_size, dtype=dtype)
+
+
 @pytest.mark.parametrize(("name", "strides", "step"), runs(*((s, step) for s in STRIDES for step in ("decode", "mixed"))))
 def test_odd_strides_of_operands_and_output(name: str, strides: str, step: str) -> None:
     check(name, spec_of(dim=64), STEPS[step], strides=strides)
