@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from paged_attn.attn_ops.batch import Batch, ForwardMode
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.capabilities import Capabilities
+from paged_attn.backends.capabilities import Capabilities, Feature
 from paged_attn.backends.rope_store import rope_and_store
 
 
@@ -43,12 +44,19 @@ class AttentionBackend(ABC):
     Args:
         deterministic: a row's result must be bitwise the same whatever else is in the batch (batch-invariant kernels); asked only of
             backends whose capabilities hold Feature.DETERMINISTIC.
+
+    Raises:
+        UnsupportedError: deterministic=True of any other backend.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
     def __init__(self, *, deterministic: bool = False) -> None:
+        if deterministic and Feature.DETERMINISTIC not in self.capabilities.features:
+            raise UnsupportedError(
+                f"{self.name} is not batch-invariant; name another backend, such as 'triton', or leave deterministic off"
+            )
         self.deterministic = deterministic
 
     @abstractmethod

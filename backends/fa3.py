@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch import Batch
-from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.base import AttentionBackend, AttentionCall
@@ -78,11 +77,6 @@ class FA3Backend(AttentionBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        if deterministic:
-            raise UnsupportedError(
-                "fa3 is not batch-invariant, not even with one split of the keys; name another backend, such as 'triton', or leave "
-                "deterministic off"
-            )
         try:
             import sgl_kernel.flash_attn  # noqa: F401 (it registers the op)
         except ImportError as error:

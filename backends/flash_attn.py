@@ -17,6 +17,7 @@ from paged_attn.attn_ops.batch import Batch, ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.backends.alibi import slopes_of
 from paged_attn.backends.base import AttentionBackend, AttentionCall
 from paged_attn.backends.capabilities import Capabilities, Feature, GraphSupport, Requirement, Span
 from paged_attn.backends.flash_style import finish, for_kernel, key_starts, window_of
@@ -121,9 +122,7 @@ def _layer(pool: KVPool, index: int, spec: AttentionSpec) -> Layer:
             f"{where} is bidirectional with ALiBi, where flash-attn computes -slope * |i - j|, not slope * (j - i); "
             "take another backend, such as 'triton'"
         )
-    slopes = None
-    if spec.alibi_slopes is not None:
-        slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32).to(pool.device, non_blocking=True)
+    slopes = slopes_of(spec, pool.device)
     settings = {
         "softmax_scale": spec.scale,
         "causal": spec.causal,

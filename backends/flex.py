@@ -20,6 +20,7 @@ from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.backends.alibi import slopes_of
 from paged_attn.backends.base import AttentionBackend, AttentionCall
 from paged_attn.backends.capabilities import Capabilities, Feature, Span
 from paged_attn.backends.flash_style import finish
@@ -64,7 +65,7 @@ class FlexBackend(AttentionBackend):
     def plan(self, batch: Batch, pool: KVPool) -> FlexPlan:
         slopes = self._slopes.get(pool)
         if slopes is None:
-            slopes = self._slopes[pool] = [_slopes(spec, pool.device) for spec in pool.layers]
+            slopes = self._slopes[pool] = [slopes_of(spec, pool.device) for spec in pool.layers]
         return FlexPlan(batch, pool, slopes)
 
     def plan_in_graph(self, plan: FlexPlan) -> None:
@@ -106,12 +107,6 @@ class FlexBackend(AttentionBackend):
 
 def _kind(spec: AttentionSpec) -> MaskKey:
     return spec.causal, spec.sliding_window, spec.chunk
-
-
-def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor | None:
-    if spec.alibi_slopes is None:
-        return None
-    return torch.tensor(spec.alibi_slopes, dtype=torch.float32).to(device, non_blocking=True)
 
 
 def _gathered(cache: Tensor, keys: Keys, dtype: torch.dtype) -> Tensor:

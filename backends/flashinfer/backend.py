@@ -97,11 +97,6 @@ class FlashInferBackend(AttentionBackend):
         self, *, deterministic: bool = False, prefill: PrefillChoice = "auto", cascade: bool = True
     ) -> None:  # fmt: skip
         super().__init__(deterministic=deterministic)
-        if deterministic:
-            raise UnsupportedError(
-                "flashinfer is not batch-invariant, because its tiles and splits depend on the whole batch; name another backend, or leave "
-                "deterministic off"
-            )
         if prefill not in get_args(PrefillChoice):
             raise ValueError(f"prefill is {prefill!r}; allowed are {', '.join(map(repr, get_args(PrefillChoice)))}")
         self._module = import_flashinfer(self.name)

@@ -63,8 +63,6 @@ class TrtllmMhaBackend(AttentionBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        if deterministic:
-            raise UnsupportedError("trtllm_mha is not batch-invariant; name another backend, or leave deterministic off")
         self._module = import_flashinfer(self.name)
         self._buffers = WrapperPool()
         self._checked: weakref.WeakSet[KVPool] = weakref.WeakSet()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_attn.backends.triton.tiles import next_item, tile_keys
+from paged_attn.backends.triton.tiles import first_item, next_item, tile_keys
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_KEY = tl.constexpr(float("-inf"))
@@ -138,17 +138,10 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     mine = work + program * 16
-    request = tl.load(mine)
-    tile = tl.load(mine + 1)
-    kv_head = tl.load(mine + 2)
-    block = tl.load(mine + 3)
-    left = tl.load(mine + 4)
+    request, tile, kv_head, block, left, start, query_len, seq_len = first_item(mine)
     part_first = tl.load(mine + 5)
     part_last = tl.load(mine + 6)
     part_slot = tl.load(mine + 7)
-    start = tl.load(mine + 8)
-    query_len = tl.load(mine + 9)
-    seq_len = tl.load(mine + 10)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     items = 0

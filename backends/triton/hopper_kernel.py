@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paged_attn.backends.triton.tiles import next_item, tile_keys
+from paged_attn.backends.triton.tiles import first_item, next_item, tile_keys
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of a warp group's threads; renamed in Triton 3.7
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -42,14 +42,7 @@ def _produce(query, keys, values, page_table, seq_lens, query_start, work, q_sme
     copied_row = gl.arange(0, BLOCK_M // 2, layout=rows)
     d = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     mine = work + gl.program_id(0) * 16
-    request = gl.load(mine)
-    tile = gl.load(mine + 1)
-    kv_head = gl.load(mine + 2)
-    block = gl.load(mine + 3)
-    left = gl.load(mine + 4)
-    start = gl.load(mine + 8)
-    query_len = gl.load(mine + 9)
-    seq_len = gl.load(mine + 10)
+    request, tile, kv_head, block, left, start, query_len, seq_len = first_item(mine)
     count = 0
     items = 0
     while left > 0:
@@ -139,17 +132,10 @@ def _consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, 
     io_rows: gl.constexpr = gl.SliceLayout(1, io_layout)
     program = gl.program_id(0)
     mine = work + program * 16
-    request = gl.load(mine)
-    tile = gl.load(mine + 1)
-    kv_head = gl.load(mine + 2)
-    block = gl.load(mine + 3)
-    left = gl.load(mine + 4)
+    request, tile, kv_head, block, left, start, query_len, seq_len = first_item(mine)
     part_first = gl.load(mine + 5)
     part_last = gl.load(mine + 6)
     part_slot = gl.load(mine + 7)
-    start = gl.load(mine + 8)
-    query_len = gl.load(mine + 9)
-    seq_len = gl.load(mine + 10)
     io_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, io_layout))
     o_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, o_layout))
     key_offset = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.backends.alibi import slopes_of
 from paged_attn.backends.base import AttentionCall
+from paged_attn.backends.flash_style import for_kernel
 from paged_attn.backends.triton.attend_kernel import attend as attend_kernel
 from paged_attn.backends.triton.fast_launch import FastKernel, device_index
 from paged_attn.backends.triton.plan import Plan, kept_rows
@@ -19,7 +21,6 @@ from paged_attn.backends.triton.shares import ShareKind, Shares
 from paged_attn.backends.triton.tiling import power_of_2
 
 _general = FastKernel(attend_kernel)
-_slopes: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
 
 
 @dataclass
@@ -38,8 +39,8 @@ class LayerLaunch:
     @classmethod
     def of(cls, pool: KVPool, layer_id: int, kind: ShareKind, fused_write: bool) -> LayerLaunch:
         spec, device = pool.layers[layer_id], pool.device
-        slopes = None if spec.alibi_slopes is None else alibi_slopes(spec.alibi_slopes, device)
-        return cls(spec, kind, pool.key(layer_id), pool.value(layer_id), pool.page_size, device_index(device), fused_write, slopes)
+        slopes, index = slopes_of(spec, device), device_index(device)
+        return cls(spec, kind, pool.key(layer_id), pool.value(layer_id), pool.page_size, index, fused_write, slopes)
 
     def __post_init__(self) -> None:
         spec, kind, tiling = self.spec, self.kind, self.kind.tiling
@@ -70,9 +71,8 @@ class LayerLaunch:
     def __call__(self, plan: Plan, shares: Shares, call: AttentionCall) -> None:
         """`call.output` has its last dim contiguous."""
         if self.kind.tiling.hopper:
-            query = call.query.to(self.keys.dtype)  # it is multiplied with K as the pool has it
-            in_16_bytes = query.stride(-1) == 1 and (query.data_ptr() | 2 * query.stride(0) | 2 * query.stride(1)) & 15 == 0
-            self._hopper(plan, shares, call, query if in_16_bytes else query.clone(memory_format=torch.contiguous_format))
+            # It copies 16 bytes of q at a time, and multiplies it with K as the pool has it.
+            self._hopper(plan, shares, call, for_kernel(call.query, self.keys.dtype))
         else:
             self._general(plan, shares, call, unit_last(call.query))
 
@@ -120,13 +120,6 @@ def _hopper_kernel() -> FastKernel:
     from paged_attn.backends.triton.hopper_kernel import attend_hopper
 
     return FastKernel(attend_hopper)
-
-
-def alibi_slopes(slopes: tuple[float, ...], device: torch.device) -> Tensor:
-    """[q_heads] float32 on the device, kept: made anew it would be a copy from the host per layer."""
-    if (slopes, device) not in _slopes:
-        _slopes[slopes, device] = torch.tensor(slopes, dtype=torch.float32, device=device)
-    return _slopes[slopes, device]
 
 
 def unit_last(tensor: Tensor) -> Tensor:

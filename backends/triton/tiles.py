@@ -49,6 +49,13 @@ def is_chosen(query_len, ROWS: tl.constexpr):
 
 
 @triton.jit
+def first_item(share):
+    """From a program's row of `work` (see plan_kernels): request, tile, KV head, first block, blocks in all, and the request's lengths."""
+    return (tl.load(share), tl.load(share + 1), tl.load(share + 2), tl.load(share + 3), tl.load(share + 4), tl.load(share + 8),
+            tl.load(share + 9), tl.load(share + 10))  # fmt: skip
+
+
+@triton.jit
 def next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start, seq_lens,
               KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """The item after this one: the next tile, KV head or chosen request; past the last one `left` is not positive and nothing is read."""

@@ -20,6 +20,7 @@ from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.backends.capabilities import Problem, unmet
 from paged_attn.backends.flash_attn import FlashAttnBackend
 from paged_attn.backends.reference import ReferenceBackend
+from tests.backends.agreeing import agree as agree_with_oracle
 from tests.backends.flash_kernels import Rules, check, check_loads, paged_attention
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, bits, close, copy_of, make, new_output, run, spec_of
 
@@ -125,14 +126,7 @@ def flash():
 
 
 def agree(case, backend, *, lse=False, save=True):
-    dtype = case.query.dtype
-    expected, expected_lse = run(copy_of(case), REFERENCE, lse=lse, save=save)
-    output, lse_out = run(case, backend, lse=lse, save=save)
-    assert not output.isnan().any() and not output[case.batch.num_tokens :].any()
-    close(output, expected, dtype)
-    if lse:
-        assert not lse_out[case.batch.num_tokens :].any()
-        torch.testing.assert_close(lse_out, expected_lse, atol=2e-3, rtol=2e-3)
+    agree_with_oracle(case, backend, lse=lse, save=save, lse_tolerance=2e-3)
 
 
 @pytest.mark.parametrize("lse", [False, True], ids=["", "lse"])

@@ -18,6 +18,7 @@ from paged_attn.backends import flex, flex_mods, flex_step
 from paged_attn.backends.capabilities import Problem, unmet
 from paged_attn.backends.flex import FlexBackend
 from paged_attn.backends.reference import ReferenceBackend
+from tests.backends.agreeing import agree
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, bits, close, copy_of, make, new_output, run, spec_of
 
 REFERENCE = ReferenceBackend()
@@ -37,17 +38,6 @@ def spec_here(feature="plain"):
 @pytest.fixture(scope="module")
 def backend():
     return FlexBackend()
-
-
-def agree(case, backend, *, lse=False, save=True):
-    dtype = case.query.dtype
-    expected, expected_lse = run(copy_of(case), REFERENCE, lse=lse, save=save)
-    output, lse_out = run(case, backend, lse=lse, save=save)
-    assert not output.isnan().any() and not output[case.batch.num_tokens :].any()
-    close(output, expected, dtype)
-    if lse:
-        assert not lse_out[case.batch.num_tokens :].any()
-        close(lse_out, expected_lse, dtype)
 
 
 @pytest.mark.parametrize("lse", [False, True], ids=["", "lse"])

@@ -15,6 +15,7 @@ from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.backends.base import AttentionCall
 from paged_attn.backends.reference import ReferenceBackend
 from paged_attn.backends.torch_native import TorchNativeBackend
+from tests.backends.agreeing import agree as agree_with_oracle
 from tests.backends.problems import (
     FEATURES,
     LAYER,
@@ -40,15 +41,7 @@ SHARED = [(40, 1), (33, 3), (32, 1)]  # at least two full pages of 16 in common
 
 
 def agree(case, *, lse=False, save=True):
-    dtype = case.query.dtype
-    expected, expected_lse = run(copy_of(case), REFERENCE, lse=lse, save=save)
-    output, lse_out = run(case, NATIVE, lse=lse, save=save)
-    assert not output.isnan().any()
-    close(output, expected, dtype)
-    assert not output[case.batch.num_tokens :].any()
-    if lse:
-        assert not lse_out[case.batch.num_tokens :].any()
-        close(lse_out, expected_lse, dtype)
+    agree_with_oracle(case, NATIVE, lse=lse, save=save)
 
 
 @pytest.mark.parametrize("lse", [False, True], ids=["", "lse"])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from paged_attn.attn_ops.batch import ForwardMode
 from paged_attn.backends.reference import ReferenceBackend
-from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, bits, close, copy_of, make, new_output, run, spec_of
+from tests.backends.agreeing import agree as agree_with_oracle
+from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, close, copy_of, make, new_output, run, spec_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
@@ -29,16 +30,7 @@ MODES = {
 
 
 def agree(case, backend, *, lse=True, save=True):
-    dtype = case.query.dtype
-    mine, theirs = copy_of(case), copy_of(case)
-    expected, expected_lse = run(theirs, REFERENCE, lse=lse, save=save)
-    output, lse_out = run(mine, backend, lse=lse, save=save)
-    assert not output.isnan().any()
-    close(output, expected, dtype)
-    assert not output[case.batch.num_tokens :].any()
-    assert torch.equal(bits(mine.pool.storage), bits(theirs.pool.storage))  # stored as the oracle stores, and nothing else touched
-    if lse:
-        close(lse_out, expected_lse, dtype)
+    agree_with_oracle(case, backend, lse=lse, save=save)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: m.value)

@@ -6,10 +6,8 @@ from paged_attn.attn_ops.batch import ForwardMode
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.flashinfer import wrappers
 from paged_attn.backends.flashinfer.kinds import Kind
-from paged_attn.backends.reference import ReferenceBackend
-from tests.backends.problems import LAYER, close, copy_of, make, run
+from tests.backends.problems import LAYER, make
 
-REFERENCE = ReferenceBackend()
 MIN_WORKSPACE = wrappers.MIN_WORKSPACE  # the real one: the fixture `fake` makes it smaller
 F16 = torch.float16
 FEATURES = {
@@ -45,18 +43,6 @@ def make_case(lengths, feature="plain", *, changes=None, dtype=F16, page_size=4,
 
 
 KIND = Kind.of(spec_of("gqa_4", qk_head_dim=128, v_head_dim=128, num_q_heads=32, num_kv_heads=8))
-
-
-def agree(case, backend, *, lse=False, save=True):
-    dtype = case.query.dtype
-    expected, expected_lse = run(copy_of(case), REFERENCE, lse=lse, save=save)
-    output, lse_out = run(case, backend, lse=lse, save=save)
-    assert not output.isnan().any()
-    close(output, expected, dtype)
-    assert not output[case.batch.num_tokens :].any()
-    if lse:
-        assert not lse_out[case.batch.num_tokens :].any()
-        close(lse_out, expected_lse, dtype)
 
 
 def shared_case(feature="plain", lengths=((40, 1), (33, 1), (32, 1)), page_size=16, **options):

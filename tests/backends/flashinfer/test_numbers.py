@@ -12,7 +12,8 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.backends.flashinfer.backend import FlashInferBackend
-from tests.backends.flashinfer.cases import F16, FEATURES, FRESH, LEADING, MODES, REFERENCE, agree, make_case, spec_of
+from tests.backends.agreeing import REFERENCE, agree
+from tests.backends.flashinfer.cases import F16, FEATURES, FRESH, LEADING, MODES, make_case, spec_of
 from tests.backends.flashinfer.fake_flashinfer import CALLS
 from tests.backends.problems import LAYER, LAYOUTS, NAN, STRIDES, bits, close, copy_of, new_output, run
 

@@ -14,19 +14,8 @@ from paged_attn.backends.flashinfer import wrappers
 from paged_attn.backends.flashinfer.backend import FlashInferBackend
 from paged_attn.backends.flashinfer.tables import HostLens, Part, tables_of
 from paged_attn.backends.flashinfer.wrappers import WrapperPool, announce
-from tests.backends.flashinfer.cases import (
-    F16,
-    FRESH,
-    LEADING,
-    MIN_WORKSPACE,
-    MODES,
-    REFERENCE,
-    FakeEvent,
-    agree,
-    make_case,
-    shared_case,
-    spec_of,
-)
+from tests.backends.agreeing import REFERENCE, agree
+from tests.backends.flashinfer.cases import F16, FRESH, LEADING, MIN_WORKSPACE, MODES, FakeEvent, make_case, shared_case, spec_of
 from tests.backends.problems import LAYER, close, copy_of, new_output, run
 
 

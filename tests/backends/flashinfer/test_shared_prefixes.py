@@ -10,7 +10,8 @@ from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.backends.flashinfer import choose
 from paged_attn.backends.flashinfer.backend import FlashInferBackend
 from paged_attn.backends.flashinfer.tables import Part, shared_pages
-from tests.backends.flashinfer.cases import F16, KIND, REFERENCE, agree, shared_case
+from tests.backends.agreeing import REFERENCE, agree
+from tests.backends.flashinfer.cases import F16, KIND, shared_case
 from tests.backends.flashinfer.fake_flashinfer import CALLS
 from tests.backends.problems import LAYER, STRIDES, close, copy_of, new_output, run
 

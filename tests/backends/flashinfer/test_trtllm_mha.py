@@ -18,8 +18,9 @@ from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.capabilities import Feature, Problem, unmet
 from paged_attn.backends.flashinfer import trtllm_mha, wrappers
 from paged_attn.backends.flashinfer.trtllm_mha import TrtllmMhaBackend
+from tests.backends.agreeing import REFERENCE, agree
 from tests.backends.flashinfer import fake_flashinfer
-from tests.backends.flashinfer.cases import F16, REFERENCE, agree
+from tests.backends.flashinfer.cases import F16
 from tests.backends.flashinfer.fake_flashinfer import CALLS
 from tests.backends.problems import LAYER, LAYOUTS, NAN, STRIDES, close, copy_of, make, new_output, run
 
