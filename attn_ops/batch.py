@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import enum
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.batch_checks import integers, refuse, refuse_extensions
 from paged_attn.attn_ops.packed_ints import PackedInts, write_joined, write_table
-
-MIN_ROWS = 2  # torch specialises sizes 0 and 1, so a smaller step is padded to two rows
+from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape, fields
 
 
 class ForwardMode(enum.Enum):
@@ -55,7 +52,8 @@ class Batch:
     this step), query_lens (new tokens) [R] int32; query_start [R + 1] int32 (exclusive prefix sum of query_lens);
     logits_rows [N] int64, the rows whose logits are wanted, of which the first `num_logits` are real.
     A slot is `page * page_size + offset`; padding writes to slot 0, in the reserved page 0.
-    page_table_host mirrors page_table, where the batch was built here; do not write to it.
+    page_table_host mirrors the columns of page_table that this step fills, where the batch was built here; do not write to it.
+    The last `num_dummies` requests are padding: token 0 at position 0 in slot 0, seq_len 1; `num_tokens` and `num_logits` count them.
     """
 
     mode: ForwardMode
@@ -74,10 +72,16 @@ class Batch:
     query_lens_host: tuple[int, ...]
     state_slots_host: tuple[int, ...] = ()
     page_table_host: NDArray[np.int32] | None = None
+    num_dummies: int = 0
 
     @property
     def num_requests(self) -> int:
+        """R, dummies included."""
         return len(self.seq_lens_host)
+
+    @property
+    def num_real_requests(self) -> int:
+        return self.num_requests - self.num_dummies
 
     @property
     def num_rows(self) -> int:
@@ -85,33 +89,58 @@ class Batch:
         return self.input_ids.shape[0]
 
     @classmethod
-    def build(cls, requests: Sequence[BatchRequest], page_size: int, device: torch.device | str = "cpu") -> Batch:
+    def build(
+        cls,
+        requests: Sequence[BatchRequest],
+        page_size: int,
+        device: torch.device | str = "cpu",
+        shape: StepShape | None = None,
+        buffers: StepBuffers | None = None,
+    ) -> Batch:
         """Lay the requests out in order. A GPU gets all of it in one copy, which nothing waits for.
+
+        Args:
+            device: of the tensors, unless there are buffers: then it is theirs.
+            shape: pad to this; by default to MIN_ROWS rows and logits. With `shape.requests` every request must be a decode step
+                with one logit, dummies follow, and the batch decodes, even if it is dummies only.
+            buffers: where the tensors shall lie, at addresses that follow from the shape; the batch before this one is overwritten.
+                With `shape.requests` page_table is rows of `buffers.page_table`, all its columns.
 
         Raises:
             ValueError: a request without tokens, with too few pages, with page 0, with a negative `num_cached`, or that wants more
-                logits than it has tokens; tokens or pages that are not integers.
+                logits than it has tokens; tokens or pages that are not integers; a shape or buffers too small, or no decode steps
+                where the shape asks for them.
         """
         all_tokens, all_pages, all_cached, all_logits, state_slots = zip(*requests, strict=True) if requests else ((),) * 5
         query_lens, num_pages = tuple(map(len, all_tokens)), tuple(map(len, all_pages))
-        num_requests, num_tokens, num_logits = len(query_lens), sum(query_lens), sum(all_logits)
-        cached, logits, new, counts = _int64(all_cached, all_logits, query_lens, num_pages)
+        num_real, num_tokens, num_logits = len(query_lens), sum(query_lens), sum(all_logits)
+        cached, logits, new, counts = integers(all_cached, all_logits, query_lens, num_pages)
         seq_lens = cached + new
         need = -(-seq_lens // page_size)  # pages
         if ((cached | (new - 1) | (counts - need) | logits | (new - logits)) < 0).any():
-            _refuse(requests, page_size)
+            refuse(requests, page_size)
+        if shape is None:
+            shape = StepShape.smallest(num_tokens, num_logits)
+        elif shape.requests is not None and ((new != 1) | (cached < 1) | (logits != 1)).any():
+            refuse_extensions(requests, shape)
+        shape.check(num_tokens, num_logits, num_real)
 
-        width = max(num_pages, default=1)
-        wide = (max(MIN_ROWS, num_tokens),) * 3 + (max(MIN_ROWS, num_logits),)
-        packed = PackedInts(wide, (num_requests * width, num_requests, num_requests, num_requests + 1), device)
-        ids, positions, slots, logits_rows, table, seq_lens_out, query_lens_out, query_start = packed.host
+        width, num_dummies = max(num_pages, default=1), (shape.requests or num_real) - num_real
+        num_requests = num_real + num_dummies
+        if buffers is None:
+            packed = PackedInts(*fields(shape, num_requests, width), device)
+        else:
+            packed = buffers.pack(shape, num_requests, width)
+        ids, positions, slots, logits_rows, seq_lens_out, query_lens_out, query_start, flat_table = packed.host
+        full_table = flat_table.reshape(num_requests, width)
+        table = full_table[:num_real]
         write_joined(ids[:num_tokens], all_tokens, "tokens")
-        write_table(table := table.reshape(num_requests, width), all_pages, "pages")
+        write_table(table, all_pages, "pages")
         if np.count_nonzero(table > 0) < sum(num_pages) and ((table < 1) & (np.arange(width) < need[:, None])).any():
-            _refuse(requests, page_size)
+            refuse(requests, page_size)
 
-        ends, owner = np.add.accumulate(new), np.arange(num_requests)
-        if num_tokens != num_requests:
+        ends, owner = np.add.accumulate(new), np.arange(num_real)
+        if num_tokens != num_real:
             owner = owner.repeat(new)
             position = np.arange(num_tokens) + (seq_lens - ends)[owner]
         else:
@@ -123,25 +152,33 @@ class Batch:
             last = np.arange(num_logits) + (ends - np.add.accumulate(logits)).repeat(logits)
             logits_rows[:num_logits] = last
             logits_rows[num_logits:] = last[-1]
-        seq_lens_out[:], query_lens_out[:], query_start[1:] = seq_lens, new, ends
-        input_ids, position_ids, slot_ids, rows, page_table, *lengths = packed.to_device()
+        seq_lens_out[:num_real], query_lens_out[:num_real], query_start[1 : num_real + 1] = seq_lens, new, ends
+        if num_dummies:
+            seq_lens_out[num_real:] = query_lens_out[num_real:] = 1
+            query_start[:], logits_rows[:] = np.arange(num_requests + 1), np.arange(num_requests)
+        input_ids, position_ids, slot_ids, rows, *lengths, flat_pages = packed.to_device()
+        page_table = flat_pages.view(num_requests, width)
+        if buffers is not None and shape.requests is not None:
+            page_table = buffers.place_table(page_table)
+        ones = (1,) * num_dummies
         return cls(
-            mode=_mode(cached, new),
+            mode=ForwardMode.DECODE if shape.requests is not None else _mode(cached, new),
             page_size=page_size,
-            num_tokens=num_tokens,
-            num_logits=num_logits,
+            num_tokens=num_tokens + num_dummies,
+            num_logits=num_logits + num_dummies,
             input_ids=input_ids,
             positions=position_ids,
             slots=slot_ids,
-            page_table=page_table.view(num_requests, width),
+            page_table=page_table,
             seq_lens=lengths[0],
             query_lens=lengths[1],
             query_start=lengths[2],
             logits_rows=rows,
-            seq_lens_host=tuple(seq_lens.tolist()),
-            query_lens_host=query_lens,
-            state_slots_host=state_slots,
-            page_table_host=table,
+            seq_lens_host=(*seq_lens.tolist(), *ones),
+            query_lens_host=query_lens + ones,
+            state_slots_host=state_slots + (0,) * num_dummies,
+            page_table_host=full_table,
+            num_dummies=num_dummies,
         )
 
     def model_inputs(self) -> dict[str, Any]:
@@ -163,36 +200,3 @@ def _mode(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
     if not decoding:
         return ForwardMode.EXTEND if new.size else ForwardMode.IDLE
     return ForwardMode.DECODE if decoding == new.size else ForwardMode.MIXED
-
-
-def _int64(*rows: Sequence[int]) -> NDArray[np.int64]:
-    """[rows, requests]; by struct, which refuses what is no integer and takes a third of numpy's time."""
-    try:
-        packed = struct.pack(f"{len(rows) * len(rows[0])}q", *chain.from_iterable(rows))
-    except struct.error:
-        raise ValueError(f"num_cached and num_logits must be integers; got {rows[0]} and {rows[1]}") from None
-    return np.frombuffer(packed, np.int64).reshape(len(rows), -1)
-
-
-def _refuse(requests: Sequence[BatchRequest], page_size: int) -> NoReturn:
-    for index, request in enumerate(requests):
-        _check(index, request, page_size)
-    raise AssertionError("a batch was refused whose requests are all right")
-
-
-def _check(index: int, request: BatchRequest, page_size: int) -> None:
-    count = len(request.tokens)
-    if request.num_cached < 0:
-        raise ValueError(f"request {index} has num_cached={request.num_cached}; allowed are 0 and above")
-    need = -(-(request.num_cached + count) // page_size)
-    if count < 1:
-        raise ValueError(f"request {index} of the batch has no new token; leave it out of this step")
-    if len(request.pages) < need:
-        raise UnsupportedError(
-            f"request {index} has {len(request.pages)} pages of {page_size} tokens, but {request.num_cached} cached + "
-            f"{count} new tokens need {need}; allocate {need - len(request.pages)} more"
-        )
-    if (lowest := min(request.pages[:need])) < 1:
-        raise ValueError(f"request {index} lists page {lowest}; page 0 is reserved for padding, so take pages from a PageAllocator")
-    if not 0 <= request.num_logits <= count:
-        raise ValueError(f"request {index} wants {request.num_logits} logits of {count} new tokens; allowed are 0 to {count}")

@@ -50,18 +50,18 @@ class Recurrent(Protocol):
 class ForwardContext:
     """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.
 
-    The plan is made on entry; gradients are off inside. Contexts nest (a draft model inside a target's step) and
-    are restored however they are left.
+    The plan is made on entry, unless `plan` is one that was made before (of a captured graph, which holds its device work);
+    gradients are off inside. Contexts nest (a draft model inside a target's step) and are restored however they are left.
     """
 
-    def __init__(self, batch: Batch, pool: KVPool, backend: Backend, recurrent: Recurrent | None = None) -> None:
+    def __init__(self, batch: Batch, pool: KVPool, backend: Backend, recurrent: Recurrent | None = None, plan: Any = None) -> None:
         if batch.page_size != pool.page_size:
             raise ContextError(
                 f"the batch has pages of {batch.page_size} tokens, the pool of {pool.page_size}; "
                 f"build the batch with page_size={pool.page_size}"
             )
         self.batch, self.pool, self.backend, self.recurrent = batch, pool, backend, recurrent
-        self.plan: Any = None
+        self.plan = plan
         self.recurrent_plan: Any = None
         self._entered = False
         self._gradients = True
@@ -78,8 +78,9 @@ class ForwardContext:
                     "this forward context was entered before; a context is one step of one thread: make a new one for each step"
                 )
             self._entered = True
-        self.plan = self.backend.plan(self.batch, self.pool)
-        self.backend.plan_in_graph(self.plan)
+        if self.plan is None:
+            self.plan = self.backend.plan(self.batch, self.pool)
+            self.backend.plan_in_graph(self.plan)
         self.recurrent_plan = None if self.recurrent is None else self.recurrent.plan(self.batch)
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)

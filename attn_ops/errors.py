@@ -9,3 +9,7 @@ class UnsupportedError(ValueError):
 
 class ContextError(RuntimeError):
     """A forward context that is entered, used or left in a way that would mix two batches."""
+
+
+class CaptureError(RuntimeError):
+    """A graph that can not be captured, or whose replay would not compute what the model does."""

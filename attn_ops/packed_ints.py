@@ -25,29 +25,49 @@ class PackedInts:
 
     Args:
         int64, int32: size of each field; every field starts at a multiple of ALIGNMENT bytes.
+        device: where `to_device` makes a buffer, unless there is one already.
+        into: a buffer [at least `words` of these sizes] int64, at whose start the fields shall lie; its device counts.
+        room: an int32 field takes the place of this many integers at least, so that smaller sizes do not move the next one.
     """
 
-    def __init__(self, int64: Sequence[int], int32: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
-        self._wide, words = _places(int64, 0, _WORDS)
-        self._narrow, halves = _places(int32, 2 * words, 2 * _WORDS)
-        self._buffer = torch.zeros(halves // 2, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+    def __init__(
+        self, int64: Sequence[int], int32: Sequence[int], device: torch.device | str = "cpu", into: Tensor | None = None, room: int = 0
+    ) -> None:
+        self._device, self._into = torch.device(device) if into is None else into.device, into
+        self._wide, self._narrow, size = _layout(int64, int32, room)
+        self._buffer = torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         memory = self._buffer.numpy()
         halved = memory.view(np.int32)
         self.host = [*[memory[place] for place in self._wide], *[halved[place] for place in self._narrow]]
 
     def to_device(self) -> list[Tensor]:
         """Every field as a tensor [size]: views of one buffer, copied without waiting."""
-        moved = self._buffer.to(self._device, non_blocking=True)
+        if self._into is None:
+            moved = self._buffer.to(self._device, non_blocking=True)
+        else:
+            moved = self._into[: self._buffer.shape[0]].copy_(self._buffer, non_blocking=True)
         halved = moved.view(torch.int32)
         return [*[moved[place] for place in self._wide], *[halved[place] for place in self._narrow]]
 
 
-def _places(sizes: Sequence[int], start: int, unit: int) -> tuple[list[slice], int]:
+def words(int64: Sequence[int], int32: Sequence[int], room: int = 0) -> int:
+    """How many int64 the buffer of a `PackedInts` has."""
+    return _layout(int64, int32, room)[2]
+
+
+def _layout(int64: Sequence[int], int32: Sequence[int], room: int) -> tuple[list[slice], list[slice], int]:
+    """Where the fields lie, in integers of their own width, and the buffer's size in int64."""
+    wide, end = _places(int64, 0, _WORDS, 0)
+    narrow, halves = _places(int32, 2 * end, 2 * _WORDS, room)
+    return wide, narrow, halves // 2
+
+
+def _places(sizes: Sequence[int], start: int, unit: int, room: int) -> tuple[list[slice], int]:
     """Where fields lie that begin at multiples of `unit` from `start` on, and where the last one's room ends."""
     places = []
     for size in sizes:
         places.append(slice(start, start + size))
+        size = max(size, room)
         start += size + -size % unit
     return places, start
 

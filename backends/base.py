@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch import Batch, ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.capabilities import Capabilities, Feature
+from paged_attn.backends.capabilities import Capabilities, Feature, GraphSupport
 from paged_attn.backends.rope_store import rope_and_store
 
 
@@ -68,6 +68,44 @@ class AttentionBackend(ABC):
 
     def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
         """Device memory that the backend keeps besides the pool."""
+        return 0
+
+    def graph_support(self, phase: str) -> GraphSupport:
+        """Which steps of a phase ("extend" or "decode") a captured graph may hold; at most what the capabilities say.
+
+        The graph of R decode requests holds `plan_in_graph` and `forward`; `plan` ran before it. It is replayed for any R requests, dummies
+        with one token in page 0 among them, in the same tensors of the batch. Its plan must live as long as it does, and one
+        run outside the capture must have compiled what it needs. All that `forward` may take from host lengths is what `plan` took, and
+        that must hold for every batch of the variant (see `graph_lengths`). `page_table` has its full width, and stale ids in what a
+        request does not use.
+        """
+        return self.capabilities.graphs.get(phase, GraphSupport.NEVER)
+
+    def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
+        """The backend that the graph of `max_requests` decode requests plans and runs with; by default this one.
+
+        `max_pages` counts the pages of all requests together, each as often as it is listed: `max_requests` times the width of the page
+        table is always enough.
+        """
+        return self
+
+    def refresh(self, plan: Any, batch: Batch) -> None:  # noqa: B027 (a hook)
+        """Host work before each replay of a graph that was captured with `plan`; nothing by default.
+
+        `batch` has the step's own host lengths, as many requests as the graph, dummies included, and the graph's tensors, already filled
+        on the current stream, on which the graph is replayed next. Must not wait for the device.
+        """
+
+    def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
+        """Host lengths to capture at, of every request alike; each makes one graph, and `graph_variant` says which of them serves a batch.
+
+        By default `max_context`, the most tokens that a request may ever have, because what a kernel takes from host lengths must hold for
+        all batches to come.
+        """
+        return (max_context,)
+
+    def graph_variant(self, batch: Batch, pool: KVPool) -> int:
+        """The index in `graph_lengths(batch.num_requests, ...)` of the graph that is fastest for a batch, dummies included."""
         return 0
 
     def forward(

@@ -54,8 +54,7 @@ class FlexBackend(AttentionBackend):
         ),
         head_dims=Span(16, 256),
         note="flex_attention, compiled on a GPU; gathers keys and values from their pages for each layer, because its kernels can not "
-        "read a large pool in place; sinks are applied after the kernel; on a CPU it runs uncompiled, to check results; the compiled "
-        "way was not yet run on a GPU by this project",
+        "read a large pool in place; sinks are applied after the kernel; on a CPU it runs uncompiled, to check results",
     )  # fmt: skip
 
     def __init__(self, *, deterministic: bool = False) -> None:

@@ -115,6 +115,8 @@ def attend(
     kernel: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     if formula.tile < KEY_BLOCK:
         kernel["BLOCK_M"] = formula.tile  # its own choice may be larger than the tile
+    if bias is not None:
+        kernel["num_stages"] = 1  # pipelined, the loads of the bias take more shared memory than Hopper has: a float32 per query and key
     options: dict[str, Any] = {
         "scale": formula.scale,
         "enable_gqa": query.shape[1] != key.shape[1],

@@ -56,6 +56,22 @@ class HybridBackend(AttentionBackend):
     def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
         return sum(child.workspace_bytes(max_requests, max_tokens) for child in (self.prefill, self.decode))
 
+    def graph_support(self, phase: str) -> GraphSupport:
+        return (self.decode if phase == "decode" else self.prefill).graph_support(phase)
+
+    def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
+        """What the one that serves decode makes: a graph holds no other steps."""
+        return self.decode.for_graph(max_requests, max_pages)
+
+    def refresh(self, plan: HybridPlan, batch: Batch) -> None:
+        plan.child.refresh(plan.plan, batch)
+
+    def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
+        return self.decode.graph_lengths(requests, max_context, pool)
+
+    def graph_variant(self, batch: Batch, pool: KVPool) -> int:
+        return self.decode.graph_variant(batch, pool)
+
     def forward(
         self, plan: HybridPlan, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch.fx.passes.split_module import split_module
+
+from paged_attn.capture.split_ops import is_split_op, overloads_of
 
 _PIECE = re.compile(r"submod_(\d+)$")
 
@@ -24,6 +29,8 @@ class SplitGraph:
 def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
     """Pieces and split ops alternate; a node that only serves views before an op stays in the piece before it.
 
+    A split op is one of `ops`, or tagged `cudagraph_unsafe` (`is_split_op`). Where it returns several tensors they are taken apart in its
+    submodule, so that pieces are given tensors and numbers only.
     `gm` has its placeholders first. The split module takes the same arguments and returns the same output.
     """
     piece_of: dict[fx.Node, int] = {}
@@ -32,11 +39,13 @@ def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if node.op == "call_function" and node.target in ops:
+        if node.op == "call_function" and is_split_op(node.target, ops):
             current += 1
             breaks.add(current)
             piece_of[node] = current
             current += 1
+        elif node.target is operator.getitem and _returns_several(node.args[0]) and piece_of[node.args[0]] in breaks:
+            piece_of[node] = piece_of[node.args[0]]
         else:
             piece_of[node] = current
     # The original gm is not needed as a root: all parameters are inputs of a Dynamo graph.
@@ -48,3 +57,8 @@ def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
         tuple(str(n) for n in names if not is_break[n]),
         tuple(str(n) for n in names if is_break[n]),
     )
+
+
+def _returns_several(node: Any) -> bool:
+    returns = [op._schema.returns for op in overloads_of(node.target)] if isinstance(node, fx.Node) else []
+    return bool(returns) and all(len(each) > 1 or (len(each) == 1 and isinstance(each[0].type, torch.ListType)) for each in returns)

@@ -15,7 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.capture.pieces import compile_pieces
+from paged_attn.capture.artifacts import ArtifactCache
+from paged_attn.capture.pieces import PieceReport, compile_pieces
 from paged_attn.capture.split import SplitGraph, split_graph
 from paged_attn.capture.split_ops import split_ops
 from paged_attn.options import CompileOptions
@@ -40,6 +41,7 @@ class CompiledGraph:
         rewrite: what the passes found.
         max_positions: the longest sequence, as the model's config or its tables of positions say; None if neither does.
         split: the rewritten graph in pieces, or None if the call is not a paged one.
+        pieces: how the pieces were compiled, or None if they run as they are.
         recurrent: the layers that the graph's recurrent ops stand for, by layer id, set by who captured it; None if nobody has looked.
     """
 
@@ -61,6 +63,7 @@ class CompiledGraph:
         self.recurrent: tuple[RecurrentLayer, ...] | None = None
         self._model = None if model is None else weakref.ref(model)
         self.compiled_by = "eager pieces"
+        self.pieces: PieceReport | None = None
         self._run_paged: Callable[..., Any] | None = None
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
         self._marker = self.roles.index("owned") if "owned" in self.roles else None
@@ -71,7 +74,8 @@ class CompiledGraph:
         if self.rewrite.gm is not None:
             self.split = split_graph(self.rewrite.gm, split_ops())
             if _wants_inductor(options, example_inputs):
-                compile_pieces(self.split, [value_of(node) for node in gm.graph.nodes if node.op == "placeholder"])
+                traced = [value_of(node) for node in gm.graph.nodes if node.op == "placeholder"]
+                self.pieces = compile_pieces(self.split, traced, ArtifactCache.of_user())
                 self.compiled_by = "Inductor pieces"
             self._run_paged = self.split.gm.forward
         else:

@@ -5,10 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from paged_attn.capture.pieces import PieceReport
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.passes.runner import LayerReport
 from paged_attn.recurrent.layer import RecurrentLayer
+
+if TYPE_CHECKING:
+    from paged_attn.engine.runner import Runner
+
+HOOKED = "transformers' attention interface (hooked, nothing is traced)"
+HOOK_PROOF = "the mask function evaluated, the config compared, a ragged probe against the model itself"
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class GraphExplanation:
     nodes_after: int
     seconds: dict[str, float] = field(default_factory=dict)
     recurrent: tuple[RecurrentGroup, ...] = ()
+    compiled: PieceReport | None = None
 
     @property
     def num_layers(self) -> int:
@@ -68,17 +77,29 @@ class GraphExplanation:
             nodes_after=found.nodes_after,
             seconds=dict(found.seconds),
             recurrent=group_recurrent(graph.recurrent or ()),
+            compiled=graph.pieces,
         )
+
+
+    @classmethod
+    def of_hooked(cls, runner: Runner) -> GraphExplanation:
+        """Of a model whose attention is hooked: there is no graph, and the layers say what they compute."""
+        reports = [LayerReport(i, spec, HOOKED, HOOK_PROOF, HOOK_PROOF, "", (), "") for i, spec in enumerate(runner.layers)]
+        return cls(group_layers(reports), "", 0, runner.runs_as, 0, 0)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A model's graphs, oldest first, and the backend: its name (None if there is none) and the words for why."""
+    """A model's graphs, oldest first, and the backend: its name (None if there is none) and the words for why.
+
+    capture: lines about which steps run through captured graphs.
+    """
 
     model: str
     graphs: tuple[GraphExplanation, ...]
     backend: str | None
     backend_reason: str
+    capture: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Lines for a terminal."""
@@ -93,12 +114,17 @@ class Explanation:
                 lines += recurrent_lines(each)
             total = sum(graph.seconds.values())
             passes = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in graph.seconds.items())
+            if not graph.nodes_before:
+                lines.append(f"  runs         {graph.compiled_by}")
+                continue
             lines += [
                 f"  pieces       {graph.pieces} between {graph.num_layers} attentions, run as {graph.compiled_by}",
+                *([f"  compiled     {graph.compiled.describe()}"] if graph.compiled is not None else []),
                 f"  graph nodes  {graph.nodes_before} before, {graph.nodes_after} after",
                 f"  passes       {total:.3f} s: {passes}",
             ]
         lines.append(f"  backend      {self.backend_reason}")
+        lines += self.capture
         lines += [f"  not paged    a graph of {graph.nodes_before} nodes: {graph.not_paged}" for graph in self.graphs if graph.not_paged]
         return "\n".join(lines)
 

@@ -38,7 +38,7 @@ def attention_layers(compiled: nn.Module | LLM | Engine) -> tuple[AttentionSpec,
     """
     target = _engine_or_model(compiled)
     if not isinstance(target, nn.Module):
-        return target.runner.compiled.specs
+        return target.runner.layers
     model, graphs = _graphs(target)
     paged = [graph for graph in graphs if graph.split is not None]
     (paged or graphs)[-1].refuse_recurrent()
@@ -57,10 +57,14 @@ def explain(compiled: nn.Module | LLM | Engine) -> str:
 
 def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
     """The same as data."""
+    from paged_attn.engine.model_runner import ModelRunner
+
     target = _engine_or_model(compiled)
     if not isinstance(target, nn.Module):
-        graph, selection = GraphExplanation.of(target.runner.compiled), target.selection
-        return Explanation(type(target.runner.model).__name__, (graph,), selection.backend.name, selection.describe())
+        runner, selection = target.runner, target.selection
+        graph = GraphExplanation.of(runner.compiled) if isinstance(runner, ModelRunner) else GraphExplanation.of_hooked(runner)
+        name, capture = type(runner.model).__name__, tuple(target.steps.report().lines())
+        return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture)
     model, graphs = _graphs(target)
     backend, reason = _auto_backend(model, graphs)
     return Explanation(type(model).__name__, tuple(map(GraphExplanation.of, graphs)), backend, reason)

@@ -3,10 +3,10 @@
 How a graph is captured and replayed with it:
 
     backend = FlashInferBackend().for_graph(max_requests=64, max_pages=4096)
-    with ForwardContext(batch, pool, backend):      # plans, outside the capture
-        with torch.cuda.graph(graph):
-            model(...)
-    backend.plan(next_batch, pool)                  # fills the same buffers
+    plan = backend.plan(batch, pool)                # outside the capture
+    with torch.cuda.graph(graph):
+        ...                                         # backend.forward(plan, ...) for each layer
+    backend.refresh(plan, next_batch)               # fills the same buffers
     graph.replay()
 
 A batch may have fewer requests than the graph: the rest read the reserved page 0, and their rows are padding. Shared prefixes are not
@@ -83,6 +83,10 @@ class GraphDecode(AttentionBackend):
                 planner.plan_decode(slot, kind, tables)
             plan.launches.append(Launch(slot.wrapper, kind))
         return plan
+
+    def refresh(self, plan: GraphPlan, batch: Batch) -> None:
+        """Plan again: into the same wrappers and buffers, which the graph reads. It waits where `plan` does."""
+        self.plan(batch, plan.pool)
 
     def write_kv(self, plan: GraphPlan, call: AttentionCall) -> None:
         store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)

@@ -77,7 +77,11 @@ class TrtllmMhaBackend(AttentionBackend):
             _check_pool(pool)
             _announce(pool)
             self._checked.add(pool)
-        return Plan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table.contiguous())
+        return Plan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)
+
+    def plan_in_graph(self, plan: Plan) -> None:
+        """Copy the page table if XQA can not read it in place; a copy made in `plan` would be stale when a graph is replayed."""
+        plan.page_table = plan.batch.page_table.contiguous()
 
     def write_kv(self, plan: Plan, call: AttentionCall) -> None:
         store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)

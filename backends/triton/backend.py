@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
+SHORTEST_SMALL = 256  # tokens of each request
+
 
 class TritonBackend(AttentionBackend):
     name = "triton"
@@ -45,8 +47,9 @@ class TritonBackend(AttentionBackend):
             raise ImportError(f"the triton backend needs Triton: {self.capabilities.requirements[0].install}") from error
         from paged_attn.backends.triton.kv_write import store_rows
         from paged_attn.backends.triton.launch import LayerLaunch
-        from paged_attn.backends.triton.plan import Plan
+        from paged_attn.backends.triton.plan import Plan, small_step
 
+        self._small_step = small_step
         self._make_plan, self._layer_launch, self._store_rows = Plan.of, LayerLaunch.of, store_rows
         self._launches: WeakKeyDictionary[KVPool, dict[tuple[Any, ...], LayerLaunch]] = WeakKeyDictionary()
 
@@ -62,6 +65,24 @@ class TritonBackend(AttentionBackend):
     def plan_in_graph(self, plan: Plan) -> None:
         for shares in plan.shares:
             shares.deal(plan.batch)
+
+    def graph_support(self, phase: str) -> GraphSupport:
+        """None in deterministic mode: parts are cut at fixed keys, so that the grid follows the host's lengths."""
+        return GraphSupport.NEVER if self.deterministic else super().graph_support(phase)
+
+    def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
+        """A graph for steps of few keys, launched as `tiling` does for those, and one for all others, where both can come up."""
+        few = self._small_step(pool)
+        return (few // requests, max_context) if self._has_small(requests, few) and few < requests * max_context else (max_context,)
+
+    @staticmethod
+    def _has_small(requests: int, few: int) -> bool:
+        """Where only the shortest contexts would count as small, a second graph is not worth its memory."""
+        return few // max(requests, 1) >= SHORTEST_SMALL
+
+    def graph_variant(self, batch: Batch, pool: KVPool) -> int:
+        few = self._small_step(pool)
+        return int(self._has_small(batch.num_requests, few) and few < sum(batch.seq_lens_host))
 
     def forward(
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,

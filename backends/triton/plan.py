@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.triton.shares import ShareKind, Shares
-from paged_attn.backends.triton.tiling import RowsKind, machine_of, power_of_2, tiling
+from paged_attn.backends.triton.tiling import RowsKind, few_keys, machine_of, power_of_2, tiling
 
 
 @dataclass
@@ -80,6 +80,12 @@ def layer_kinds(pool: KVPool) -> LayerKinds:
         aligned = all(address % 16 == 0 for address in addresses) and pool.page_elements * pool.dtype.itemsize % 16 == 0
         _known[pool] = LayerKinds(tuple(indices), by_layer, max((power_of_2(max(s.v_head_dim, 16)) for s in indices), default=0), aligned)
     return _known[pool]
+
+
+def small_step(pool: KVPool) -> int:
+    """The most keys, over all requests, of a decode step that counts as small for every kind of layer of the pool (see `few_keys`)."""
+    machine = machine_of(pool.device)
+    return min((few_keys(spec, pool.dtype, machine) for spec in layer_kinds(pool).specs), default=0)
 
 
 def kept_rows(kind: ShareKind) -> int:

@@ -29,25 +29,33 @@ GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, for which `hopper_kernel` compiles
 
 @dataclass(frozen=True)
 class Machine:
-    """Multiprocessors of the GPU, and whether `hopper_kernel` runs there: compute capability 9.0 and a Triton that it is written for."""
+    """What launches depend on.
+
+    Attributes:
+        multiprocessors: of the GPU.
+        hopper: whether `hopper_kernel` runs there: compute capability 9.0 and a Triton that it is written for.
+        early: whether kernels may be launched before the one in front has ended: compute capability 9.0 or more; measured on 9.0 only.
+    """
 
     multiprocessors: int
     hopper: bool
+    early: bool
 
 
 @cache
 def machine_of(device: torch.device) -> Machine:
     """In Triton's interpreter, on the CPU, there are as many multiprocessors as make small tests cut their items."""
     if device.type != "cuda":
-        return Machine(3, False)
-    hopper = torch.cuda.get_device_capability(device) == (9, 0)
+        return Machine(3, hopper=False, early=False)
+    capability = torch.cuda.get_device_capability(device)
+    hopper = capability == (9, 0)
     if hopper and not (known := triton.__version__.startswith(GLUON_VERSIONS)):
         logger.warning(
             "Triton %s: the prefill kernel for Hopper compiles with %s; the general one runs instead, at about 0.65 of its pace",
             triton.__version__, " and ".join(GLUON_VERSIONS),
         )  # fmt: skip
         hopper = known
-    return Machine(torch.cuda.get_device_properties(device).multi_processor_count, hopper)
+    return Machine(torch.cuda.get_device_properties(device).multi_processor_count, hopper, early=capability >= (9, 0))
 
 
 @dataclass(frozen=True)
@@ -104,24 +112,30 @@ def tiling(
 
 
 def in_hopper_kernel(spec: AttentionSpec) -> bool:
-    """Whether `hopper_kernel` may serve a layer: what it was seen to compute right on a GPU.
-
-    It is written for softcaps, sinks, chunks, bidirectional layers and log-sum-exps, too, and compiles for them; tests/gpu has a test that
-    is to pass with them before they are let in here.
-    """
-    proved = spec.causal and spec.chunk is None and spec.softcap is None and not spec.has_sinks and not spec.gives_lse
+    """Whether `hopper_kernel` is written for a layer, in 16 bits: equal head dims of 64 or 128, and every feature but ALiBi and biases."""
     dims = spec.qk_head_dim == spec.v_head_dim and spec.qk_head_dim in (64, 128)
-    return proved and dims and spec.alibi_slopes is None and spec.bias_index is None
+    return dims and spec.alibi_slopes is None and spec.bias_index is None
+
+
+def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:
+    """The most keys, over all requests, of a decode step that counts as small: up to 8 blocks of them for each multiprocessor."""
+    if dtype.itemsize > 2:
+        return 0
+    return 8 * _decode_block_n(spec) * machine.multiprocessors // spec.num_kv_heads
+
+
+def _decode_block_n(spec: AttentionSpec) -> int:
+    return 64 if max(spec.qk_head_dim, spec.v_head_dim) <= 128 else 32
 
 
 def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, machine: Machine) -> Tiling:
     block_m = min(max(16, power_of_2(spec.group_size)), 64)
     if dtype.itemsize > 2:
         return Tiling(block_m, 16, 4, 2, 2, 2)
-    block_n = 64 if dim <= 128 else 32
+    block_n = _decode_block_n(spec)
     merge_parts = 8 if block_m == 16 and dim <= 128 else 2
-    if total_keys * spec.num_kv_heads <= 8 * block_n * machine.multiprocessors:
-        return Tiling(block_m, block_n, 4, 3, 1, merge_parts, early=machine.hopper)
+    if total_keys <= few_keys(spec, dtype, machine):
+        return Tiling(block_m, block_n, 4, 3, 1, merge_parts, early=machine.early)
     return Tiling(block_m, block_n, 4, 3, 2, merge_parts, item_cost=3)
 
 

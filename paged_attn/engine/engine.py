@@ -13,21 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch import BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.state_pool import StatePool
-from paged_attn.backends.select import Selection, select_for_pool
+from paged_attn.capture.recorder import Recorder
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
-from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.engine.make_steps import make_runner, ready_to_step
 from paged_attn.engine.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampler import NonFiniteLogitsError, SampledToken, SamplingState, sample
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.scheduler import Scheduled, Scheduler
-from paged_attn.options import CompileOptions
 from paged_attn.recurrent.run import RecurrentRunner
 
 logger = logging.getLogger("paged_attn")
@@ -51,35 +49,33 @@ class Engine:
     Args:
         model: a Hugging Face causal LM, or any module with forward(input_ids, position_ids); it is left as it was found.
         tokenizer: decodes new tokens to text; None gives empty texts.
+        recorder: captures graphs; by default CUDA graphs on a GPU and none elsewhere.
 
     Raises:
-        UnsupportedError: see `ModelRunner`; or no backend runs its layers; or the pool can not hold two pages.
+        UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool can not hold two pages.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None) -> None:
         self.config = config or EngineConfig.from_environment()
         self.tokenizer = tokenizer
-        self.runner = ModelRunner(
-            model, CompileOptions(inductor=self.config.inductor, self_check=self.config.self_check), self.config.follow_generate
-        )
-        self.limits = ModelLimits.of(model, self.runner.compiled.max_positions)
+        self.runner = make_runner(model, self.config)
+        self.limits = ModelLimits.of(model, self.runner.max_positions)
         if (rows := self.runner.max_rows) is not None and rows < self.config.max_batch_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
-        layers = self.runner.compiled.specs
+        device, layers = self.runner.device, self.runner.layers
         recurrent = [layer.spec for layer in self.runner.recurrent]
-        slots = num_state_slots(self.config, recurrent, self.runner.device, all(layer.chunks for layer in self.runner.recurrent))
-        self.states = StatePool(recurrent, slots.total, self.runner.device) if recurrent else None
-        self._recurrent = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
+        slots = num_state_slots(self.config, recurrent, device, all(layer.chunks for layer in self.runner.recurrent))
+        self.states = StatePool(recurrent, slots.total, device) if recurrent else None
+        states = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
         state_bytes = self.states.nbytes if self.states else 0
-        num_pages = pool_pages(self.config, layers, self.runner.dtype, self.runner.device, state_bytes)
-        self.pool = KVPool(layers, num_pages, self.config.page_size, self.runner.dtype, self.runner.device)
-        self.selection: Selection = select_for_pool(
-            self.config.backend, self.pool, self.runner.dtype,
-            deterministic=self.config.deterministic, speculative=self.config.speculative_backend,
-        )  # fmt: skip
+
+        def num_pages(kept_free: int) -> int:
+            return pool_pages(self.config, layers, self.runner.dtype, device, state_bytes, kept_free)
+
+        self.steps, self.pool, self.selection = ready_to_step(self.runner, self.config, num_pages, states, recorder)
         if self.states and self.config.prefix_cache and not slots.snapshots:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
-        self.kv = KVManager(num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
+        self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
@@ -149,10 +145,10 @@ class Engine:
         if not scheduled:
             assert not self.requests, f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
             return []
-        batch = Batch.build([self._share_of(s) for s in scheduled], self.config.page_size, self.runner.device)
+        step = self.steps.prepare([self._share_of(s) for s in scheduled])
         with self._restarting_on_error([s.request for s in scheduled]) as unfinished:
             before_model = time.perf_counter()
-            logits = self.runner.run(batch, self.pool, self.selection.backend, self._recurrent)
+            logits = self.steps.run(step)
             after_model = time.perf_counter()
             sampling = [s.request for s in scheduled if s.samples]
             tokens = self._sample(logits, sampling) if sampling else []
@@ -172,11 +168,13 @@ class Engine:
         return events
 
     def close(self) -> None:
-        """Cancel everything and give the prefix cache's pages back."""
+        """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""
         for request_id in list(self.requests):
             self.cancel(request_id)
         if self.kv.tree is not None:
             self.kv.tree.clear()
+        self.steps.close()
+        self.runner.close()
 
     @contextmanager
     def _restarting_on_error(self, requests: list[Request]) -> Iterator[list[Request]]:

@@ -78,9 +78,12 @@ class ModelLimits:
 
 
 def pool_pages(
-    config: EngineConfig, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, state_bytes: int = 0
+    config: EngineConfig, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, state_bytes: int = 0, kept_free: int = 0
 ) -> int:
     """Pages of the pool, page 0 included: as configured, or as many as the memory setting holds beside `state_bytes` of recurrent state.
+
+    Args:
+        kept_free: bytes of free memory that something else will take, such as graphs.
 
     Raises:
         UnsupportedError: fewer than two fit; the message does the sum.
@@ -90,7 +93,7 @@ def pool_pages(
     page_bytes = page_elements(layers, config.page_size) * dtype.itemsize
     if page_bytes == 0:  # no attention: a page is only a count of tokens
         return 1 + -(-TOKENS_WITHOUT_KV // config.page_size)
-    budget = _memory_budget(config, device) - state_bytes
+    budget = _memory_budget(config, device, kept_free) - state_bytes
     pages = int(budget // page_bytes)
     if pages < 2:
         raise UnsupportedError(
@@ -150,10 +153,10 @@ def num_state_slots(config: EngineConfig, layers: Sequence[RecurrentSpec], devic
     return slots
 
 
-def _memory_budget(config: EngineConfig, device: torch.device) -> float:
+def _memory_budget(config: EngineConfig, device: torch.device, kept_free: int = 0) -> float:
     """Bytes for KV and recurrent state."""
     if config.kv_memory_gib is not None:
         return config.kv_memory_gib * 2**30
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * GPU_KV_SHARE
+        return max(torch.cuda.mem_get_info(device)[0] - kept_free, 0) * GPU_KV_SHARE
     return CPU_KV_GIB * 2**30

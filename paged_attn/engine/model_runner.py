@@ -7,11 +7,9 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.batch import Batch
-from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.backends.base import AttentionBackend
+from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.call_signature import plain_inputs, positions_are_optional, takes
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
 from paged_attn.evaluating import evaluating
@@ -20,7 +18,6 @@ from paged_attn.options import CompileOptions
 from paged_attn.passes.model_facts import model_dtype
 from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
-from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.recurrent.wrap import replaced_by_ops
 from paged_attn.self_check import logits_of
 
@@ -118,9 +115,30 @@ class ModelRunner:
             ) from refusal
         return True
 
-    def run(self, batch: Batch, pool: KVPool, backend: AttentionBackend, recurrent: RecurrentRunner | None = None) -> Tensor:
-        """Logits [batch.num_logits, vocabulary] of the rows that want them; `recurrent` holds the state of models that have one."""
-        args = self.inputs.fill(batch.input_ids, batch.positions, batch.logits_rows)
-        with torch.no_grad(), ForwardContext(batch, pool, backend, recurrent) as context:
-            logits = logits_of(self.compiled.run_paged(context, args))
-        return logits[: batch.num_logits] if self.takes_logits_rows else logits[batch.logits_rows[: batch.num_logits]]
+    @property
+    def layers(self) -> tuple[AttentionSpec, ...]:
+        return self.compiled.specs
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.compiled.max_positions
+
+    @property
+    def runs_as(self) -> str:
+        return f"rewritten, {self.compiled.compiled_by}"
+
+    @property
+    def owned(self) -> dict[str, Tensor]:
+        """The tensors that the graph takes from the model, named by their place among its inputs."""
+        return {f"input {i}": tensor for i, tensor in enumerate(self.inputs.owned) if isinstance(tensor, Tensor)}
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        """input_ids, positions [T] and logits_rows [N], int64 -> logits [N, vocabulary] of those rows, under a forward context."""
+        context = current_context()
+        if context is None:
+            raise ContextError("ModelRunner.forward was called outside any forward context; wrap the call in ForwardContext(batch, pool, backend)")
+        logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
+        return logits if self.takes_logits_rows else logits[logits_rows]
+
+    def close(self) -> None:
+        """The model was never changed."""

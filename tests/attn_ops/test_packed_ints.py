@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.packed_ints import ALIGNMENT, PackedInts, write_joined, write_table
+from paged_attn.attn_ops.packed_ints import ALIGNMENT, PackedInts, words, write_joined, write_table
 
 SIZES = st.lists(st.integers(0, 40), max_size=4)
 FORMS = {
@@ -36,6 +36,29 @@ def test_fields_are_as_long_as_asked_aligned_and_apart(int64, int32):
         assert field.tolist() == [number] * len(field)
         assert field.storage_offset() * field.itemsize % ALIGNMENT == 0
     assert len({f.untyped_storage().data_ptr() for f in fields}) <= 1
+
+
+@given(SIZES, SIZES, st.integers(0, 70))
+def test_fields_at_the_start_of_a_buffer_that_is_there(int64, int32, room):
+    buffer = torch.full((words(int64, int32, room) + 3,), -1, dtype=torch.int64)
+    packed = PackedInts(int64, int32, into=buffer, room=room)
+    for number, field in enumerate(packed.host, start=1):
+        field[:] = number
+    fields = packed.to_device()
+    for number, (field, size) in enumerate(zip(fields, [*int64, *int32], strict=True), start=1):
+        assert field.tolist() == [number] * size
+        assert field.data_ptr() == 0 or field.untyped_storage().data_ptr() == buffer.data_ptr()
+        assert field.storage_offset() * field.itemsize % ALIGNMENT == 0
+    assert buffer[-3:].tolist() == [-1] * 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=4), SIZES)
+def test_with_room_int32_fields_lie_where_they_lie_for_other_sizes(sizes, int64):
+    places = []
+    for side in (0, 1):
+        fields = PackedInts(int64, [pair[side] for pair in sizes], room=70).to_device()
+        places.append([field.storage_offset() for field in fields])
+    assert places[0] == places[1]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -14,7 +14,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.triton import tiling as tiling_module
 from paged_attn.backends.triton.attend_kernel import attend
 from paged_attn.backends.triton.hopper_kernel import attend_hopper
 from paged_attn.backends.triton.launch import LayerLaunch
@@ -24,27 +23,37 @@ from paged_attn.backends.triton.tiling import Machine, tiling
 SIXTEEN_BITS = {"query", "keys", "values", "out", "new_keys", "new_values", "sinks", "bias", "lse"}
 INTEGERS = {"page_table", "seq_lens", "query_start", "work", "counters"}
 FLOATS = {"slopes", "partial", "partial_stats"}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "decode": ("one", {}),
-    "decode_features": ("one", {"sliding_window": 512, "softcap": 30.0, "has_sinks": True}),
-    "decode_mha_256": ("one", {"num_kv_heads": 32, "qk_head_dim": 256, "v_head_dim": 256}),
-    "deterministic": ("all", {"sliding_window": 512}),
-    "extend": ("more", {}),
-    "extend_window": ("more", {"sliding_window": 512}),
-    "extend_64": ("more", {"qk_head_dim": 64, "v_head_dim": 64}),
-    "extend_192": ("more", {"qk_head_dim": 192}),
-    "extend_alibi": ("more", {"alibi_slopes": (0.5,) * 32}),
+LONG, SHORT = 9000, 1000  # contexts, on which the blocks of an extension depend; one short request is decoded with an early launch
+DIM_64 = {"qk_head_dim": 64, "v_head_dim": 64}
+EVERY = {"sliding_window": 512, "chunk": 4096, "softcap": 30.0, "has_sinks": True, "causal": False, "gives_lse": True}
+VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "decode": ("one", LONG, {}),
+    "decode_short": ("one", SHORT, {}),
+    "decode_features": ("one", LONG, {"sliding_window": 512, "softcap": 30.0, "has_sinks": True}),
+    "decode_mha_256": ("one", LONG, {"num_kv_heads": 32, "qk_head_dim": 256, "v_head_dim": 256}),
+    "deterministic": ("all", LONG, {"sliding_window": 512}),
+    "extend": ("more", LONG, {}),
+    "extend_short": ("more", SHORT, {}),
+    "extend_window": ("more", LONG, {"sliding_window": 512}),
+    "extend_64": ("more", LONG, DIM_64),
+    "extend_all": ("more", LONG, EVERY),
+    "extend_all_short": ("more", SHORT, EVERY),
+    "extend_all_64": ("more", LONG, EVERY | DIM_64),
+    "extend_all_64_short": ("more", SHORT, EVERY | DIM_64),
+    "extend_192": ("more", LONG, {"qk_head_dim": 192}),
+    "extend_alibi": ("more", LONG, {"alibi_slopes": (0.5,) * 32}),
 }
 
 
-def compiled(rows: str, changes: dict[str, Any], context: int = 9000, lse: bool = False) -> dict[str, Any]:
+def compiled(rows: str, context: int, changes: dict[str, Any]) -> dict[str, Any]:
     fields = {"num_q_heads": 32, "num_kv_heads": 8, "qk_head_dim": 128, "v_head_dim": 128, "scale": 0.1}
     spec = AttentionSpec(**{**fields, **changes})
-    tiles = tiling(rows, spec, torch.bfloat16, 1 if rows == "one" else 512, context, 1 << 20, Machine(132, True))
+    total = context if context == SHORT else 1 << 20
+    tiles = tiling(rows, spec, torch.bfloat16, 1 if rows == "one" else 512, context, total, Machine(132, hopper=True, early=True))
     pool = KVPool([spec], 2, 16, torch.bfloat16)
     launch = LayerLaunch.of(pool, 0, ShareKind.of(spec, rows, tiles), fused_write=rows == "one")
     kernel, source = (attend_hopper, GluonASTSource) if tiles.hopper else (attend, ASTSource)
-    constants = {**launch.constants, "HAS_LSE": lse, **({} if tiles.hopper else {"PRECISION": "tf32"})}
+    constants = {**launch.constants, "HAS_LSE": spec.gives_lse, **({} if tiles.hopper else {"PRECISION": "tf32"})}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -55,13 +64,10 @@ def compiled(rows: str, changes: dict[str, Any], context: int = 9000, lse: bool 
         if pointer or (name.endswith("stride") and name != "table_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     result = triton.compile(source(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=launch.options)
-    return {"hopper": tiles.hopper, "shared": result.metadata.shared, "cubin": len(result.asm["cubin"])}
+    chosen = {"hopper": tiles.hopper, "block_n": tiles.block_n, "early": tiles.early}
+    return {**chosen, "shared": result.metadata.shared, "cubin": len(result.asm["cubin"])}
 
 
 if __name__ == "__main__":
-    for name, (rows, changes) in VARIANTS.items():
-        print(json.dumps({"variant": name, **compiled(rows, changes)}), flush=True)
-    tiling_module.in_hopper_kernel = lambda spec: True  # what it is written for, and not let in before it was seen to be right
-    every = {"sliding_window": 512, "chunk": 4096, "softcap": 30.0, "has_sinks": True, "causal": False}
-    print(json.dumps({"variant": "extend_all", **compiled("more", every, lse=True)}), flush=True)
-    print(json.dumps({"variant": "extend_short", **compiled("more", {}, context=1000)}), flush=True)
+    for name, variant in VARIANTS.items():
+        print(json.dumps({"variant": name, **compiled(*variant)}), flush=True)

@@ -194,6 +194,18 @@ def test_how_many_blocks_are_read(backend, small_blocks):
     assert small_blocks == [1, 2, 3]
 
 
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_loads_of_a_bias_are_not_pipelined(backend, monkeypatch, feature):
+    given, attention = [], flex_mods.flex_attention
+    monkeypatch.setattr(
+        flex_mods, "flex_attention", lambda *a, **options: given.append(options["kernel_options"]) or attention(*a, **options)
+    )
+    spec = spec_here(feature)
+    for mode in MODES:
+        run(make(MODES[mode], spec, page_size=4), backend)
+    assert [options.get("num_stages") for options in given] == [1 if spec.bias_index else None] * len(MODES)
+
+
 @pytest.fixture
 def compiles(monkeypatch):
     """flex compiles, too, but with Dynamo alone: the kernels that Inductor makes of it need a GPU. The value counts graphs."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -89,7 +91,7 @@ def test_a_layer_that_reads_anothers_kv_stores_nothing(feature):
 @pytest.mark.parametrize("lengths", [[(400, 1)], [(390, 1), (3, 1)], [(300, 6), (200, 2), (5, 1)]])
 def test_items_cut_into_many_parts(monkeypatch, lengths):
     """33 multiprocessors: every program has a block or two, so that a merge has dozens of parts and more than one round."""
-    monkeypatch.setattr("paged_attn.backends.triton.plan.machine_of", lambda device: Machine(33, False))
+    monkeypatch.setattr("paged_attn.backends.triton.plan.machine_of", lambda device: Machine(33, hopper=False, early=False))
     agree(make(lengths, spec_of("sinks"), page_size=16), TRITON)
 
 
@@ -224,20 +226,27 @@ def test_layers_of_one_kind_share_one_deal():
 
 
 def test_tilings_fit_the_machine():
-    hopper, other = Machine(132, True), Machine(108, False)
+    hopper, other = Machine(132, hopper=True, early=True), Machine(108, hopper=False, early=False)
     spec = spec_of(dim=128)
     wide = tiling.tiling("more", spec_of_dims(128, 128), torch.bfloat16, 512, 9000, 512, hopper)
     assert wide.hopper and not tiling.tiling("more", spec_of_dims(128, 128), torch.bfloat16, 512, 9000, 512, other).hopper
-    for unfit in (spec_of_dims(128, 64), spec_of_dims(128, 128, alibi_slopes=(0.5,) * 4), spec_of_dims(256, 256)):
+    tables = ({"alibi_slopes": (0.5,) * 4}, {"bias_index": "distance"})
+    for unfit in (spec_of_dims(128, 64), spec_of_dims(256, 256), *(spec_of_dims(128, 128, **table) for table in tables)):
         assert not tiling.tiling("more", unfit, torch.bfloat16, 512, 9000, 512, hopper).hopper
-    for unproved in ({"softcap": 3.0}, {"has_sinks": True}, {"chunk": 64}, {"causal": False}, {"gives_lse": True}):
-        assert not tiling.tiling("more", spec_of_dims(128, 128, **unproved), torch.bfloat16, 512, 9000, 512, hopper).hopper
+    for let_in in ({"softcap": 3.0}, {"has_sinks": True}, {"chunk": 64}, {"causal": False}, {"gives_lse": True}, {"sliding_window": 64}):
+        for dim, stages in ((64, 4), (128, 2)):
+            long, short = (
+                tiling.tiling("more", spec_of_dims(dim, dim, **let_in), torch.bfloat16, 512, context, 512, hopper)
+                for context in (2049, 2048)
+            )
+            assert long.hopper and (long.block_n, long.stages) == (128, stages)
+            assert short.hopper and (short.block_n, short.stages) == (64, 4)
     assert not tiling.tiling("more", spec_of_dims(128, 128), torch.float32, 512, 9000, 512, hopper).hopper
     short, long = (tiling.tiling("one", spec, torch.bfloat16, 1, keys, keys, hopper) for keys in (4096, 1 << 20))
     assert (short.programs_per_sm, long.programs_per_sm) == (1, 2)
+    assert short.early and not long.early
+    assert not tiling.tiling("one", spec, torch.bfloat16, 1, 4096, 4096, replace(hopper, early=False)).early
 
 
 def spec_of_dims(qk, v, **more):
-    import dataclasses
-
-    return dataclasses.replace(spec_of(), qk_head_dim=qk, v_head_dim=v, **more)
+    return replace(spec_of(), qk_head_dim=qk, v_head_dim=v, **more)

@@ -11,7 +11,10 @@ import pytest
 
 pytest.importorskip("triton")
 SHARED_BYTES = 227 * 1024  # of a block on SM90
-HOPPER = {"extend": True, "extend_window": True, "extend_64": True, "extend_all": True, "extend_short": True}
+HOPPER_BLOCKS = {
+    "extend": 128, "extend_window": 128, "extend_64": 128, "extend_all": 128, "extend_all_64": 128,
+    "extend_short": 64, "extend_all_short": 64, "extend_all_64_short": 64,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -21,7 +24,8 @@ def test_every_variant_compiles_for_sm90_and_fits() -> None:
     result = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=400)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = {row["variant"]: row for row in map(json.loads, result.stdout.splitlines())}
-    assert len(rows) == 11
+    assert len(rows) == 15 and HOPPER_BLOCKS.keys() < rows.keys()
     for name, row in rows.items():
         assert row["shared"] <= SHARED_BYTES and row["cubin"] > 0, row
-        assert row["hopper"] is HOPPER.get(name, False), row
+        assert row["hopper"] is (name in HOPPER_BLOCKS) and row["block_n"] == HOPPER_BLOCKS.get(name, row["block_n"]), row
+        assert row["early"] is (name == "decode_short"), row

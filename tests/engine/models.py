@@ -19,12 +19,13 @@ from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paged_attn import LLM, EngineConfig, SamplingParams
-from paged_attn.engine import engine as engine_module
+from paged_attn.engine import make_steps
 from paged_attn.engine.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model_runner import ModelRunner
 from paged_attn.engine.request import Request
 from paged_attn.engine.sampler import SamplingState
+from paged_attn.options import CompileOptions
 from tests.tiny_models import VOCAB, build
 
 POISON = VOCAB - 1  # `poisoned` makes this token's embedding NaN
@@ -38,7 +39,7 @@ def tiny(name: str = "qwen3") -> PreTrainedModel:
 
 @functools.cache
 def _runner(model: PreTrainedModel) -> ModelRunner:
-    return ModelRunner(model, engine_module.CompileOptions())
+    return ModelRunner(model, CompileOptions())
 
 
 def make_engine(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> Engine:
@@ -49,8 +50,13 @@ def make_engine(model: PreTrainedModel | None = None, tokenizer: Any = None, **s
 def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> LLM:
     model = model or tiny()
     config = EngineConfig(**{"page_size": 4, "num_pages": 128, **settings})
-    with mock.patch.object(engine_module, "ModelRunner", lambda model, *_: copy.copy(_runner(model))):
+    with one_capture():
         return LLM(model, tokenizer=tokenizer, config=config)
+
+
+def one_capture() -> Any:
+    """Engines made inside share one capture of each model."""
+    return mock.patch.object(make_steps, "ModelRunner", lambda model, *_: copy.copy(_runner(model)))
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
@@ -125,7 +131,7 @@ def run_all(engine: Engine) -> list[Any]:
 
 def fail_once(engine: Engine, error: BaseException, at_call: int = 1) -> None:
     """Let the model raise in its `at_call`-th step from now on, after it has run."""
-    run, calls = engine.runner.run, iter(range(1, 10**9))
+    run, calls = engine.steps.run, iter(range(1, 10**9))
 
     def failing(*args: Any) -> Any:
         logits = run(*args)
@@ -133,7 +139,7 @@ def fail_once(engine: Engine, error: BaseException, at_call: int = 1) -> None:
             raise error
         return logits
 
-    engine.runner.run = failing  # type: ignore[method-assign]
+    engine.steps.run = failing  # type: ignore[method-assign]
 
 
 def assert_idle(engine: Engine) -> None:

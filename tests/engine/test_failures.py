@@ -165,13 +165,13 @@ def test_poisoned_pages_do_not_stay_in_the_prefix_cache(max_batch_tokens: int) -
 
 def test_nan_in_the_middle_of_an_answer_keeps_the_healthy_prefix_only() -> None:
     engine = make_engine()
-    run, answer = engine.runner.run, oracle(PROMPTS[1])
+    run, answer = engine.steps.run, oracle(PROMPTS[1])
     request = engine.add_request(PROMPTS[1], GREEDY)
     for _ in range(7):
         engine.step()
-    engine.runner.run = lambda *args: torch.full_like(run(*args), float("inf"))  # type: ignore[method-assign]
+    engine.steps.run = lambda *args: torch.full_like(run(*args), float("inf"))  # type: ignore[method-assign]
     engine.step()
-    engine.runner.run = run  # type: ignore[method-assign]
+    engine.steps.run = run  # type: ignore[method-assign]
     assert (request.finish_reason, request.output_token_ids) == ("error", answer[:7])
     assert_idle(engine)
     assert engine.kv.tree is not None and engine.kv.tree.num_pages == len(PROMPTS[1]) // 4, "what the first good logits vouched for"

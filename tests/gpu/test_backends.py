@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paged_attn.attn_ops.spec import AttentionSpec
-from tests.backends.fitting import JIT, problem_of, reasons_against, usable_names
+from tests.backends.fitting import JIT, instance, problem_of, reasons_against, usable_names
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, Case, make, spec_of
 from tests.backends.test_property import Axes, agree, agreeing_backends, cases, expected_of
 
@@ -30,6 +30,9 @@ STEPS = {
 }
 SHARED = ((70, 1), (65, 3), (64, 1))  # at least a page of 64 in common
 LONG = {"decode": ((2100, 1), (3, 1), (700, 1)), "extend": ((600, 5), (0, 140)), "mixed": ((1500, 1), (300, 70), (64, 1))}
+LONGER = {"extend": ((2100, 200), (300, 70)), "mixed": ((2500, 1), (2000, 70), (64, 1))}
+HOPPER_STEPS = {64: LONG, 128: LONGER}  # by the keys in a block of the kernel for Hopper
+WIDE = {"sliding_window": 300, "chunk": 200}  # instead of those of FEATURES, which are smaller than any block
 DIMS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (64, 128), (192, 192), (256, 256))
 PAGE_SIZES = (1, 16, 64, 128, 256)
 JIT_FEATURES = ("plain", "window", "mha")  # of backends marked jit; other features are slow
@@ -132,19 +135,33 @@ def test_long_contexts_that_are_split(name: str, step: str, feature: str) -> Non
     check(name, dataclasses.replace(spec, sliding_window=900) if feature == "window" else spec, LONG[step])
 
 
+@pytest.mark.parametrize("keys", HOPPER_STEPS)
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("feature", ["plain", "window", "softcap", "sinks", "chunk", "window_chunk", "bidirectional", "gqa_7_sinks"])
-def test_the_kernel_for_hopper_with_all_that_it_is_written_for(feature: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let in by hand: those that pass can be let in by `in_hopper_kernel`."""
+@pytest.mark.parametrize(
+    "feature",
+    ["plain", "window", "softcap", "sinks", "chunk", "window_chunk", "bidirectional", "bidirectional_window", "bidirectional_chunk",
+     "gqa_7_sinks", "all"],
+)  # fmt: skip
+def test_every_feature_in_the_kernel_for_hopper(feature: str, dim: int, keys: int) -> None:
     if "triton" not in NAMES or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Triton on a GPU of compute capability 9.0")
-    monkeypatch.setattr("paged_attn.backends.triton.tiling.in_hopper_kernel", lambda spec: True)
-    spec = spec_of(feature, dim=dim)
-    wide = {"window": {"sliding_window": 300}, "chunk": {"chunk": 200}, "window_chunk": {"sliding_window": 150, "chunk": 200}}
-    spec = dataclasses.replace(spec, v_head_dim=dim, **wide.get(feature, {}))
+    narrow = spec_of(feature, dim=dim)
+    wide = {name: width for name, width in WIDE.items() if getattr(narrow, name) is not None}
+    wide |= {"sliding_window": 150} if len(wide) == 2 else {}
+    spec = dataclasses.replace(narrow, v_head_dim=dim, alibi_slopes=None, **wide)
     for step in ("extend", "mixed"):
+        lengths = HOPPER_STEPS[keys][step]
         for page_size, dtype in ((16, BF16), (1, BF16), (64, FP16)) if feature == "plain" else ((16, BF16),):
-            check("triton", spec, LONG[step], lse=True, page_size=page_size, dtype=dtype)
+            case, *_ = case_and_expected(spec, lengths, page_size, dtype, "shuffled", "contiguous", True)
+            assert hopper_blocks(case.to(CUDA)) == [keys]
+            check("triton", spec, lengths, lse=True, page_size=page_size, dtype=dtype)
+
+
+def hopper_blocks(case: Case) -> list[int]:
+    """Keys in a block of each launch of the kernel for Hopper that the Triton backend plans for the case."""
+    plan = instance("triton").plan(case.batch, case.pool)
+    tilings = [plan.shares[index].kind.tiling for index in plan.by_layer[LAYER]]
+    return [tiling.block_n for tiling in tilings if tiling.hopper]
 
 
 @pytest.mark.parametrize(("name", "strides", "step"), runs(*((s, step) for s in STRIDES for step in ("decode", "mixed"))))

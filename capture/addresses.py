@@ -1,0 +1,51 @@
+"""Whether the tensors that captured graphs read by address are still the model's, and where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import CaptureError
+
+
+class Addresses:
+    """The parameters of a model, and those of its buffers that are among `bound`, as they are now.
+
+    `check` looks at every one of them, by name in its module and by address: a replaced parameter, a moved one and one of another dtype are
+    all seen; numbers written in place are no change.
+    """
+
+    def __init__(self, model: nn.Module, bound: Iterable[Tensor] = ()) -> None:
+        known = {id(tensor) for tensor in bound}
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._names: list[str] = []
+        for prefix, module in model.named_modules():
+            for table, chosen in ((module._parameters, None), (module._buffers, known)):
+                for name, tensor in table.items():
+                    if tensor is not None and (chosen is None or id(tensor) in chosen):
+                        self._places.append((table, name))
+                        self._names.append(f"{prefix}.{name}" if prefix else name)
+        self._tensors: list[Tensor] = [table[name] for table, name in self._places]
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def check(self) -> None:
+        """Raises CaptureError naming the first tensor that is not where it was."""
+        now = [table.get(name) for table, name in self._places]
+        if not all(map(is_, now, self._tensors)) or list(map(Tensor.data_ptr, self._tensors)) != self._pointers:
+            self._refuse(now)
+
+    def _refuse(self, now: list[Any]) -> None:
+        for name, was, tensor, pointer in zip(self._names, self._tensors, now, self._pointers, strict=True):
+            if tensor is was and tensor.data_ptr() == pointer:
+                continue
+            what = "is gone" if tensor is None else "was replaced by another tensor" if tensor is not was else "moved to another address"
+            raise CaptureError(
+                f"{name} {what} since the graphs were captured; a replay would read the old memory. Write new weights in place "
+                "(load_state_dict or copy_ do), or make a new LLM for the changed model. Nothing was computed."
+            )

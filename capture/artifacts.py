@@ -1,0 +1,133 @@
+"""Compiled pieces on disk, so that the next process need not compile them: one file each, checked, and replaced as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+import torch
+
+logger = logging.getLogger("paged_attn")
+
+VARIABLE = "PAGED_ATTN_CACHE"
+# What torch's loader raises for something that it did not write or can not use; an assertion is its usual check.
+_UNUSABLE = (
+    OSError, AssertionError, RuntimeError, ImportError, AttributeError, KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError,
+)  # fmt: skip
+
+
+class Artifact(Protocol):
+    """What torch._inductor.standalone_compile returns."""
+
+    def __call__(self, *args: Any) -> Any: ...
+
+    def save(self, *, path: str, format: Literal["binary"]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled piece, and the guards (`Sizes.guards`) under which it was compiled; without them it serves no other piece."""
+
+    run: Callable[..., Any]
+    guards: str | None
+
+
+class _Damaged(Exception):
+    """An entry is not what was written."""
+
+
+class ArtifactCache:
+    """A folder of entries `<key>.piece`: a line of JSON and then torch's own format.
+
+    Args:
+        folder: is made when first needed.
+        load: makes a callable of a file in torch's format.
+    """
+
+    def __init__(self, folder: Path, load: Callable[[Path], Callable[..., Any]] | None = None) -> None:
+        self.folder = folder
+        self._load = load or _torch_load
+
+    @classmethod
+    def of_user(cls) -> ArtifactCache | None:
+        """The cache that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn), or None if that is "none"."""
+        chosen = os.environ.get(VARIABLE) or "~/.cache/paged_attn"
+        return None if chosen.lower() == "none" else cls(Path(chosen).expanduser() / "pieces")
+
+    def load(self, key: str) -> Compiled | None:
+        """The entry, or None if there is none or, with a warning, if it can not be used."""
+        path = self.folder / f"{key}.piece"
+        if not path.exists():
+            return None
+        try:
+            guards, body = _read(path, key)
+            with tempfile.TemporaryDirectory(prefix="paged_attn-") as scratch:
+                artifact = Path(scratch, "artifact")
+                artifact.write_bytes(body)
+                return Compiled(self._load(artifact), guards)
+        except _Damaged as damage:
+            reason = str(damage)
+        except _UNUSABLE as error:
+            reason = f"{type(error).__name__}: {error}"
+        logger.warning("the compiled piece %s can not be used: %s. It is compiled anew.", path, reason)
+        return None
+
+    def save(self, key: str, artifact: Artifact, guards: str) -> bool:
+        """Write an entry, in place of any other. False, with the reason logged, if torch or the disk does not allow that."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix="new-") as scratch:
+                written, entry = Path(scratch, "artifact"), Path(scratch, "entry")
+                artifact.save(path=str(written), format="binary")
+                body = written.read_bytes()
+                header = {"key": key, "guards": guards, "checksum": _checksum(key, guards, body)}
+                entry.write_bytes(json.dumps(header).encode() + b"\n" + body)
+                os.replace(entry, self.folder / f"{key}.piece")  # whole or not at all, whoever else writes it now
+        except OSError as error:
+            logger.warning("a compiled piece is not kept in %s: %s. Set %s to another folder, or to none.", self.folder, error, VARIABLE)
+        except (RuntimeError, AssertionError) as error:  # torch: something in the piece can not be serialised, or its caches are off
+            logger.info("a compiled piece is not kept for the next process: torch can not save it: %s", error)
+        else:
+            return True
+        return False
+
+
+def tagged(text: str) -> AbstractContextManager[None]:
+    """Compile under a name in torch's own caches: its loader takes an artifact from there by that name, without a look at guards."""
+    config: Any = torch.compiler.config  # torch adds `patch` to the module when it is imported
+    tag = hashlib.sha256(text.encode()).hexdigest()
+    return cast(AbstractContextManager[None], config.patch(cache_key_tag=config.cache_key_tag + tag))
+
+
+def _torch_load(path: Path) -> Callable[..., Any]:
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    return CompiledArtifact.load(path=str(path), format="binary")
+
+
+def _read(path: Path, key: str) -> tuple[str, bytes]:
+    """Guards and artifact of an entry; raises OSError, or _Damaged for what is not the entry of this key."""
+    head, _, body = path.read_bytes().partition(b"\n")
+    try:
+        header = json.loads(head)
+        of_key, guards, checksum = (str(header[name]) for name in ("key", "guards", "checksum"))
+    except (ValueError, KeyError, TypeError):
+        raise _Damaged("it does not begin as an entry does") from None
+    if of_key != key:
+        raise _Damaged(f"it is the entry of another piece, {of_key[:12]}")
+    if checksum != _checksum(key, guards, body):
+        raise _Damaged("its checksum is wrong")
+    return guards, body
+
+
+def _checksum(key: str, guards: str, body: bytes) -> str:
+    return hashlib.sha256(b"\n".join([key.encode(), guards.encode(), body])).hexdigest()

@@ -1,0 +1,80 @@
+"""The symbolic sizes among a piece's inputs, numbered, so that what was compiled for one graph's symbols can be told of another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+
+class Sizes:
+    """The symbols of some inputs in order of appearance.
+
+    Args:
+        inputs: fake tensors, symbolic sizes and anything else, which has no symbols.
+    """
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        found: dict[sympy.Symbol, Any] = {}
+        for number in _numbers(inputs):
+            for symbol in sorted(number.node.expr.free_symbols, key=str):
+                found.setdefault(symbol, number.node.shape_env)
+        self.symbols = tuple(found)
+        self.environment: Any = next(iter(found.values()), None)  # a ShapeEnv; torch's types do not say what it can do
+        self._names = {symbol: sympy.Symbol(f"d{index}", integer=True) for index, symbol in enumerate(self.symbols)}
+
+    def text(self, number: Any) -> str:
+        """A size, stride or offset with the symbols' numbers for their names: `4*d0`."""
+        return str(number.node.expr.xreplace(self._names)) if isinstance(number, SymInt | SymFloat | SymBool) else repr(number)
+
+    @property
+    def known(self) -> bool:
+        """Whether every symbol is a size that was seen, and none a result of data or a float: of the others no guard can be told."""
+        return all(symbol_is_type(symbol, SymT.SIZE) for symbol in self.symbols)
+
+    def ranges(self) -> list[str]:
+        """What is known of each symbol: Inductor relies on it without a guard."""
+        return [str(self.environment.var_to_range.get(symbol)) for symbol in self.symbols]
+
+    def seen(self) -> list[int]:
+        """The sizes that the symbols stood for when the graph was traced, which decide what the compiler guards on."""
+        return [number.node.hint if isinstance(number, SymInt) else number for number in self._as_numbers()]
+
+    def guards(self) -> str | None:
+        """All guards so far on these symbols alone, as an expression for `holds`; None if they do not say all.
+
+        That is so where a symbol turned out to be made of others that are not among these.
+        """
+        if self.environment is None:
+            return ""
+        numbers = self._as_numbers()
+        lines = [self.environment.produce_guards_expression(numbers, guards=self.environment.get_pruned_guards(numbers)) or "True"]
+        # A symbol that was found equal to something is no symbol any more, and its guard is not among those.
+        places = {symbol: sympy.Symbol(f"L['t{index}']") for index, symbol in enumerate(self.symbols)}
+        for symbol, number in zip(self.symbols, numbers, strict=True):
+            if number.node.expr != symbol:
+                if not number.node.expr.free_symbols <= places.keys():
+                    return None
+                lines.append(f"{places[symbol]} == {number.node.expr.xreplace(places)}")
+        return " and ".join(lines)
+
+    def holds(self, guards: str | None) -> bool:
+        """Whether guards of another `Sizes` are true of these; if so they become guards of this graph too. None is true of nothing."""
+        if self.environment is None or not guards:
+            return guards == ""
+        # First on the sizes seen, for a guard that fails on symbols would leave its contrary behind.
+        if not self.environment.evaluate_guards_expression(guards, self.seen()):
+            return False
+        return bool(self.environment.evaluate_guards_expression(guards, self._as_numbers()))
+
+    def _as_numbers(self) -> list[Any]:
+        return [self.environment.create_symintnode(symbol, hint=None) for symbol in self.symbols]
+
+
+def _numbers(inputs: Sequence[Any]) -> Iterator[Any]:
+    for value in inputs:
+        every = (*value.size(), *value.stride(), value.storage_offset()) if isinstance(value, Tensor) else (value,)
+        yield from (each for each in every if isinstance(each, SymInt | SymFloat | SymBool))

@@ -1,0 +1,91 @@
+"""From a model and settings to what runs its steps: the runner, the graphs, and a KV pool in the memory that they leave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.backends.select import Selection, select_for_pool
+from paged_attn.capture.recorder import CudaRecorder, Recorder
+from paged_attn.engine.capture_progress import show_progress
+from paged_attn.engine.capture_settings import CaptureSettings
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.engine.patched_runner import PatchedRunner
+from paged_attn.engine.runner import Runner
+from paged_attn.engine.step_runner import StepRunner
+from paged_attn.options import CompileOptions
+from paged_attn.recurrent.run import RecurrentRunner
+
+SCRATCH_PAGES = 2  # page 0, and one that all tokens of a recording share
+logger = logging.getLogger("paged_attn")
+
+
+def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
+    """Trace and rewrite the model, or hook its attention, as `config.compile` says."""
+    kind = ModelRunner if config.compile else PatchedRunner
+    return kind(model, CompileOptions(inductor=config.inductor, self_check=config.self_check), config.follow_generate)
+
+
+def ready_to_step(
+    runner: Runner,
+    config: EngineConfig,
+    num_pages: Callable[[int], int],
+    recurrent: RecurrentRunner | None,
+    recorder: Recorder | None,
+) -> tuple[StepRunner, KVPool, Selection]:
+    """Capture the pieces, measure what full graphs will take, make the pool from what is left, and capture the full graphs on it.
+
+    Args:
+        num_pages: how many pages the pool has if so many bytes are kept free.
+        recorder: None makes CUDA graphs on a GPU and nothing elsewhere.
+    """
+    if recorder is None and runner.device.type == "cuda":
+        recorder = CudaRecorder(runner.device)
+    if config.graphs == "off":
+        recorder = None
+
+    def select(pool: KVPool) -> Selection:
+        return select_for_pool(
+            config.backend, pool, runner.dtype, deterministic=config.deterministic, speculative=config.speculative_backend
+        )
+
+    steps = StepRunner(runner, capture_settings(config), recorder, config.page_size, _max_pages(runner, config, num_pages), recurrent)
+    kept_free = 0
+    if steps.graphs is not None:
+        scratch = KVPool(runner.layers, SCRATCH_PAGES, config.page_size, runner.dtype, runner.device)
+        steps.use(scratch, select(scratch).backend)
+        steps.capture_pieces(show_progress(steps.graphs, "pieces"))
+        kept_free = steps.full_bytes()
+    pool = KVPool(runner.layers, num_pages(kept_free), config.page_size, runner.dtype, runner.device)
+    selection = select(pool)
+    steps.use(pool, selection.backend)
+    if steps.graphs is not None:
+        steps.capture_full(show_progress(steps.graphs, "decode steps"))
+        for line in steps.report().lines():
+            logger.info("%s", line.strip())
+    return steps, pool, selection
+
+
+def capture_settings(config: EngineConfig) -> CaptureSettings:
+    return CaptureSettings(
+        full=config.graphs in ("auto", "full"),
+        max_requests=config.max_requests,
+        max_rows=max(config.max_batch_tokens, 2),
+        decode_sizes=config.graph_decode_sizes,
+        extend_sizes=config.graph_extend_sizes,
+        budget_bytes=int(config.graph_memory_gib * 2**30),
+        strict=config.graph_strict,
+        verify=config.graph_verify,
+    )
+
+
+def _max_pages(runner: Runner, config: EngineConfig, num_pages: Callable[[int], int]) -> int:
+    """Of one request: as the model's positions allow, or all of the pool."""
+    if runner.max_positions is not None:
+        return -(-runner.max_positions // config.page_size)
+    return max(num_pages(0) - 1, 1)

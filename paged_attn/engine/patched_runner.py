@@ -1,0 +1,160 @@
+"""The model of an engine with eager breaks: the Hugging Face module as it is, under `paged_attn.patch`, without torch.compile."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.call_signature import plain_inputs, takes, token_argument
+from paged_attn.compiled_graph import _check_layers
+from paged_attn.engine.capture_model import call_model, only_device
+from paged_attn.engine.rows_apart import check_rows_apart, probe_rows
+from paged_attn.evaluating import evaluating
+from paged_attn.hf_configs import attention_configs
+from paged_attn.hf_patch import NAME, patch
+from paged_attn.options import CompileOptions
+from paged_attn.passes.model_facts import max_positions, model_dtype
+from paged_attn.ragged_probe import relative_error, tolerance
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.refuse import refuse_recurrent
+
+LOGITS_ROWS = [3, 0, 3, 23]  # out of order and twice: no slice can be meant
+
+
+class PatchedRunner:
+    """Runs ragged batches through a Hugging Face model that needs no trace. The model is patched from construction to `close`.
+
+    Calls of the model outside forward contexts compute meanwhile what they did before.
+
+    Args:
+        model: a PreTrainedModel on one device that takes position_ids and does attention through transformers' AttentionInterface.
+        options: `inductor=True` is an error, as nothing is compiled.
+        follow_generate: what the model computes with position_ids 0, 1, ... is the truth, and not what it computes without any.
+
+    Attributes:
+        layers: what each attention layer computes, for a KVPool.
+        max_positions: the longest sequence, as the model's config says; None if it does not.
+        max_rows: None; a batch may have any number of rows.
+        runs_as: for people: how the model is called.
+        takes_logits_rows: the model computes the wanted rows of logits alone; otherwise it computes all, and `forward` picks.
+
+    Raises (the model is then as it was):
+        UnsupportedError: `paged_attn.patch` refuses the model; or it attends in both directions, has recurrent state, numbers positions
+            in another way when it is given none, or a row depends on the positions of other requests.
+        ContextError: the model is patched already.
+        ValueError: options that ask for compiled pieces.
+    """
+
+    recurrent: tuple[RecurrentLayer, ...] = ()
+    max_rows: int | None = None
+    runs_as = "hooked, not compiled"
+
+    def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
+        if options.inductor:
+            raise ValueError("inductor=True asks for compiled pieces, but with eager breaks nothing is compiled; leave one of them out")
+        self.model, self.follow_generate = model, follow_generate
+        self.device = only_device(model)
+        self.dtype = model_dtype(model)
+        self.max_positions = max_positions(model)
+        patched = patch(model, self_check=options.self_check)
+        self._token = token_argument(model)
+        self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
+        refuse_recurrent(model, "an engine with eager breaks")
+        with ExitStack() as undo:
+            with evaluating(model):
+                undo.enter_context(patched)
+                self.layers = patched.layers
+                self._refuse_acausal()
+                if options.self_check:
+                    self._check_numbering()
+                    check_rows_apart(self._call, self.device, self.max_positions, type(model).__name__)
+                self.takes_logits_rows = self._keeps_chosen_rows()
+            self._configs = attention_configs(model)
+            self._accepted: tuple[AttentionSpec, ...] | None = None
+            # Not a method of self: an engine that is dropped without `close` gives its model back, too.
+            self._leave = weakref.finalize(self, undo.pop_all().close)
+            self._leave.atexit = False
+
+    @property
+    def owned(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers of this moment, by qualified name; tied ones under each of their names."""
+        tensors: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        return {**tensors, **dict(self.model.named_buffers(remove_duplicate=False))}
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        """input_ids, positions [T], logits_rows [N], all int64 -> logits [N, vocabulary]; inside a ForwardContext of T rows.
+
+        Raises:
+            ContextError: no context, a pool of other layers, a closed runner, or a model whose attention was switched meanwhile.
+        """
+        self._check_call()
+        training = any(module.training for module in self.model.modules())
+        with evaluating(self.model) if training else nullcontext():
+            if self.takes_logits_rows:
+                return self._call(input_ids, positions, logits_to_keep=logits_rows)
+            return self._call(input_ids, positions)[logits_rows]
+
+    def close(self) -> None:
+        """Leave the patch; the model is as it was found. Again is harmless."""
+        self._leave()
+
+    def _call(self, input_ids: Tensor, positions: Tensor, **more: Any) -> Tensor:
+        """Logits [T, vocabulary], or fewer where `more` says so."""
+        return call_model(self.model, {self._token: input_ids[None], "position_ids": positions[None], **self._more, **more})[0]
+
+    def _check_call(self) -> None:
+        context = current_context()
+        if context is None:
+            raise ContextError(
+                "PatchedRunner.forward was called outside any forward context, where its rows would attend to each other; "
+                "call it inside ForwardContext(batch, pool, backend)"
+            )
+        if not self._leave.alive:
+            raise ContextError(f"this runner was closed, and {type(self.model).__name__} is no longer patched; make another runner")
+        if any(config._attn_implementation != NAME for config in self._configs):
+            raise ContextError(
+                f"the attention implementation of {type(self.model).__name__} was set to another one while an engine serves it; "
+                "close the engine first"
+            )
+        if context.pool.layers is not self._accepted:
+            _check_layers(self.layers, context.pool.layers)
+            self._accepted = context.pool.layers
+
+    def _refuse_acausal(self) -> None:
+        if acausal := [spec.module for spec in self.layers if not spec.causal]:
+            raise UnsupportedError(
+                f"{acausal[0]} attends in both directions, so that a later token would change earlier ones: "
+                "this model can not generate token by token"
+            )
+
+    def _check_numbering(self) -> None:
+        """Called without position_ids the model means 0, 1, ..., which is what a batch has."""
+        ids, rows = probe_rows(self.device, self.max_positions)
+        plain = call_model(self.model, plain_inputs(self.model, ids, self.follow_generate))[0]
+        if not relative_error(plain, self._call(ids, rows)) <= tolerance(plain.dtype):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} called without position_ids gives other logits than with position_ids 0, 1, 2, ..., which is "
+                "all that eager breaks have. LLM(model, follow_generate=True) takes the latter; LLM(model) without eager breaks lets the "
+                "model count."
+            )
+
+    def _keeps_chosen_rows(self) -> bool:
+        """Whether forward has logits_to_keep and computes for a tensor of rows what it computes for them among all."""
+        if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+            return False
+        ids, positions = probe_rows(self.device, self.max_positions)
+        rows = torch.tensor([row for row in LOGITS_ROWS if row < len(ids)], device=self.device)
+        expected = self._call(ids, positions)[rows]
+        try:
+            chosen = self._call(ids, positions, logits_to_keep=rows)
+        except (RuntimeError, TypeError, ValueError, IndexError):  # it takes a number alone
+            return False
+        return chosen.shape == expected.shape and relative_error(expected, chosen) <= tolerance(expected.dtype)

@@ -1,0 +1,50 @@
+"""What the engine needs of whatever runs the model: `ModelRunner` (traced and rewritten) or `PatchedRunner` (hooked, not compiled)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.recurrent.layer import RecurrentLayer
+
+
+class Runner(Protocol):
+    """A model on one device, called on rows of tokens under a forward context.
+
+    Attributes:
+        layers: the attention layers, for a pool.
+        max_positions: the longest sequence, None without limit; max_rows: the most tokens of one call, likewise.
+        recurrent: the layers with recurrent state.
+        runs_as: for people: how the model is called.
+    """
+
+    model: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    max_rows: int | None
+
+    @property
+    def layers(self) -> tuple[AttentionSpec, ...]: ...
+
+    @property
+    def max_positions(self) -> int | None: ...
+
+    @property
+    def recurrent(self) -> Sequence[RecurrentLayer]: ...
+
+    @property
+    def runs_as(self) -> str: ...
+
+    @property
+    def owned(self) -> dict[str, Tensor]:
+        """The tensors of the model that calls read by address, by name."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        """input_ids, positions [T] and logits_rows [N], int64 -> logits [N, vocabulary] of those rows."""
+
+    def close(self) -> None:
+        """Leave the model as it was found."""

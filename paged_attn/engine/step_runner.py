@@ -1,0 +1,195 @@
+"""Runs the engine's steps: through captured graphs where one fits, and otherwise as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.errors import CaptureError
+from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.attn_ops.step_buffers import StepBuffers
+from paged_attn.backends.base import AttentionBackend
+from paged_attn.capture.addresses import Addresses
+from paged_attn.capture.buckets import Ladder
+from paged_attn.capture.graph_set import Captured, GraphKey, GraphSet
+from paged_attn.capture.recorder import Recorder
+from paged_attn.engine.capture_recipes import CaptureRecipes, Output, Tail, extend_shape, full_shape, logits_and_tail
+from paged_attn.engine.capture_report import CaptureReport
+from paged_attn.engine.capture_settings import CaptureSettings
+from paged_attn.engine.runner import Runner
+from paged_attn.ragged_probe import relative_error, tolerance
+from paged_attn.recurrent.run import RecurrentRunner
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch, and the graphs that run it; None: it runs uncaptured. `num_logits` are wanted."""
+
+    batch: Batch
+    captured: Captured | None
+    num_logits: int
+
+
+class StepRunner:
+    """Steps of one model, of one thread at a time.
+
+    Args:
+        recorder: makes the graphs; None captures nothing.
+        page_size, max_pages: of the pool, and of one request.
+        tail: runs on the logits [N, vocabulary] in the graphs, too (a sampler: [N, ...]); `run` then returns what it returns.
+
+    Captured steps read their inputs from `buffers`; logits of a captured step are overwritten by the next one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: CaptureSettings,
+        recorder: Recorder | None,
+        page_size: int,
+        max_pages: int,
+        recurrent: RecurrentRunner | None = None,
+        tail: Tail | None = None,
+    ) -> None:
+        self.runner, self.settings, self.recurrent, self.tail = runner, settings, recurrent, tail
+        self.page_size = page_size
+        self.pool: KVPool | None = None
+        self.backend: AttentionBackend | None = None
+        self.graphs: GraphSet | None = None
+        self.buffers: StepBuffers | None = None
+        self._addresses: Addresses | None = None
+        self._pieces, self._full = Ladder(), Ladder()
+        self.why_not_full = ""
+        if recorder is not None:
+            self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict)
+            most = settings.max_requests + (settings.max_requests < 2)
+            self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device)
+            self._addresses = Addresses(runner.model, runner.owned.values())
+
+    def use(self, pool: KVPool, backend: AttentionBackend) -> None:
+        """Steps read and write this pool from now on. Full graphs hold its addresses: capture them afterwards."""
+        self.pool, self.backend = pool, backend
+
+    def capture_pieces(self, progress: Callable[[Any, int], Any]) -> None:
+        """Record the graphs between the split ops, which know no pool: any pool of the same layers will do."""
+        if self.graphs is None:
+            return
+        keys = [GraphKey("pieces", size) for size in self.settings.extend_order()]
+        for _ in progress(self.graphs.capture(keys, self._recipes().pieces), len(keys)):
+            pass
+        self._pieces = Ladder(self.graphs.sizes("pieces"))
+
+    def full_bytes(self) -> int:
+        """What all full graphs will take, measured on the largest and the smallest with the pool at hand; those are not kept."""
+        recipes = self._recipes()
+        keys = recipes.full_keys()
+        if self.graphs is None or not keys:
+            return 0
+        trial = GraphSet(self.graphs.recorder, max(self.graphs.budget - self.graphs.nbytes, 1), self.settings.strict)
+        mark = trial.recorder.mark()
+        for _ in trial.capture([keys[0], *keys[1:][-1:]], recipes.full):
+            pass
+        sizes = [captured.nbytes for captured in trial.captured.values()]
+        trial.recorder.rollback(mark)
+        return sizes[0] + sizes[-1] * (len(keys) - 1) if sizes else 0
+
+    def capture_full(self, progress: Callable[[Any, int], Any]) -> None:
+        """Record whole decode steps on the pool in use."""
+        if self.graphs is None:
+            return
+        recipes = self._recipes()
+        keys, self.why_not_full = recipes.full_keys(), recipes.why_not_full
+        for _ in progress(self.graphs.capture(keys, recipes.full), len(keys)) if keys else ():
+            pass
+        self._full = Ladder(self.graphs.sizes("full"))
+
+    def prepare(self, requests: Sequence[BatchRequest]) -> Step:
+        """Lay the requests out for the smallest captured shape that holds them, or as they are."""
+        num_logits = sum(request.num_logits for request in requests)
+        if self.graphs is not None and self.graphs.captured:
+            if (size := self._full.fit(max(len(requests), 2))) is not None and all(map(_decodes, requests)):
+                batch = Batch.build(requests, self.page_size, self.runner.device, full_shape(size), self.buffers)
+                return Step(batch, self._full_graph(batch, size), num_logits)
+            size = self._pieces.fit(sum(len(request.tokens) for request in requests))
+            if size is not None and num_logits <= (shape := extend_shape(size, self.settings)).logits:
+                batch = Batch.build(requests, self.page_size, self.runner.device, shape, self.buffers)
+                return Step(batch, self.graphs.captured[GraphKey("pieces", size)], num_logits)
+        return Step(Batch.build(requests, self.page_size, self.runner.device), None, num_logits)
+
+    def run(self, step: Step) -> Tensor:
+        """Logits [num_logits, vocabulary], or what `tail` makes of them.
+
+        Raises:
+            CaptureError: a tensor of the model moved; or, with `verify`, a replay gave other logits than the model uncaptured.
+        """
+        if step.captured is None:
+            output = self._uncaptured(step.batch)
+        else:
+            assert self._addresses is not None
+            self._addresses.check()
+            output = self._replay(step.batch, step.captured)
+            if self.settings.verify:
+                self._verify(step, output[0])
+        logits, tail = output
+        return (logits if self.tail is None else tail)[: step.num_logits]
+
+    def report(self) -> CaptureReport:
+        """Which mode serves which steps, and what that cost."""
+        return CaptureReport.of(self.graphs, self.settings, self.runner.runs_as, self.why_not_full)
+
+    def close(self) -> None:
+        """Free all graphs; later steps run uncaptured."""
+        if self.graphs is not None:
+            self._pieces, self._full = Ladder(), Ladder()
+            self.graphs.clear()
+
+    def _recipes(self) -> CaptureRecipes:
+        assert self.pool is not None and self.backend is not None and self.buffers is not None
+        return CaptureRecipes(self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail)
+
+    def _full_graph(self, batch: Batch, size: int) -> Captured:
+        assert self.graphs is not None and self.backend is not None and self.pool is not None
+        variant = self.backend.graph_variant(batch, self.pool)
+        return self.graphs.captured.get(GraphKey("full", size, variant)) or self.graphs.captured[GraphKey("full", size)]
+
+    def _replay(self, batch: Batch, captured: Captured) -> Output:
+        assert self.pool is not None and self.backend is not None
+        segments, backend, plan = captured.segments, self.backend, None
+        if captured.key.mode == "full":
+            backend, plan = captured.state.backend, captured.state.plan
+            backend.refresh(plan, batch)
+            if not segments.num_calls:
+                segments.replay()
+                output: Output = segments.output
+                return output
+        with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
+            segments.replay()
+        output = segments.output
+        return output
+
+    def _uncaptured(self, batch: Batch) -> Output:
+        assert self.pool is not None and self.backend is not None
+        with ForwardContext(batch, self.pool, self.backend, self.recurrent):
+            return logits_and_tail(self.runner, batch, self.tail)
+
+    def _verify(self, step: Step, logits: Tensor) -> None:
+        """KV is written twice, with the same numbers."""
+        assert step.captured is not None
+        replayed = logits[: step.num_logits].clone()
+        expected = self._uncaptured(step.batch)[0][: step.num_logits]
+        error, limit = relative_error(expected, replayed), tolerance(expected.dtype)
+        if not error <= limit:
+            raise CaptureError(
+                f"verify: the graph {step.captured.key} gave logits that are off by {error:.2g} of their size (allowed {limit:g}) for a "
+                f"step of {step.batch.num_tokens} tokens; something in the model changed since the capture, or can not be captured. "
+                "Set graphs='off' and please report it."
+            )
+
+
+def _decodes(request: BatchRequest) -> bool:
+    return len(request.tokens) == 1 and request.num_cached > 0 and request.num_logits == 1

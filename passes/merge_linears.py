@@ -1,0 +1,141 @@
+"""Linears of one input (q, k and v; gate and up) become one linear on a merged weight, of whose output the old ones are slices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from paged_attn.passes.call_form import CallForm
+from paged_attn.passes.graph_tools import bases_of, call_with_value, value_of, writes_in_place, written_values
+from paged_attn.passes.mergeable_weights import Memory, is_plain, lie_in_a_row
+from paged_attn.passes.sliced_values import takes_slices, values_of_views
+
+logger = logging.getLogger("paged_attn")
+_LINEAR = (F.linear, torch.ops.aten.linear.default)
+
+
+class Merge(NamedTuple):
+    """The graph's input `inputs[0]` now takes the tensors of all `inputs` concatenated along dim 0; the others have no user.
+
+    `rows` are their sizes in that dim.
+    """
+
+    inputs: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+class _Linear(NamedTuple):
+    node: fx.Node
+    input: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+    @property
+    def owned(self) -> tuple[fx.Node, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None = None) -> tuple[Merge, ...]:
+    """Merge what can be merged, in place; linears without a partner stay as they are.
+
+    Linears are merged between two ops that write (our attention, ...) only, so that nothing waits in memory across one.
+
+    Args:
+        values: the real tensor of each placeholder; parameters that could not be moved are left alone.
+        model: its parameters and buffers are looked through for others that hold the same memory.
+
+    Returns:
+        What the caller must concatenate before the graph can run, see `Merge`.
+    """
+    memory = Memory([*values.values(), *(() if model is None else (*model.parameters(), *model.buffers()))])
+    index = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    merges: list[Merge] = []
+    count = 0
+    for group in _groups(graph, form, values):
+        members = _movable(group, values, memory)
+        if len(members) > 1:
+            count += len(members)
+            merges += _merge(members, index)
+    if count:
+        logger.info("merged %d linears into %d tensors", count, len(merges))
+    return tuple(merges)
+
+
+def unmerged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
+    """Inputs of the merged graph as the graph took them before: `inputs[0]` is cut to its own rows; the others were never replaced."""
+    result = list(args)
+    for merge in merges:
+        result[merge.inputs[0]] = args[merge.inputs[0]].narrow(0, 0, merge.rows[0])
+    return result
+
+
+def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> list[list[_Linear]]:
+    """Linears of one kind and one input, the input unchanged from the first to the last."""
+    groups: list[list[_Linear]] = []
+    open_groups: dict[tuple[Any, ...], list[_Linear]] = {}
+    for node in graph.nodes:
+        if writes_in_place(node):
+            barrier = isinstance(node.target, torch._ops.OpOverload)
+            written = written_values(node)
+            open_groups = {} if barrier else {k: g for k, g in open_groups.items() if not written & bases_of([g[0].input])}
+        linear = _linear_of(node, form, values)
+        if linear is not None:
+            weight = values[linear.weight]
+            key = (linear.input, linear.bias is None, weight.dtype, weight.device)
+            if key not in open_groups:
+                groups.append(open_groups.setdefault(key, []))
+            open_groups[key].append(linear)
+    return groups
+
+
+def _linear_of(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Linear | None:
+    if node.op != "call_function" or node.target not in _LINEAR:
+        return None
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    linear = _Linear(node, given["input"], given["weight"], given.get("bias"))  # type: ignore[arg-type]
+    for owned in linear.owned:
+        if not isinstance(owned, fx.Node) or form.roles.get(owned) != "owned" or len(owned.users) != 1 or not is_plain(values[owned]):
+            return None
+    weight = values[linear.weight]
+    same = {values[owned].dtype for owned in linear.owned} == {value_of(node).dtype}  # another output: autocast
+    devices = {values[owned].device for owned in linear.owned}
+    return linear if weight.dim() == 2 and same and len(devices) == 1 and takes_slices(node) else None
+
+
+def _movable(group: list[_Linear], values: dict[fx.Node, Any], memory: Memory) -> list[_Linear]:
+    """The group, if its memory is already merged; else those of it whose tensors may be moved."""
+
+    def row(linears: list[_Linear]) -> list[list[Tensor]]:
+        return [[values[owned] for owned in column] for column in zip(*(linear.owned for linear in linears), strict=True)]
+
+    if len(group) > 1 and all(lie_in_a_row(column) for column in row(group)):
+        return group
+    return [linear for linear in group if all(memory.is_own(values[owned]) for owned in linear.owned)]
+
+
+def _merge(members: list[_Linear], index: dict[fx.Node, int]) -> list[Merge]:
+    first, graph = members[0], members[0].node.graph
+    sizes = tuple(int(value_of(m.weight).shape[0]) for m in members)
+    merges = []
+    for column in zip(*(m.owned for m in members), strict=True):
+        fake = value_of(column[0])
+        column[0].meta["example_value"] = fake.new_empty((sum(sizes), *fake.shape[1:]))
+        merges.append(Merge(tuple(index[owned] for owned in column), sizes))
+    with graph.inserting_before(first.node):
+        merged = call_with_value(graph, F.linear, first.input, *first.owned)
+        starts = accumulate(sizes, initial=0)
+        slices = [call_with_value(graph, torch.narrow, merged, -1, start, size) for start, size in zip(starts, sizes, strict=False)]
+    for member, part in zip(members, slices, strict=True):
+        if "nn_module_stack" in member.node.meta:
+            part.meta["nn_module_stack"] = member.node.meta["nn_module_stack"]
+        for view, value in values_of_views(member.node, value_of(part)).items():
+            view.meta["example_value"] = value
+        member.node.replace_all_uses_with(part)
+        graph.erase_node(member.node)
+    return merges

@@ -1,0 +1,286 @@
+"""An engine whose steps are recorded (on a tape, in place of CUDA graphs): the unmodified model's tokens, budgets, refusals, checks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from paged_attn import LLM, SamplingParams, explain
+from paged_attn.attn_ops.errors import CaptureError
+from paged_attn.backends.select import select_for_pool
+from paged_attn.capture.graph_set import GraphKey
+from paged_attn.engine import make_steps
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.engine import Engine
+from tests.capture.fixed_backend import SHORT, FixedBackend
+from tests.capture.tape import TapeRecorder
+from tests.engine.models import assert_idle, one_capture, oracle, random_prompts, run_all, tiny
+from tests.recurrent_models import recurrent
+from tests.tiny_models import build
+
+GREEDY = SamplingParams(max_new_tokens=12)
+PROMPTS = random_prompts(5, 1, 2, 3, 5, 17, 33, 30, 9, 4)
+
+
+@contextlib.contextmanager
+def fixed_backend():
+    """Every engine made inside decodes with a backend that can be recorded."""
+    made: list[FixedBackend] = []
+
+    def select(name: str, pool: Any, dtype: Any, **_: Any) -> Any:
+        made.append(FixedBackend())
+        return dataclasses.replace(select_for_pool("torch_native", pool, dtype), backend=made[-1])
+
+    with mock.patch.object(make_steps, "select_for_pool", select):
+        yield made
+
+
+def captured_engine(model: Any = None, recorder: TapeRecorder | None = None, fixed: bool = True, **settings: Any) -> Engine:
+    config = EngineConfig(**{
+        "page_size": 4, "num_pages": 128, "max_requests": 6, "max_batch_tokens": 24, "graph_decode_sizes": 3, "graph_extend_sizes": 3,
+        **settings,
+    })  # fmt: skip
+    model, recorder = model or tiny(), recorder or TapeRecorder()
+    with fixed_backend() if fixed else contextlib.nullcontext(), one_capture() if config.compile else contextlib.nullcontext():
+        return Engine(model, config=config, recorder=recorder)
+
+
+def tokens_of(engine: Engine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+    run_all(engine)
+    return [request.output_token_ids for request in requests]
+
+
+def modes_of(engine: Engine) -> list[str]:
+    """The mode of each step from now on."""
+    modes: list[str] = []
+    run = engine.steps.run
+
+    def spied(step: Any) -> Any:
+        modes.append(step.captured.key.mode if step.captured else "uncaptured")
+        return run(step)
+
+    engine.steps.run = spied  # type: ignore[method-assign]
+    return modes
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "gpt2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_tokens_are_the_models_own_with_full_graphs_and_pieces(name: str, compiled: bool) -> None:
+    """More requests than the largest graph holds, in chunks, with shared prefixes, twice."""
+    model = build(name, tie_word_embeddings=False)
+    engine = captured_engine(model, compile=compiled, graph_verify=name == "qwen3")
+    modes = modes_of(engine)
+    for _ in range(2):  # the second time with a warm prefix cache
+        assert tokens_of(engine) == [oracle(prompt, model=model) for prompt in PROMPTS]
+    assert set(modes) == {"full", "pieces"}
+    engine.close()
+
+
+def test_garbage_in_padding_pages_and_buffers_reaches_nobody() -> None:
+    engine = captured_engine()
+    engine.pool.storage.fill_(float("nan"))
+    engine.pool.storage[:1].zero_()
+    assert engine.steps.buffers is not None
+    engine.steps.buffers.page_table.fill_(127)
+    assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
+
+
+def test_a_step_beyond_the_largest_size_runs_uncaptured() -> None:
+    engine = captured_engine(max_batch_tokens=24)
+    engine.steps._pieces.sizes.remove(24)
+    modes = modes_of(engine)
+    assert tokens_of(engine, [PROMPTS[5]]) == [oracle(PROMPTS[5])]
+    assert modes[0] == "uncaptured" and modes[-1] == "full"
+
+
+def test_full_graphs_are_replayed_without_a_plan_and_refreshed() -> None:
+    engine = captured_engine()
+    prompts = [PROMPTS[3], PROMPTS[4]]
+    for prompt in prompts:
+        engine.add_request(prompt, GREEDY)
+    engine.step()
+    backend = engine.selection.backend
+    assert isinstance(backend, FixedBackend)
+    plans = backend.plans
+    for _ in range(5):
+        engine.step()
+    assert backend.plans == plans and backend.refreshed == 5
+
+
+def test_the_variant_follows_the_lengths() -> None:
+    engine = captured_engine()
+    assert engine.steps.graphs is not None
+    assert {key.variant for key in engine.steps.graphs.captured if key.mode == "full"} == {0, 1}
+    used: list[int] = []
+    replay = engine.steps._replay
+    engine.steps._replay = lambda batch, captured: (used.append(captured.key.variant), replay(batch, captured))[1]  # type: ignore[method-assign]
+    (tokens,) = tokens_of(engine, [PROMPTS[2]])
+    assert tokens == oracle(PROMPTS[2])
+    decode = used[1:]
+    assert decode == [0] * (SHORT - 3) + [1] * (len(decode) - (SHORT - 3))
+
+
+def test_a_backend_that_can_not_be_captured_runs_decode_in_pieces() -> None:
+    engine = captured_engine(fixed=False)
+    modes = modes_of(engine)
+    assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
+    assert set(modes) == {"pieces"}
+    assert "torch_native can not be captured" in "\n".join(engine.steps.report().lines())
+
+
+def test_recurrent_layers_run_between_the_graphs() -> None:
+    model = recurrent("qwen3_next")
+    engine = captured_engine(model, max_batch_tokens=16)
+    prompts = PROMPTS[:4]
+    plain = LLM(model, page_size=4, num_pages=128, max_requests=6, max_batch_tokens=16)
+    assert tokens_of(engine, prompts) == [c.token_ids for c in plain.generate(prompts, GREEDY)]
+    assert "recurrent layers" in "\n".join(engine.steps.report().lines())
+
+
+def test_attention_is_called_between_the_graphs_of_pieces_and_inside_full_ones() -> None:
+    engine = captured_engine()
+    assert engine.steps.graphs is not None
+    layers = len(engine.runner.layers)
+    for key, captured in engine.steps.graphs.captured.items():
+        expected = (1, 0) if key.mode == "full" else (layers + 1, layers)
+        assert (captured.segments.num_graphs, captured.segments.num_calls) == expected
+
+
+class TestBudget:
+    def test_shapes_are_captured_coarse_to_fine_until_the_budget_is_used(self) -> None:
+        layers = 3
+        pieces = (layers + 1) * 1000
+        settings = {"max_batch_tokens": 256, "graph_extend_sizes": 9}
+        everything = captured_engine(**settings).steps.graphs
+        engine = captured_engine(graph_memory_gib=3.5 * pieces / 2**30, **settings)
+        assert engine.steps.graphs is not None and everything is not None
+        sizes = everything.sizes("pieces")
+        assert len(sizes) == 9
+        assert engine.steps.graphs.sizes("pieces") == [sizes[0], sizes[4], sizes[8]] and engine.steps.graphs.nbytes <= 3.5 * pieces
+        assert any("allowed" in reason for reason in engine.steps.graphs.refused.values())
+        assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
+
+    def test_nothing_fits(self) -> None:
+        engine = captured_engine(graph_memory_gib=0)
+        modes = modes_of(engine)
+        assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
+        assert set(modes) == {"uncaptured"}
+
+    def test_strict_makes_it_an_error(self) -> None:
+        with pytest.raises(CaptureError, match="pieces 24 can not be captured.*MiB"):
+            captured_engine(graph_memory_gib=0, graph_strict=True)
+
+
+class Unrecordable(TapeRecorder):
+    """Fails on rows of one size, as an op that waits for the device does."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.rows = rows
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        result = super().call(function, args, kwargs)
+        if function is torch.ops.aten.embedding.default and result.shape[1] == self.rows:
+            raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+        return result
+
+
+class TestRefusedShapes:
+    def test_a_shape_that_fails_runs_in_the_next_larger_one_and_explain_says_why(self) -> None:
+        engine = captured_engine(recorder=Unrecordable(16))
+        text = explain(engine)
+        assert "no graph     pieces 16: RuntimeError: operation not permitted when stream is capturing" in text and "second" not in text
+        assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
+
+    def test_strict_names_it(self) -> None:
+        with pytest.raises(CaptureError, match="pieces 16 can not be captured: RuntimeError: operation not permitted"):
+            captured_engine(recorder=Unrecordable(16), graph_strict=True)
+
+
+class TestSafety:
+    def test_a_replaced_parameter_is_named_and_nothing_runs(self) -> None:
+        model = build("qwen3", tie_word_embeddings=False)
+        engine = captured_engine(model)
+        request = engine.add_request(PROMPTS[3], GREEDY)
+        engine.step()
+        layer = model.model.layers[1].mlp
+        before, layer.up_proj.weight = layer.up_proj.weight, torch.nn.Parameter(layer.up_proj.weight.clone())
+        with pytest.raises(CaptureError, match=r"model\.layers\.1\.mlp\.up_proj\.weight was replaced"):
+            engine.step()
+        layer.up_proj.weight = before
+        run_all(engine)
+        assert request.output_token_ids == oracle(PROMPTS[3], model=model), "the refused step was lost on nobody"
+
+    def test_another_dtype_is_seen(self) -> None:
+        model = build("qwen3", tie_word_embeddings=False)
+        engine = captured_engine(model)
+        engine.add_request(PROMPTS[3], GREEDY)
+        model.double()
+        with pytest.raises(CaptureError, match="moved to another address"):
+            engine.step()
+
+    def test_weights_written_in_place_are_used(self) -> None:
+        model, other = build("qwen3", tie_word_embeddings=False), build("qwen3", seed=7, tie_word_embeddings=False)
+        engine = captured_engine(model)
+        model.load_state_dict(other.state_dict())
+        assert tokens_of(engine) == [oracle(prompt, model=other) for prompt in PROMPTS]
+
+    @pytest.mark.parametrize("mode", ["pieces", "full"])
+    def test_verify_sees_a_graph_that_computes_something_else(self, mode: str) -> None:
+        engine = captured_engine(graph_verify=True, graphs=mode)
+        assert engine.steps.graphs is not None and isinstance(engine.steps.graphs.recorder, TapeRecorder)
+        for key, captured in engine.steps.graphs.captured.items():
+            if key.mode == mode:  # as if a value that changes from step to step had been recorded as a constant
+                captured.segments.output[0].mul_(1)
+                steps = (*captured.segments.steps, lambda out=captured.segments.output[0]: out.mul_(1.01))
+                replaced = dataclasses.replace(captured, segments=dataclasses.replace(captured.segments, steps=steps))
+                engine.steps.graphs.captured[key] = replaced
+        engine.add_request(PROMPTS[3], GREEDY)
+        with pytest.raises(CaptureError, match=f"verify: the graph {mode} .* off by"):
+            run_all(engine)
+
+    def test_close_frees_every_graph_and_later_steps_run_uncaptured(self) -> None:
+        recorder = TapeRecorder()
+        engine = captured_engine(recorder=recorder)
+        assert recorder.tapes
+        engine.close()
+        assert not recorder.tapes and engine.steps.graphs is not None and not engine.steps.graphs.captured
+        assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
+        assert_idle(engine)
+
+
+def test_explain_shows_a_mode_for_each_phase_and_shape() -> None:
+    text = explain(captured_engine())
+    assert "decode       full graphs of 2 to 6 (3 sizes) requests" in text
+    assert "extend       captured pieces of 16 to 24 (2 sizes) rows, 3 ops between 4 graphs each" in text
+    assert "beyond 24 rows: uncaptured, rewritten, eager pieces" in text
+
+
+def test_explain_of_an_engine_without_capture() -> None:
+    text = explain(LLM(tiny(), page_size=4, num_pages=32))
+    assert "decode       uncaptured" in text and "capture is off" in text
+
+
+def test_a_tail_runs_in_the_graphs() -> None:
+    engine = captured_engine()
+    steps = engine.steps
+    key = GraphKey("full", 3, 1)
+    assert steps.graphs is not None and steps.graphs.captured[key].segments.output[1] is None
+    steps.tail = lambda logits: logits.argmax(-1)
+    steps.graphs.clear()
+    steps.capture_full(lambda keys, total: keys)
+    request = engine.add_request(PROMPTS[3], GREEDY)
+    del request
+    from paged_attn.attn_ops.batch import BatchRequest
+
+    engine.pool.storage.zero_()
+    step = steps.prepare([BatchRequest([5], [1, 2, 3], 9), BatchRequest([7], [4], 2)])
+    assert step.captured is not None and step.captured.key.mode == "full"
+    ids = steps.run(step)
+    assert ids.shape == (2,) and torch.equal(ids, step.captured.segments.output[0][:2].argmax(-1))
