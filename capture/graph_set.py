@@ -112,8 +112,7 @@ class GraphSet:
             self.recorder.rollback(mark)
             self._refuse(
                 key,
-                f"it would add {added / MIB:,.0f} MiB to {self.nbytes / MIB:,.0f} MiB of graphs; "
-                f"{self.budget / MIB:,.0f} MiB are allowed",
+                f"it would add {added / MIB:,.0f} MiB to {self.nbytes / MIB:,.0f} MiB of graphs; {self.budget / MIB:,.0f} MiB are allowed",
             )
             return self.recorder.bytes_in_use()
         self.nbytes += added

@@ -63,7 +63,7 @@ def record(run: Callable[[], Any], recorder: Recorder, breaks: Callable[[Any], b
 
 class _Recording(TorchDispatchMode):
     def __init__(self, recorder: Recorder, breaks: Callable[[Any], bool], keep: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.breaks = recorder, breaks
         self.kept = {_memory(tensor) for tensor in keep}
         self.steps: list[Replay] = []

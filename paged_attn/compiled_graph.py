@@ -55,7 +55,7 @@ class CompiledGraph:
     ) -> None:
         self.options = options
         self.original = gm
-        self.rewrite: Rewrite = rewrite(gm, example_inputs, model, limited)
+        self.rewrite: Rewrite = rewrite(gm, example_inputs, model, limited, options.merge_linears)
         limits = [limit for limit in (max_positions(model), self.rewrite.max_positions) if limit is not None]
         self.max_positions = min(limits, default=None)
         self.roles = tuple(self.rewrite.form.roles.values())
@@ -74,7 +74,7 @@ class CompiledGraph:
         if self.rewrite.gm is not None:
             self.split = split_graph(self.rewrite.gm, split_ops())
             if _wants_inductor(options, example_inputs):
-                traced = [value_of(node) for node in gm.graph.nodes if node.op == "placeholder"]
+                traced = [value_of(node) for node in self.rewrite.gm.graph.nodes if node.op == "placeholder"]
                 self.pieces = compile_pieces(self.split, traced, ArtifactCache.of_user())
                 self.compiled_by = "Inductor pieces"
             self._run_paged = self.split.gm.forward

@@ -80,7 +80,6 @@ class GraphExplanation:
             compiled=graph.pieces,
         )
 
-
     @classmethod
     def of_hooked(cls, runner: Runner) -> GraphExplanation:
         """Of a model whose attention is hooked: there is no graph, and the layers say what they compute."""

@@ -13,6 +13,7 @@ from paged_attn.attn_ops.history_op import HISTORY_ATTENTION
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.backends.select import select_for_pool
 from paged_attn.graph_inputs import GraphInputs
+from paged_attn.passes.merge_linears import unmerged
 from paged_attn.recurrent.run import runner_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def first_layer_that_differs(compiled: CompiledGraph, inputs: GraphInputs, promp
         backend = select_for_pool("auto", pool).backend
         # Recurrent layers are ops in both graphs, and need their state in both.
         with ForwardContext(batch, pool, backend, runner_of(compiled.recurrent or (), 1, prompt.device)):
-            expected = _Recorder(compiled.original, before).record(inputs.fill(prompt, rows, rows))
+            expected = _Recorder(compiled.original, before).record(unmerged(inputs.fill(prompt, rows, rows), compiled.rewrite.merges))
         with ForwardContext(batch, pool, backend, runner_of(compiled.recurrent or (), 1, prompt.device)):
             got = _Recorder(compiled.eager_paged, after).record(inputs.fill(batch.input_ids, batch.positions, batch.logits_rows))
     for report in compiled.rewrite.layers:

@@ -16,6 +16,7 @@ from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.layer_difference import first_layer_that_differs
+from paged_attn.passes.merge_linears import unmerged
 from paged_attn.ragged_probe import first_disagreement, probe_prompts, relative_error, run_ragged, tolerance
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def run_alone(compiled: CompiledGraph, inputs: GraphInputs, prompt: Tensor) -> T
     """Logits [T, vocabulary] of one prompt through the graph as it was traced."""
     rows = torch.arange(len(prompt), device=prompt.device)
     with _must_run("the traced graph", f"{len(prompt)} tokens"):
-        return logits_of(compiled.original.forward(*inputs.fill(prompt, rows, rows)))
+        return logits_of(compiled.original.forward(*unmerged(inputs.fill(prompt, rows, rows), compiled.rewrite.merges)))
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def unmerged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
 def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> list[list[_Linear]]:
     """Linears of one kind and one input, the input unchanged from the first to the last."""
     groups: list[list[_Linear]] = []
-    open_groups: dict[tuple[Any, ...], list[_Linear]] = {}
+    open_groups: dict[tuple[fx.Node, bool], list[_Linear]] = {}
     for node in graph.nodes:
         if writes_in_place(node):
             barrier = isinstance(node.target, torch._ops.OpOverload)
@@ -86,8 +86,7 @@ def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> list
             open_groups = {} if barrier else {k: g for k, g in open_groups.items() if not written & bases_of([g[0].input])}
         linear = _linear_of(node, form, values)
         if linear is not None:
-            weight = values[linear.weight]
-            key = (linear.input, linear.bias is None, weight.dtype, weight.device)
+            key = (linear.input, linear.bias is None)
             if key not in open_groups:
                 groups.append(open_groups.setdefault(key, []))
             open_groups[key].append(linear)
@@ -102,10 +101,8 @@ def _linear_of(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Li
     for owned in linear.owned:
         if not isinstance(owned, fx.Node) or form.roles.get(owned) != "owned" or len(owned.users) != 1 or not is_plain(values[owned]):
             return None
-    weight = values[linear.weight]
-    same = {values[owned].dtype for owned in linear.owned} == {value_of(node).dtype}  # another output: autocast
-    devices = {values[owned].device for owned in linear.owned}
-    return linear if weight.dim() == 2 and same and len(devices) == 1 and takes_slices(node) else None
+    dtypes = {values[owned].dtype for owned in linear.owned} | {value_of(linear.input).dtype, value_of(node).dtype}
+    return linear if values[linear.weight].dim() == 2 and len(dtypes) == 1 and takes_slices(node) else None  # several: autocast
 
 
 def _movable(group: list[_Linear], values: dict[fx.Node, Any], memory: Memory) -> list[_Linear]:

@@ -20,6 +20,7 @@ from paged_attn.passes.equal_heads import has_equal_heads
 from paged_attn.passes.find_attention import find_attention
 from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, shape_of
 from paged_attn.passes.kv_heads import KVSource, as_received, is_written, kv_source
+from paged_attn.passes.merge_linears import Merge, merge_linears
 from paged_attn.passes.own_positions import use_own_positions
 from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.replace_attention import replace_attention
@@ -57,6 +58,7 @@ class Rewrite:
     nodes_before: int = 0
     nodes_after: int = 0
     positions_redirected: int = 0
+    merges: tuple[Merge, ...] = ()
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
 
     @property
@@ -64,11 +66,14 @@ class Rewrite:
         return tuple(report.spec for report in self.layers)
 
 
-def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, limited: bool = False) -> Rewrite:
+def rewrite(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, limited: bool = False, merge: bool = False
+) -> Rewrite:
     """Rewrite a copy of a Dynamo graph; `gm` itself stays as it is.
 
     Args:
         limited: see `find_call_form`.
+        merge: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
 
     Raises:
         UnsupportedError: the model has an attention that can not be proved or replaced; the message names it.
@@ -76,14 +81,14 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module 
     form = find_call_form(gm.graph, limited)
     result = Rewrite(form, not_paged=form.reason, nodes_before=len(gm.graph.nodes))
     try:
-        _rewrite_into(result, gm, example_inputs, model)
+        _rewrite_into(result, gm, example_inputs, model, merge)
     except CallNotPaged as reason:
         result.not_paged = result.not_paged or str(reason)
         result.layers.clear()
     return result
 
 
-def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None) -> None:
+def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, merge: bool) -> None:
     clock = _Clock(result.seconds)
     copied = copy_graph_module(gm)
     # Placeholders carry Dynamo's sources, which a copied graph loses: read the form again with the originals' help.
@@ -109,6 +114,9 @@ def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[
     limits = [result.max_positions, *(proof.max_tokens for proof in proofs if isinstance(proof, AttentionProof))]
     result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(copied.graph)
+    if merge:
+        result.merges = merge_linears(copied.graph, form, values, model)
+        clock.lap("merge linears")
     copied.graph.lint()
     copied.recompile()
     clock.lap("positions and dead code")

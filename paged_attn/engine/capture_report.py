@@ -22,11 +22,11 @@ class PhaseReport:
 @dataclass(frozen=True)
 class CaptureReport:
     """Attributes:
-        full, pieces: what was captured whole (decode) and in pieces (any step); None if nothing.
-        refused: shapes without a graph, and why.
-        why_not_full: why there are no full graphs, or "".
-        runs_as: how the model itself is called.
-        verify: every replay is compared.
+    full, pieces: what was captured whole (decode) and in pieces (any step); None if nothing.
+    refused: shapes without a graph, and why.
+    why_not_full: why there are no full graphs, or "".
+    runs_as: how the model itself is called.
+    verify: every replay is compared.
     """
 
     full: PhaseReport | None
@@ -51,7 +51,9 @@ class CaptureReport:
         """For a terminal."""
         pieces, full = self.pieces, self.full
         rest = f"captured pieces of {_range(pieces.sizes)} rows" if pieces else f"uncaptured, {self.runs_as}"
-        lines = [f"  decode       {_whole(full)}" if full else f"  decode       {rest} (not whole: {self.why_not_full or 'none was captured'})"]
+        lines = [
+            f"  decode       {_whole(full)}" if full else f"  decode       {rest} (not whole: {self.why_not_full or 'none was captured'})"
+        ]
         if full:
             lines.append(f"               beyond {full.sizes[-1]} requests: {rest}")
         lines.append(f"  extend       {_parts(pieces)}" if pieces else f"  extend       {rest}")

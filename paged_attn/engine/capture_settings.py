@@ -12,12 +12,12 @@ SMALLEST_EXTEND = 16
 @dataclass(frozen=True)
 class CaptureSettings:
     """Attributes:
-        full: capture decode steps whole, attention included.
-        max_requests, max_rows: the largest decode step and the most rows of any step.
-        decode_sizes, extend_sizes: how many sizes of each there shall be.
-        budget_bytes: device memory for all graphs.
-        strict: a shape that can not be captured is an error.
-        verify: compare every replay with the model uncaptured.
+    full: capture decode steps whole, attention included.
+    max_requests, max_rows: the largest decode step and the most rows of any step.
+    decode_sizes, extend_sizes: how many sizes of each there shall be.
+    budget_bytes: device memory for all graphs.
+    strict: a shape that can not be captured is an error.
+    verify: compare every replay with the model uncaptured.
     """
 
     full: bool

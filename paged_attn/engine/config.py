@@ -22,7 +22,9 @@ class EngineConfig:
 
     page_size: int = _setting(16, "tokens per KV page", 1)
     num_pages: int | None = _setting(None, "pages in the KV pool, page 0 included; default: as many as fit kv_memory_gib", 2)
-    kv_memory_gib: float | None = _setting(None, "KV pool size in GiB; default: 0.25 on CPU, 80 % of the memory left by weights and graphs on a GPU", 0)
+    kv_memory_gib: float | None = _setting(
+        None, "KV pool size in GiB; default: 0.25 on CPU, on a GPU 80 % of what weights and graphs leave", 0
+    )
     max_batch_tokens: int = _setting(2048, "token budget of one step; longer prompts are prefilled in chunks", 1)
     max_requests: int = _setting(256, "requests that run at the same time", 1)
     state_snapshots: int | None = _setting(
@@ -36,10 +38,17 @@ class EngineConfig:
     deterministic: bool = _setting(
         False, "take only batch-invariant attention: a row's attention is bitwise the same whatever else is in the batch"
     )
-    compile: bool = _setting(True, "trace the model and rewrite its graph; off: hook transformers' attention (no torch.compile, starts faster)")
+    compile: bool = _setting(
+        True, "trace the model and rewrite its graph; off: hook transformers' attention (no torch.compile)"
+    )
     inductor: bool | None = _setting(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
+    merge_linears: bool | None = _setting(
+        None,
+        "one matrix product for q, k and v, one for gate and up; their parameters become views of one tensor; default: on CUDA only",
+    )
     graphs: str = _setting(
-        "auto", "capture steps in CUDA graphs: full (decode whole, other steps in pieces), pieces, off; auto: full on CUDA",
+        "auto",
+        "capture steps in CUDA graphs: full (decode whole, other steps in pieces), pieces, off; auto: full on CUDA",
         choices=("auto", "full", "pieces", "off"),
     )
     graph_memory_gib: float = _setting(1.0, "device memory that all captured graphs may take, in GiB", 0)

@@ -20,8 +20,8 @@ from paged_attn.capture.recorder import Recorder
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.kv_manager import KVManager
-from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.make_steps import make_runner, ready_to_step
+from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampler import NonFiniteLogitsError, SampledToken, SamplingState, sample
 from paged_attn.engine.sampling_params import SamplingParams
@@ -55,10 +55,14 @@ class Engine:
         UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool can not hold two pages.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
+    ) -> None:
         self.config = config or EngineConfig.from_environment()
         self.tokenizer = tokenizer
+        started = time.perf_counter()
         self.runner = make_runner(model, self.config)
+        traced = time.perf_counter()
         self.limits = ModelLimits.of(model, self.runner.max_positions)
         if (rows := self.runner.max_rows) is not None and rows < self.config.max_batch_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
@@ -79,6 +83,7 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
+        self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
         self._arrivals = itertools.count()
 
     @property

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
-import torch
 from torch import nn
 
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.backends.select import Selection, select_for_pool
 from paged_attn.capture.recorder import CudaRecorder, Recorder
+from paged_attn.engine.capture_model import only_device
 from paged_attn.engine.capture_progress import show_progress
 from paged_attn.engine.capture_settings import CaptureSettings
 from paged_attn.engine.config import EngineConfig
@@ -27,8 +28,11 @@ logger = logging.getLogger("paged_attn")
 
 def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
     """Trace and rewrite the model, or hook its attention, as `config.compile` says."""
-    kind = ModelRunner if config.compile else PatchedRunner
-    return kind(model, CompileOptions(inductor=config.inductor, self_check=config.self_check), config.follow_generate)
+    options = CompileOptions(inductor=config.inductor, self_check=config.self_check)
+    if not config.compile:
+        return PatchedRunner(model, options, config.follow_generate)
+    merge = config.merge_linears if config.merge_linears is not None else only_device(model).type == "cuda"
+    return ModelRunner(model, replace(options, merge_linears=merge), config.follow_generate)
 
 
 def ready_to_step(
@@ -74,7 +78,7 @@ def ready_to_step(
 def capture_settings(config: EngineConfig) -> CaptureSettings:
     return CaptureSettings(
         full=config.graphs in ("auto", "full"),
-        max_requests=config.max_requests,
+        max_requests=min(config.max_requests, max(config.max_batch_tokens, 2)),
         max_rows=max(config.max_batch_tokens, 2),
         decode_sizes=config.graph_decode_sizes,
         extend_sizes=config.graph_extend_sizes,

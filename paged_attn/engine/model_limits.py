@@ -78,7 +78,12 @@ class ModelLimits:
 
 
 def pool_pages(
-    config: EngineConfig, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, state_bytes: int = 0, kept_free: int = 0
+    config: EngineConfig,
+    layers: Sequence[AttentionSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    state_bytes: int = 0,
+    kept_free: int = 0,
 ) -> int:
     """Pages of the pool, page 0 included: as configured, or as many as the memory setting holds beside `state_bytes` of recurrent state.
 

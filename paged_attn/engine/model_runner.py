@@ -12,6 +12,7 @@ from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.call_signature import plain_inputs, positions_are_optional, takes
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
+from paged_attn.engine.merged_weights import bind_merged
 from paged_attn.evaluating import evaluating
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.options import CompileOptions
@@ -67,6 +68,7 @@ class ModelRunner:
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
         with replaced_by_ops(self.recurrent):
             self.compiled, args = capture_model(self.model, options, positions)
+        args = bind_merged(args, self.compiled.rewrite.merges)
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
             raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
@@ -136,9 +138,11 @@ class ModelRunner:
         """input_ids, positions [T] and logits_rows [N], int64 -> logits [N, vocabulary] of those rows, under a forward context."""
         context = current_context()
         if context is None:
-            raise ContextError("ModelRunner.forward was called outside any forward context; wrap the call in ForwardContext(batch, pool, backend)")
+            raise ContextError(
+                "ModelRunner.forward was called outside any forward context; wrap the call in ForwardContext(batch, pool, backend)"
+            )
         logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
         return logits if self.takes_logits_rows else logits[logits_rows]
 
     def close(self) -> None:
-        """The model was never changed."""
+        """Merged parameters stay views of one tensor; nothing else of the model was changed."""

@@ -136,7 +136,7 @@ class StepRunner:
             if self.settings.verify:
                 self._verify(step, output[0])
         logits, tail = output
-        return (logits if self.tail is None else tail)[: step.num_logits]
+        return (logits if tail is None else tail)[: step.num_logits]
 
     def report(self) -> CaptureReport:
         """Which mode serves which steps, and what that cost."""

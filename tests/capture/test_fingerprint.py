@@ -33,7 +33,10 @@ def piece(target: Any = torch.relu, *extra: Any, names: str = "ab", method: str 
 
 
 def fakes(
-    size: tuple[int, ...] = (6, 4), dtype: torch.dtype = torch.float32, dynamic: bool = True, change: Callable[[Tensor], Tensor] | None = None
+    size: tuple[int, ...] = (6, 4),
+    dtype: torch.dtype = torch.float32,
+    dynamic: bool = True,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Any]:
     """Two fake tensors of a fresh mode, the first with a symbolic first size, and then changed."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -76,19 +79,24 @@ def test_what_matters_makes_another_fingerprint(name: str) -> None:
 
 def test_numbers_are_part_of_it_and_so_is_their_type() -> None:
     args = [(torch.add, 1), (torch.add, 1.0), (torch.add, True), (torch.add, 2), (torch.add, -0.0), (torch.add, 0.0), (torch.add, None)]
-    args += [(torch.add, "1"), (torch.add, (1,)), (torch.add, [1]), (torch.add, slice(1)), (torch.add, torch.float32), (torch.add, {"a": 1})]
+    args += [
+        (torch.add, "1"),
+        (torch.add, (1,)),
+        (torch.add, [1]),
+        (torch.add, slice(1)),
+        (torch.add, torch.float32),
+        (torch.add, {"a": 1}),
+    ]
     prints = [fingerprint(piece(*each), fakes()) for each in args] + [fingerprint(piece(torch.add, alpha=1), fakes())]
     assert None not in prints and len(set(prints)) == len(prints)
 
 
 def test_inputs_that_share_memory_differ_from_those_that_do_not() -> None:
     first, _ = fakes()
-    apart, _ = fakes(change=lambda x: x)
     with first.fake_mode:
         together = [first, first.view(first.size())]
         alone = [first, torch.empty_strided(first.size(), first.stride())]
     assert fingerprint(piece(), together) != fingerprint(piece(), alone)
-    assert apart.untyped_storage()._cdata != first.untyped_storage()._cdata
 
 
 def test_what_an_argument_refers_to_matters() -> None:
@@ -107,8 +115,6 @@ def test_what_can_not_be_described_has_none() -> None:
         return x
 
     wrap = torch._higher_order_ops.wrap.wrap
-    held = piece(torch.add, 1)
-    held.graph.inserting_before(next(iter(held.graph.nodes)))
     for target in (local, lambda x: x, wrap):
         assert fingerprint(piece(target), fakes()) is None
     assert fingerprint(piece(torch.add, torch.ones(2)), fakes()) is None
@@ -130,7 +136,14 @@ def test_sizes_that_come_from_data_have_none() -> None:
 
 
 def test_only_torch_itself_is_the_same_in_another_process() -> None:
-    for target in (torch.relu, torch.ops.aten.relu.default, torch.ops.aten.relu, operator.neg, torch.nn.functional.silu, torch._C._nn.linear):
+    for target in (
+        torch.relu,
+        torch.ops.aten.relu.default,
+        torch.ops.aten.relu,
+        operator.neg,
+        torch.nn.functional.silu,
+        torch._C._nn.linear,
+    ):
         assert portable(piece(target)), target
     for target in (users_function, torch.ops.fingerprint_test.double.default, torch.ops.fingerprint_test.double, lambda x: x):
         assert not portable(piece(target)), target

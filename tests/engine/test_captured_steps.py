@@ -173,7 +173,7 @@ class TestBudget:
         assert set(modes) == {"uncaptured"}
 
     def test_strict_makes_it_an_error(self) -> None:
-        with pytest.raises(CaptureError, match="pieces 24 can not be captured.*MiB"):
+        with pytest.raises(CaptureError, match=r"pieces 24 can not be captured.*MiB"):
             captured_engine(graph_memory_gib=0, graph_strict=True)
 
 

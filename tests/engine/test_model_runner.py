@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paged_attn import LLM, EngineConfig, SamplingParams, UnsupportedError
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch import BatchRequest
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model_runner import ModelRunner
 from paged_attn.options import CompileOptions

@@ -1,0 +1,226 @@
+"""Decode and prefill steps of one model, captured in several ways, against the floor of reading weights and KV. Writes JSON.
+
+python benchmarks/capture.py [--modes eager eager_break eager_full compiled pieces full full_merged] [--batches 1 8 32 128] [--context 512]
+    [--out benchmarks/results/capture.json]
+python benchmarks/capture.py --startup full [--out FILE]     seconds from the model to the first token; once cold, once more for warm
+
+The model has Llama-3.1-8B's shape, random weights and bfloat16 (`--smoke`: a tiny one, on the CPU, without graphs). A decode step is timed
+from its batch to its logits and their argmax, 40 steps in a row without waiting in between; host is the time until the last of them was
+handed to the GPU. The floor reads each weight but the embedding's, and the KV of all requests, once, at the read bandwidth measured here.
+`kernels` sums the kernels of one step, as the profiler sees them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from kernels import ceilings
+
+from paged_attn import LLM, SamplingParams
+from paged_attn.attn_ops.batch import BatchRequest
+from paged_attn.engine.engine import Engine
+
+LLAMA_8B: dict[str, Any] = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 16_384, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "tie_word_embeddings": False,
+}  # fmt: skip
+TINY: dict[str, Any] = {**LLAMA_8B, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+                        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"compile": False, "graphs": "off"},
+    "eager_break": {"compile": False, "graphs": "pieces"},
+    "eager_full": {"compile": False, "graphs": "full"},
+    "compiled": {"graphs": "off", "merge_linears": False},
+    "pieces": {"graphs": "pieces", "merge_linears": False},
+    "full": {"graphs": "full", "merge_linears": False},
+    "pieces_merged": {"graphs": "pieces", "merge_linears": True},
+    "full_merged": {"graphs": "full", "merge_linears": True},
+}
+STEPS, ROUNDS = 40, 3
+
+
+def make_model(smoke: bool) -> Any:
+    """Random weights of the shape, on the GPU where there is one."""
+    config = transformers.LlamaConfig(**(TINY if smoke else LLAMA_8B))
+    device, before = "cpu" if smoke else "cuda", torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32 if smoke else torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def engine_of(model: Any, mode: str, args: argparse.Namespace) -> Iterator[Engine]:
+    pages = max(args.batches) * (-(-args.context // 16) + 2) + 8
+    settings = {**MODES[mode], "num_pages": pages, "max_requests": max(args.batches), "max_batch_tokens": args.rows}
+    if args.backend:
+        settings["backend"] = args.backend
+    if args.smoke:
+        settings["graphs"] = "off"
+    llm = LLM(model, **settings)
+    try:
+        yield llm.engine
+    finally:
+        llm.close()
+        del llm
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def decode_requests(engine: Engine, count: int, context: int) -> list[BatchRequest]:
+    """`count` requests with `context` tokens after this step, on pages in random order; the pool holds finite numbers."""
+    per_request = -(-context // engine.config.page_size)
+    order = (torch.randperm(engine.pool.num_pages - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
+    return [
+        BatchRequest([7 + i % 50], order[i * per_request : (i + 1) * per_request], context - 1) for i in range(count)
+    ]  # fmt: skip
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def time_steps(engine: Engine, requests: Sequence[BatchRequest], steps: int) -> dict[str, Any]:
+    """Milliseconds per step and microseconds of host time, the medians of some rounds."""
+    runner, wall, host, prepare = engine.steps, [], [], []
+    for warm in (True, *(False,) * ROUNDS):
+        synchronize()
+        started, preparing = time.perf_counter(), 0.0
+        for _ in range(3 if warm else steps):
+            before = time.perf_counter()
+            step = runner.prepare(requests)
+            preparing += time.perf_counter() - before
+            ids = runner.run(step).argmax(-1)
+        handed = time.perf_counter()
+        synchronize()
+        if not warm:
+            wall.append((time.perf_counter() - started) / steps * 1e3)
+            host.append((handed - started) / steps * 1e6)
+            prepare.append(preparing / steps * 1e6)
+    assert ids.shape[0] == sum(r.num_logits for r in requests)
+    mode = step.captured.key.mode if step.captured else "uncaptured"
+    return {"ms": statistics.median(wall), "host_us": statistics.median(host), "prepare_us": statistics.median(prepare), "ran": mode}
+
+
+def profile(engine: Engine, requests: Sequence[BatchRequest]) -> dict[str, Any]:
+    """The kernels of one step: their sum in ms, and the largest by name."""
+    runner, names = engine.steps, Counter[str]()
+    counts = Counter[str]()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(3):
+            runner.run(runner.prepare(requests)).argmax(-1)
+        torch.cuda.synchronize()
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            names[event.name[:90]] += event.device_time / 3
+            counts[event.name[:90]] += 1
+    top = [{"name": name, "us": round(us, 1), "calls": counts[name] // 3} for name, us in names.most_common(16)]
+    return {"kernels_ms": sum(names.values()) / 1e3, "top": top}
+
+
+def floor_ms(model: Any, requests: Sequence[BatchRequest], engine: Engine, read: float) -> float:
+    """Weights and KV at the read bandwidth, GB/s."""
+    table = model.get_input_embeddings().weight
+    weights = sum(p.nbytes for p in model.parameters() if p is not table)
+    tokens = sum(r.num_cached + 1 for r in requests)
+    kv = tokens * engine.pool.page_elements // engine.config.page_size * engine.pool.dtype.itemsize
+    return (weights + kv) / read / 1e6
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    model = make_model(args.smoke)
+    ceiling = ceilings(next(model.parameters()).device, args.smoke)
+    results: dict[str, Any] = {"ceilings": ceiling, "modes": {}}
+    for mode in args.modes:
+        with engine_of(model, mode, args) as engine:
+            engine.pool.storage.normal_()
+            report = engine.steps.report()
+            rows: dict[str, Any] = {
+                "start_seconds": engine.start_seconds, "backend": engine.selection.backend.name, "graph_mib": report.nbytes / 2**20,
+                "capture": report.lines(), "decode": {}, "extend": {},
+            }  # fmt: skip
+            for count in args.batches:
+                requests = decode_requests(engine, count, args.context)
+                row = time_steps(engine, requests, STEPS)
+                row["floor_ms"] = floor_ms(model, requests, engine, ceiling["read"])
+                row["of_floor"] = row["floor_ms"] / row["ms"]
+                if not args.smoke and mode.startswith(("full", "eager_full")) and count in (1, max(args.batches)):
+                    row |= profile(engine, requests)
+                rows["decode"][count] = row
+                kernels = f"  kernels {row['kernels_ms']:.3f}" if "kernels_ms" in row else ""
+                print(
+                    f"{mode:13} decode {count:4}: {row['ms']:7.3f} ms ({row['of_floor']:.3f} of the floor {row['floor_ms']:.3f})  "
+                    f"host {row['host_us']:6.0f} us, of it batch {row['prepare_us']:4.0f}  {row['ran']}{kernels}", flush=True,
+                )  # fmt: skip
+            for tokens in args.prompts:
+                prompt = [BatchRequest([5] * tokens, list(range(1, 1 + -(-tokens // 16))))]
+                rows["extend"][tokens] = row = time_steps(engine, prompt, 8)
+                print(f"{mode:13} prompt {tokens:4}: {row['ms']:7.3f} ms  host {row['host_us']:6.0f} us  {row['ran']}", flush=True)
+            print("\n".join([*rows["capture"], f"  {engine.start_seconds}"]), flush=True)
+            results["modes"][mode] = rows
+    return results
+
+
+def measure_startup(args: argparse.Namespace) -> dict[str, Any]:
+    model = make_model(args.smoke)
+    synchronize()
+    started = time.perf_counter()
+    with engine_of(model, args.startup, args) as engine:
+        ready = time.perf_counter() - started
+        request = engine.add_request(list(range(1, 65)), SamplingParams(max_new_tokens=2, ignore_eos=True))
+        engine.step()
+        synchronize()
+        first = time.perf_counter() - started
+        while engine.has_work:
+            engine.step()
+        assert len(request.sampled) == 2
+        row = {"ready": ready, "first_token": first, **engine.start_seconds, "capture": engine.steps.report().lines()}
+    print(f"startup {args.startup}: " + ", ".join(f"{k} {v:.1f} s" for k, v in row.items() if isinstance(v, float)))
+    print("\n".join(row["capture"]))
+    return {"startup": {args.startup: row}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--startup", choices=MODES)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512, 2048])
+    parser.add_argument("--context", type=int, default=512, help="tokens of each request after the step")
+    parser.add_argument("--rows", type=int, default=2048, help="max_batch_tokens")
+    parser.add_argument("--backend", default="", help="attention backend")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: whether it runs, no figures")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    results = {
+        "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "context": args.context, **(measure_startup(args) if args.startup else measure(args)),
+    }  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
