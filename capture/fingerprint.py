@@ -94,7 +94,7 @@ def _target(node: fx.Node) -> str:
         return str(node.target)
     if node.op == "call_function":
         return _function(node.target)
-    raise Indescribable  # a module, or something that the piece holds itself and `lifted` left there
+    raise Indescribable  # a module, or something that the piece holds itself: `split_graph` makes tensors inputs
 
 
 def _function(target: Any) -> str:

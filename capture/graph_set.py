@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import CaptureError
 from paged_attn.capture.recorder import Recorder
-from paged_attn.capture.segments import Segments, record
+from paged_attn.capture.segments import OpNotRecorded, Segments, may_break, record
 
 logger = logging.getLogger("paged_attn")
 Mode = Literal["full", "pieces"]
@@ -68,6 +68,7 @@ class GraphSet:
     """Captures shapes into one recorder, under a budget.
 
     A shape that can not be captured is left out with its reason, which `refused` keeps; with `strict` that raises.
+    `unsafe` are ops that were found not to be recordable, and why: they run between the graphs.
     """
 
     recorder: Recorder
@@ -75,6 +76,7 @@ class GraphSet:
     strict: bool = False
     captured: dict[GraphKey, Captured] = field(default_factory=dict)
     refused: dict[GraphKey, str] = field(default_factory=dict)
+    unsafe: dict[Any, str] = field(default_factory=dict)
     nbytes: int = 0
 
     def capture(self, keys: Sequence[GraphKey], prepare: Prepare) -> Iterator[GraphKey]:
@@ -95,20 +97,15 @@ class GraphSet:
             return before
         started, mark = time.perf_counter(), self.recorder.mark()
         try:
-            with prepare(key) as recipe:
-                with self.recorder.session():
-                    recipe.run()  # what runs for the first time may compile, allocate or wait, which a recording must not
-                segments = record(recipe.run, self.recorder, recipe.breaks, recipe.keep)
-                state = recipe.state
+            segments, state = self._record(key, prepare, mark)
         except RuntimeError as error:
             self.recorder.rollback(mark)
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-            self._refuse(key, reason, error)
+            self._refuse(key, _first_line(error), error)
             return self.recorder.bytes_in_use()
         after = self.recorder.bytes_in_use()
         added = max(after - before, 0)
         if self.nbytes + added > self.budget:
-            del segments, recipe, state
+            del segments, state
             self.recorder.rollback(mark)
             self._refuse(
                 key,
@@ -118,6 +115,24 @@ class GraphSet:
         self.nbytes += added
         self.captured[key] = Captured(key, segments, state, added, time.perf_counter() - started)
         return after
+
+    def _record(self, key: GraphKey, prepare: Prepare, mark: int) -> tuple[Segments, Any]:
+        """An op that can not be recorded, and need not be, stays between the graphs from then on."""
+        while True:
+            try:
+                with prepare(key) as recipe:
+                    with self.recorder.session():
+                        recipe.run()  # what runs for the first time may compile, allocate or wait, which a recording must not
+                    return self._record_between(recipe), recipe.state
+            except OpNotRecorded as error:
+                if not may_break(error.op):
+                    raise
+                self.recorder.rollback(mark)
+                self.unsafe[error.op] = _first_line(error.__cause__ or error)
+                logger.info("%s can not be captured and runs between the graphs: %s", error.op, self.unsafe[error.op])
+
+    def _record_between(self, recipe: Recipe) -> Segments:
+        return record(recipe.run, self.recorder, lambda op: recipe.breaks(op) or op in self.unsafe, recipe.keep)
 
     def _refuse(self, key: GraphKey, reason: str, error: BaseException | None = None) -> None:
         if self.strict:
@@ -137,3 +152,8 @@ class GraphSet:
         self.refused.clear()
         self.nbytes = 0
         self.recorder.rollback(0)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"

@@ -16,7 +16,6 @@ from torch._guards import TracingContext
 from paged_attn.capture.artifact_key import artifact_key
 from paged_attn.capture.artifacts import Artifact, ArtifactCache, Compiled, tagged
 from paged_attn.capture.fingerprint import fingerprint, portable
-from paged_attn.capture.lift import Lifted, lifted
 from paged_attn.capture.sizes import Sizes
 from paged_attn.capture.split import SplitGraph
 
@@ -42,7 +41,8 @@ class PieceReport:
 @dataclass(frozen=True)
 class _Piece:
     name: str
-    lifted: Lifted
+    gm: fx.GraphModule  # returns a tuple
+    single: bool  # the piece itself returned its only element
     inputs: tuple[Any, ...]
     sizes: Sizes
     fingerprint: str | None
@@ -80,7 +80,7 @@ def compile_pieces(
             known.append(fitting)
             made, loaded = made + 1, loaded + from_disk
         delattr(split.gm, piece.name)
-        setattr(split.gm, piece.name, _bound(fitting.run, piece.lifted))
+        setattr(split.gm, piece.name, _one(fitting.run) if piece.single else fitting.run)
     report = PieceReport(len(pieces), made, loaded, time.perf_counter() - started)
     logger.info("compiled pieces: %s", report.describe())
     return report
@@ -90,7 +90,7 @@ def _make(piece: _Piece, cache: ArtifactCache | None, compiler: Compiler) -> tup
     """The compiled piece, and whether it came from disk."""
     started = time.perf_counter()
     key = None
-    if cache is not None and piece.fingerprint is not None and portable(piece.lifted.gm):
+    if cache is not None and piece.fingerprint is not None and portable(piece.gm):
         key = artifact_key(piece.fingerprint)
     if cache is None or key is None:
         return Compiled(*_compile(piece, compiler, started)), False
@@ -107,17 +107,13 @@ def _make(piece: _Piece, cache: ArtifactCache | None, compiler: Compiler) -> tup
 
 def _compile(piece: _Piece, compiler: Compiler, started: float) -> tuple[Artifact, str | None]:
     with torch.no_grad(), enable_python_dispatcher():
-        artifact = compiler(piece.lifted.gm, piece.inputs)
+        artifact = compiler(piece.gm, piece.inputs)
     logger.info("compiled %s in %.1f s", piece.name, time.perf_counter() - started)
     return artifact, piece.sizes.guards() if piece.sizes.known else None
 
 
-def _bound(run: Callable[..., Any], piece: Lifted) -> Callable[..., Any]:
-    """The shared callable with one layer's own tensors, returning what the piece returned."""
-    held = piece.held
-    if piece.single:
-        return lambda *args: run(*args, *held)[0]
-    return (lambda *args: run(*args, *held)) if held else run
+def _one(run: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: run(*args)[0]
 
 
 def _found(split: SplitGraph, traced: Sequence[Any]) -> list[_Piece]:
@@ -146,12 +142,24 @@ class _PieceFinder(fx.Interpreter):
         piece = getattr(self.module, str(target))
         if target not in self.pieces or not isinstance(piece, fx.GraphModule) or not _computes(piece):
             return super().call_module(target, args, kwargs)
-        whole = lifted(piece)
-        inputs = (*args, *(self.fake_mode.from_tensor(tensor, static_shapes=True) for tensor in whole.held))
+        whole, single = _returning_tuple(piece)
         # Before it runs: what it writes in place may change its inputs' sizes.
-        self.found.append(_Piece(str(target), whole, inputs, Sizes(inputs), fingerprint(whole.gm, inputs)))
-        outputs = whole.gm(*inputs)
-        return outputs[0] if whole.single else outputs
+        self.found.append(_Piece(str(target), whole, single, args, Sizes(args), fingerprint(whole, args)))
+        return super().call_module(target, args, kwargs)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tables that a pass has put there; `split_graph` hands them to the pieces as inputs."""
+        value = super().get_attr(target, args, kwargs)
+        return self.fake_mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+
+
+def _returning_tuple(piece: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
+    """A copy that returns a tuple, for an artifact from disk always does, and whether the piece itself returns the one element."""
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    output = graph.graph_copy(piece.graph, nodes)
+    single = not isinstance(output, tuple | list)
+    graph.output((output,) if single else output)
+    return fx.GraphModule(piece, graph), single
 
 
 def _computes(piece: fx.GraphModule) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +51,7 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -84,12 +84,12 @@ class CudaRecorder:
         graph, self._open = self._open, None
         if graph is None:
             return
-        try:
+        with suppress(RuntimeError):  # that the capture is invalid is known already
             graph.capture_end()
-        except RuntimeError:  # that the capture is invalid is known already
-            pass
-        # A capture that ended in an error leaves the allocator and the random generators in the state of a capture; one that ends well
-        # sets them back.
+        # A capture that ended in an error leaves the allocator in the state of a capture, and the random generators, too, which one that
+        # ends well sets back.
+        with suppress(RuntimeError):  # where the allocator was set back
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
         again = torch.cuda.CUDAGraph()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

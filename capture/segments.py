@@ -37,6 +37,21 @@ class Segments:
             step()
 
 
+class OpNotRecorded(RuntimeError):
+    """An op that can not be recorded, such as one that waits for the device."""
+
+    def __init__(self, op: Any, reason: RuntimeError) -> None:
+        super().__init__(f"{op} can not be recorded: {reason}")
+        self.op = op
+
+
+def may_break(op: Any) -> bool:
+    """Whether an op could stay between the graphs: it returns tensors, whose shapes do not depend on data."""
+    returns = op._schema.returns
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return bool(returns) and all(str(r.type) == "Tensor" for r in returns) and not tags & set(op.tags)
+
+
 def record(run: Callable[[], Any], recorder: Recorder, breaks: Callable[[Any], bool], keep: Iterable[Tensor] = ()) -> Segments:
     """Record `run()`.
 
@@ -45,7 +60,8 @@ def record(run: Callable[[], Any], recorder: Recorder, breaks: Callable[[Any], b
         keep: tensors that outlive the recording (weights, fixed inputs); others are not kept from being used again.
 
     Raises:
-        RuntimeError: whatever ended the recording; the device can be used afterwards.
+        OpNotRecorded: it ended at an op.
+        RuntimeError: whatever else ended it. The device can be used afterwards.
     """
     recording = _Recording(recorder, breaks, keep)
     with recorder.session(), torch.no_grad():
@@ -81,7 +97,12 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.breaks(func):
-            return self.recorder.call(func, args, kwargs)
+            try:
+                return self.recorder.call(func, args, kwargs)
+            except torch.OutOfMemoryError:
+                raise  # no fault of the op
+            except RuntimeError as error:
+                raise OpNotRecorded(func, error) from error
         self.close()
         result = func(*args, **kwargs)
         known = {id(leaf) for leaf in tree_leaves((args, kwargs))}

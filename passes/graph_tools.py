@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import SymFloat, SymInt, fx
+from torch._dispatch.python import enable_python_dispatcher
 
 _INPLACE_FUNCTIONS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
@@ -137,7 +138,8 @@ def call_with_value(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> 
     node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
     values, keywords = fx.map_arg(args, value_of), fx.map_arg(kwargs, value_of)
     function = getattr(values[0], target) if isinstance(target, str) else target
-    node.meta["example_value"] = function(*(values[1:] if isinstance(target, str) else values), **keywords)
+    with enable_python_dispatcher():  # composite operations on symbolic sizes need it (torch 2.11)
+        node.meta["example_value"] = function(*(values[1:] if isinstance(target, str) else values), **keywords)
     source = next((a for a in args if isinstance(a, fx.Node)), None)
     if source is not None and "nn_module_stack" in source.meta:
         node.meta["nn_module_stack"] = source.meta["nn_module_stack"]

@@ -13,3 +13,4 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["PAGED_ATTN_TUNED"] = "none"  # what was measured on this machine must not change what a test selects
+os.environ["PAGED_ATTN_CACHE"] = "none"  # nor what another test compiled what is compiled

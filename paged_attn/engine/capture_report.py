@@ -32,6 +32,7 @@ class CaptureReport:
     full: PhaseReport | None
     pieces: PhaseReport | None
     refused: dict[str, str] = field(default_factory=dict)
+    unsafe: dict[str, str] = field(default_factory=dict)
     why_not_full: str = ""
     runs_as: str = ""
     verify: bool = False
@@ -41,7 +42,8 @@ class CaptureReport:
         if graphs is None:
             return cls(None, None, why_not_full="capture is off", runs_as=runs_as)
         refused = {str(key): reason for key, reason in graphs.refused.items()}
-        return cls(_phase(graphs, "full"), _phase(graphs, "pieces"), refused, why_not_full, runs_as, settings.verify)
+        unsafe = {str(op): reason for op, reason in graphs.unsafe.items()}
+        return cls(_phase(graphs, "full"), _phase(graphs, "pieces"), refused, unsafe, why_not_full, runs_as, settings.verify)
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +63,7 @@ class CaptureReport:
             lines.append(f"               beyond {pieces.sizes[-1]} rows: uncaptured, {self.runs_as}")
         if self.verify:
             lines.append("  verify       every replay is compared with the model uncaptured")
+        lines += [f"  between      {op}: {reason}" for op, reason in self.unsafe.items()]
         return lines + [f"  no graph     {key}: {reason}" for key, reason in self.refused.items()]
 
 

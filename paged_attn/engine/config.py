@@ -38,9 +38,7 @@ class EngineConfig:
     deterministic: bool = _setting(
         False, "take only batch-invariant attention: a row's attention is bitwise the same whatever else is in the batch"
     )
-    compile: bool = _setting(
-        True, "trace the model and rewrite its graph; off: hook transformers' attention (no torch.compile)"
-    )
+    compile: bool = _setting(True, "trace the model and rewrite its graph; off: hook transformers' attention (no torch.compile)")
     inductor: bool | None = _setting(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
     merge_linears: bool | None = _setting(
         None,

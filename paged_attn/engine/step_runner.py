@@ -90,7 +90,9 @@ class StepRunner:
         keys = recipes.full_keys()
         if self.graphs is None or not keys:
             return 0
-        trial = GraphSet(self.graphs.recorder, max(self.graphs.budget - self.graphs.nbytes, 1), self.settings.strict)
+        trial = GraphSet(
+            self.graphs.recorder, max(self.graphs.budget - self.graphs.nbytes, 1), self.settings.strict, unsafe=self.graphs.unsafe
+        )
         mark = trial.recorder.mark()
         for _ in trial.capture([keys[0], *keys[1:][-1:]], recipes.full):
             pass

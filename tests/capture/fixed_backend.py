@@ -20,7 +20,7 @@ class FixedPlan:
 
 
 class FixedBackend(TorchNativeBackend):
-    """Two variants, for contexts up to SHORT (host lengths) and for all: each looks at that many keys only, so that a wrong choice shows."""
+    """Two variants, for contexts up to SHORT and for all: each looks at that many keys only, so that a wrong choice shows."""
 
     name = "fixed"
     capabilities = replace(

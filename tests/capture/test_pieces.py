@@ -73,21 +73,22 @@ def compile_model(name: str, compiler: Eager, cache: ArtifactCache | None = None
     return report, split
 
 
-@pytest.mark.parametrize(("name", "distinct"), [("llama", 3), ("qwen3", 3), ("gpt2", 3), ("mixtral", None)])
-def test_as_many_compiles_for_six_layers_as_for_two(name: str, distinct: int | None) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
+def test_as_many_compiles_for_six_layers_as_for_two(name: str) -> None:
     short, long = Eager(), Eager()
-    few, _ = compile_model(name, short, num_hidden_layers=2, **({"n_layer": 2} if name == "gpt2" else {}))
-    many, _ = compile_model(name, long, num_hidden_layers=6, **({"n_layer": 6} if name == "gpt2" else {}))
-    assert many.pieces > few.pieces >= 3
-    assert few.distinct == len(short.compiled) and many.distinct == len(long.compiled)
-    assert many.distinct == few.distinct if distinct is None else many.distinct == few.distinct == distinct
+    few, _ = compile_model(name, short, num_hidden_layers=2)
+    many, _ = compile_model(name, long, num_hidden_layers=6)
+    assert (few.pieces, many.pieces) == (3, 7)
+    assert few.distinct == many.distinct == len(short.compiled) == len(long.compiled) == 3
     assert long.calls % many.pieces == 0 and few.loaded == many.loaded == 0
 
 
 def test_layers_that_differ_are_compiled_each() -> None:
     compiler = Eager()
-    report, _ = compile_model("gemma3_text", compiler, num_hidden_layers=4)  # two ropes, windows in every second layer
-    assert 3 < report.distinct == len(compiler.compiled) <= report.pieces == 5
+    report, _ = compile_model(
+        "deepseek_v3", compiler, num_hidden_layers=5
+    )  # the first has no experts; the second makes what all others use
+    assert 3 < report.distinct == len(compiler.compiled) < report.pieces == 6
 
 
 def test_a_compiled_piece_is_called_without_a_module() -> None:
@@ -158,9 +159,10 @@ def test_guards_of_the_compiler_are_those_of_whoever_uses_its_work(tmp_path: Pat
     assert (cold.pieces, cold.distinct, cold.loaded) == (4, 2, 0)
     warm, function, reports = compile_function(layers, [torch.randn(9, 3)], compiler, cache)
     assert (warm.distinct, warm.loaded) == (2, 2)
-    function(torch.randn(50, 3))
-    assert len(reports) == 1
-    function(torch.randn(150, 3))
+    with torch.no_grad():
+        function(torch.randn(50, 3))
+        assert len(reports) == 1
+        function(torch.randn(150, 3))
     assert len(reports) == 2 and reports[1].loaded == 0, "the loaded piece must not run 150 rows"
 
 
@@ -173,7 +175,8 @@ def test_a_size_that_the_compiler_makes_a_number_binds_whoever_uses_its_work(tmp
     compile_function(layers, [torch.randn(7, 3)], compiler, cache)
     same, function, reports = compile_function(layers, [torch.randn(7, 3)], compiler, cache)
     assert same.loaded == 2
-    function(torch.randn(8, 3))
+    with torch.no_grad():
+        function(torch.randn(8, 3))
     assert len(reports) == 2 and reports[1].loaded == 0
 
 
@@ -217,7 +220,8 @@ def test_each_layer_gets_the_tensors_that_it_holds_itself() -> None:
     for table in tables:
         expected = double(torch.relu(expected) + table + 1)
     with torch.no_grad():
-        assert torch.allclose(torch.compile(layers, backend=backend, dynamic=True)(x), expected - 1)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert torch.allclose(torch.compile(layers, backend=backend)(x), expected - 1)
     assert (results[0].pieces, results[0].distinct) == (4, 2)
 
 
@@ -232,7 +236,8 @@ def test_inductors_work_survives_the_process(tmp_path: Path, monkeypatch: pytest
     with fresh_cache(), monkeypatch.context() as patched:
         patched.setattr(torch._inductor, "standalone_compile", None)
         warm, function, reports = compile_function(layers, [torch.randn(9, 3)], module.inductor, cache)
-        for rows in (2, 33):
-            x = torch.randn(rows, 3)
-            assert torch.allclose(function(x), layers(x))
+        with torch.no_grad():
+            for rows in (2, 33):
+                x = torch.randn(rows, 3)
+                assert torch.allclose(function(x), layers(x))
     assert (cold.distinct, cold.loaded, warm.distinct, warm.loaded, len(reports)) == (2, 0, 2, 2, 1)

@@ -178,17 +178,22 @@ class TestBudget:
 
 
 class Unrecordable(TapeRecorder):
-    """Fails on rows of one size, as an op that waits for the device does."""
+    """Fails at the end of what embeds rows of one size, as a capture that something has made invalid does."""
 
     def __init__(self, rows: int):
         super().__init__()
-        self.rows = rows
+        self.rows, self.invalid = rows, False
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
         result = super().call(function, args, kwargs)
-        if function is torch.ops.aten.embedding.default and result.shape[1] == self.rows:
-            raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+        self.invalid |= function is torch.ops.aten.embedding.default and result.shape[1] == self.rows
         return result
+
+    def end(self) -> Any:
+        invalid, self.invalid = self.invalid, False
+        if invalid:
+            raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
+        return super().end()
 
 
 class TestRefusedShapes:
@@ -284,3 +289,29 @@ def test_a_tail_runs_in_the_graphs() -> None:
     assert step.captured is not None and step.captured.key.mode == "full"
     ids = steps.run(step)
     assert ids.shape == (2,) and torch.equal(ids, step.captured.segments.output[0][:2].argmax(-1))
+
+
+class TestOpsThatCanNotBeRecorded:
+    class Fails(TapeRecorder):
+        def call(self, function: Any, args: Any, kwargs: Any) -> Any:
+            if function is torch.ops.aten.silu.default:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().call(function, args, kwargs)
+
+    def test_one_that_returns_tensors_runs_between_the_graphs(self) -> None:
+        engine = captured_engine(recorder=self.Fails(), graph_strict=True)
+        text = explain(engine)
+        assert "between      aten.silu.default: RuntimeError: operation not permitted" in text
+        assert "6 ops between 7 graphs" in text and "3 ops between 4 graphs" in text, "pieces, and decode, which has its attention inside"
+        assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
+
+    def test_one_whose_value_python_sees_leaves_the_model_uncaptured(self) -> None:
+        model = build("qwen3", tie_word_embeddings=False)
+        forward = model.model.norm.forward
+        model.model.norm.forward = lambda x: forward(x) * (1 if float(x.sum()) < float("inf") else 2)
+        engine = captured_engine(model, compile=False)
+        modes = modes_of(engine)
+        assert "no graph     pieces 24: OpNotRecorded: aten._local_scalar_dense.default can not be recorded" in explain(engine)
+        assert tokens_of(engine, PROMPTS[:3]) == [oracle(prompt, model=model) for prompt in PROMPTS[:3]]
+        assert set(modes) == {"uncaptured"}
+        engine.close()
