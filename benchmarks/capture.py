@@ -138,6 +138,14 @@ def profile(engine: Engine, requests: Sequence[BatchRequest]) -> dict[str, Any]:
     return {"kernels_ms": sum(names.values()) / 1e3, "top": top}
 
 
+def address_check_us(engine: Engine) -> float:
+    """Microseconds of the check of all tensors' addresses before a replay."""
+    check, started = engine.steps._addresses.check, time.perf_counter()
+    for _ in range(200):
+        check()
+    return (time.perf_counter() - started) / 200 * 1e6
+
+
 def floor_ms(model: Any, requests: Sequence[BatchRequest], engine: Engine, read: float) -> float:
     """Weights and KV at the read bandwidth, GB/s."""
     table = model.get_input_embeddings().weight
@@ -175,8 +183,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for tokens in args.prompts:
                 prompt = [BatchRequest([5] * tokens, list(range(1, 1 + -(-tokens // 16))))]
                 rows["extend"][tokens] = row = time_steps(engine, prompt, 8)
+                if not args.smoke and mode == "full_merged" and tokens == max(args.prompts):
+                    row |= profile(engine, prompt)
                 print(f"{mode:13} prompt {tokens:4}: {row['ms']:7.3f} ms  host {row['host_us']:6.0f} us  {row['ran']}", flush=True)
-            print("\n".join([*rows["capture"], f"  {engine.start_seconds}"]), flush=True)
+            if engine.steps.graphs is not None:
+                rows["address_check_us"] = address_check_us(engine)
+            print("\n".join([*rows["capture"], f"  {engine.start_seconds} {rows.get('address_check_us')}"]), flush=True)
             results["modes"][mode] = rows
     return results
 
@@ -195,6 +207,8 @@ def measure_startup(args: argparse.Namespace) -> dict[str, Any]:
             engine.step()
         assert len(request.sampled) == 2
         row = {"ready": ready, "first_token": first, **engine.start_seconds, "capture": engine.steps.report().lines()}
+        if engine.steps.graphs is not None:
+            row["shapes"] = {str(key): round(captured.seconds, 3) for key, captured in engine.steps.graphs.captured.items()}
     print(f"startup {args.startup}: " + ", ".join(f"{k} {v:.1f} s" for k, v in row.items() if isinstance(v, float)))
     print("\n".join(row["capture"]))
     return {"startup": {args.startup: row}}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from paged_attn.attn_ops.errors import CaptureError
 
 Replay = Callable[[], None]
 
@@ -84,17 +87,17 @@ class CudaRecorder:
         graph, self._open = self._open, None
         if graph is None:
             return
-        with suppress(RuntimeError):  # that the capture is invalid is known already
+        try:
             graph.capture_end()
-        # A capture that ended in an error leaves the allocator in the state of a capture, and the random generators, too, which one that
-        # ends well sets back.
-        with suppress(RuntimeError):  # where the allocator was set back
-            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-        again = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            again.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-            again.capture_end()
+        except RuntimeError:
+            # CUDA has ended the invalid capture, and torch stopped there: its two allocators and its random generators still are in it.
+            # They leave it when a capture ends well, so the driver begins an empty one for them.
+            _begin_empty_capture(torch.cuda.current_stream(self.device))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is empty
+                graph.capture_end()
+        graph.reset()
+        self._renew_pool()
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return function(*args, **kwargs)
@@ -119,3 +122,16 @@ class CudaRecorder:
         for graph in self._graphs[mark:]:
             graph.reset()
         del self._graphs[mark:]
+        self._renew_pool()
+
+    def _renew_pool(self) -> None:
+        """A pool dies with the last graph in it."""
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+
+
+def _begin_empty_capture(stream: torch.cuda.Stream) -> None:
+    thread_local = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    result = ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), thread_local)
+    if result:
+        raise CaptureError(f"the capture failed, and the stream can not be used again: CUDA error {result}; start the process anew")

@@ -19,11 +19,15 @@ _PIECE = re.compile(r"submod_(\d+)$")
 
 @dataclass(frozen=True)
 class SplitGraph:
-    """`gm` calls its submodules in order; `pieces` are names of those to compile, `breaks` of those that hold one split op each."""
+    """`gm` calls its submodules in order; `pieces` are names of those to compile, `breaks` of those that hold one split op each.
+
+    ops: of the breaks, in their order, by qualified name: `paged_attn::unified_attention_with_output`.
+    """
 
     gm: fx.GraphModule
     pieces: tuple[str, ...]
     breaks: tuple[str, ...]
+    ops: tuple[str, ...] = ()
 
 
 def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
@@ -34,14 +38,14 @@ def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
     `gm` has its placeholders first. The split module takes the same arguments and returns the same output.
     """
     piece_of: dict[fx.Node, int] = {}
-    breaks: set[int] = set()
+    breaks: dict[int, str] = {}
     current = 0
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.op == "call_function" and is_split_op(node.target, ops):
             current += 1
-            breaks.add(current)
+            breaks[current] = overloads_of(node.target)[0]._schema.name
             piece_of[node] = current
             current += 1
         elif node.target is operator.getitem and _returns_several(node.args[0]) and piece_of[node.args[0]] in breaks:
@@ -56,6 +60,7 @@ def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
         split,
         tuple(str(n) for n in names if not is_break[n]),
         tuple(str(n) for n in names if is_break[n]),
+        tuple(breaks.values()),
     )
 
 

@@ -124,7 +124,7 @@ class CompiledGraph:
             return
         with self._check_lock:
             if args[self._marker] not in self._checked:
-                self_check(self, args, truth)
+                self_check(self, args, truth, None if self._model is None else self._model())
                 self._checked[args[self._marker]] = True
 
     def _check_call(self, context: ForwardContext, args: Sequence[Any]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,10 @@ class RecurrentGroup:
 
 @dataclass(frozen=True)
 class GraphExplanation:
-    """One graph that Dynamo captured: what was rewritten in it, or why it is not paged (`not_paged` is then not empty)."""
+    """One graph that Dynamo captured: what was rewritten in it, or why it is not paged (`not_paged` is then not empty).
+
+    breaks: how often each op runs between pieces, in the order of the graph.
+    """
 
     layers: tuple[LayerGroup, ...]
     not_paged: str
@@ -60,6 +64,7 @@ class GraphExplanation:
     seconds: dict[str, float] = field(default_factory=dict)
     recurrent: tuple[RecurrentGroup, ...] = ()
     compiled: PieceReport | None = None
+    breaks: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -78,6 +83,7 @@ class GraphExplanation:
             seconds=dict(found.seconds),
             recurrent=group_recurrent(graph.recurrent or ()),
             compiled=graph.pieces,
+            breaks=dict(Counter(graph.split.ops)) if graph.split is not None else {},
         )
 
     @classmethod
@@ -117,7 +123,7 @@ class Explanation:
                 lines.append(f"  runs         {graph.compiled_by}")
                 continue
             lines += [
-                f"  pieces       {graph.pieces} between {graph.num_layers} attentions, run as {graph.compiled_by}",
+                f"  pieces       {graph.pieces} between {break_words(graph.breaks)}, run as {graph.compiled_by}",
                 *([f"  compiled     {graph.compiled.describe()}"] if graph.compiled is not None else []),
                 f"  graph nodes  {graph.nodes_before} before, {graph.nodes_after} after",
                 f"  passes       {total:.3f} s: {passes}",
@@ -126,6 +132,13 @@ class Explanation:
         lines += self.capture
         lines += [f"  not paged    a graph of {graph.nodes_before} nodes: {graph.not_paged}" for graph in self.graphs if graph.not_paged]
         return "\n".join(lines)
+
+
+def break_words(breaks: Mapping[str, int]) -> str:
+    """`32 unified_attention, 1 mylib::experts`: our own ops go by their short names."""
+    ours = "paged_attn::"
+    names = {name: name.removeprefix(ours).removesuffix("_with_output") if name.startswith(ours) else name for name in breaks}
+    return ", ".join(f"{count} {names[name]}" for name, count in breaks.items()) or "no split op"
 
 
 def layer_lines(group: LayerGroup) -> list[str]:

@@ -1,5 +1,5 @@
 """The first use proves the rewrite on numbers: each probe prompt alone through the original graph, all together through the
-rewritten one, and a causality test (a later token must not move an earlier logit)."""
+rewritten one, and two tests that a later token moves no earlier logit: another token, and one at the last position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -18,6 +18,7 @@ from paged_attn.graph_inputs import GraphInputs
 from paged_attn.layer_difference import first_layer_that_differs
 from paged_attn.passes.merge_linears import unmerged
 from paged_attn.ragged_probe import first_disagreement, probe_prompts, relative_error, run_ragged, tolerance
+from paged_attn.rows_apart import check_rows_apart
 
 if TYPE_CHECKING:
     from paged_attn.compiled_graph import CompiledGraph
@@ -27,11 +28,15 @@ OWN_ERROR = 1e-5  # below that it is rounding
 STEP_ERROR_GROWTH = 4  # of a layer's error on the way to the logits
 
 
-def self_check(compiled: CompiledGraph, args: Sequence[Any], truth: Callable[[Tensor], Tensor] | None = None) -> None:
+def self_check(
+    compiled: CompiledGraph, args: Sequence[Any], truth: Callable[[Tensor], Tensor] | None = None, model: nn.Module | None = None
+) -> None:
     """Compare the two graphs of `compiled` on the parameters in `args`.
 
     Args:
-        truth: logits [T, vocabulary] of a prompt [T]; by default the graph as it was traced, which is the model itself.
+        truth: logits [T, vocabulary] of a prompt [T]; by default the graph as it was traced, which is the model itself. Whoever gives
+            it compares calls with other positions, too (`check_rows_apart`).
+        model: for messages.
 
     Raises:
         UnsupportedError: logits differ, naming the first layer that does; or a later token moves an earlier logit.
@@ -39,11 +44,13 @@ def self_check(compiled: CompiledGraph, args: Sequence[Any], truth: Callable[[Te
     started = time.perf_counter()
     inputs = GraphInputs(compiled.roles, args)
     with torch.no_grad():
-        truth = truth or (lambda prompt: run_alone(compiled, inputs, prompt))
+        given, truth = truth is not None, truth or (lambda prompt: run_alone(compiled, inputs, prompt))
         prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args, truth), compiled.max_positions)
         alone = [truth(prompt) for prompt in prompts]
         _check_rows(prompts, alone)
         _check_causality(compiled, truth, prompts, alone)
+        if not given and "position_ids" in compiled.roles and all(spec.causal for spec in compiled.specs):
+            check_rows_apart(lambda ids, at: run_alone(compiled, inputs, ids, at), prompts[1], compiled.max_positions, model)
 
         def run(batch: Batch) -> Tensor:
             assert compiled.eager_paged is not None
@@ -67,11 +74,15 @@ def _own_error(compiled: CompiledGraph) -> float:
     return STEP_ERROR_GROWTH * worst if worst > OWN_ERROR else 0.0
 
 
-def run_alone(compiled: CompiledGraph, inputs: GraphInputs, prompt: Tensor) -> Tensor:
-    """Logits [T, vocabulary] of one prompt through the graph as it was traced."""
+def run_alone(compiled: CompiledGraph, inputs: GraphInputs, prompt: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Logits [T, vocabulary] of one prompt [T] through the graph as it was traced, by default at positions 0, 1, ..."""
     rows = torch.arange(len(prompt), device=prompt.device)
     with _must_run("the traced graph", f"{len(prompt)} tokens"):
-        return logits_of(compiled.original.forward(*unmerged(inputs.fill(prompt, rows, rows), compiled.rewrite.merges)))
+        return logits_of(
+            compiled.original.forward(
+                *unmerged(inputs.fill(prompt, rows if positions is None else positions, rows), compiled.rewrite.merges)
+            )
+        )
 
 
 @contextmanager

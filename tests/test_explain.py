@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from paged_attn import LLM, Batch, BatchRequest, KVPool, UnsupportedError, attention_layers, explain, forward_context
 from paged_attn.dynamo_backend import graphs_of
-from paged_attn.explanation import group_layers, ranges
+from paged_attn.explanation import break_words, group_layers, ranges
 from paged_attn.inspection import explanation
 from paged_attn.passes.runner import LayerReport
 from tests.tiny_models import build
@@ -79,10 +81,35 @@ def test_explain_says_how_each_layer_was_found_and_proved_and_what_is_not_paged(
     for words in (
         "layers 0, 2  model.layers.{0,2}.self_attn", "layer 1  model.layers.1.self_attn", "window 8", "F.sdpa", "mask evaluated on",
         "agrees with the config", "torch_native (first that fits every layer in the order for a CPU",
-        "4 between 3 attentions, run as eager pieces", "prove masks", "not paged    a graph of", "the call has input_ids of batch size",
+        "pieces       4 between 3 unified_attention, run as eager pieces", "prove masks",
+        "not paged    a graph of", "the call has input_ids of batch size",
     ):  # fmt: skip
         assert words in text, words
     assert explanation(compiled).backend == "torch_native"
+
+
+def test_explain_counts_what_runs_between_the_pieces_by_name() -> None:
+    mixtral = build("mixtral", num_hidden_layers=2)
+    mixtral.set_experts_implementation("eager")  # they loop over their data, each layer's as one op
+    split_point = importlib.import_module("examples.moe_split_point").MoE().eval()
+    for model, words, breaks in (
+        (
+            mixtral,
+            "5 between 2 unified_attention, 2 module",
+            ["paged_attn::unified_attention_with_output", "paged_attn::module_with_output"],
+        ),
+        (
+            split_point,
+            "9 between 4 unified_attention, 2 moe_example::experts, 2 moe_example::experts_into",
+            ["paged_attn::unified_attention_with_output", "moe_example::experts", "moe_example::experts_into"],
+        ),
+    ):
+        found = explanation(LLM(model, num_pages=8))
+        assert f"\n  pieces       {words}, run as eager pieces\n" in found.text(), found.text()
+        assert list(found.graphs[0].breaks) == breaks
+    assert break_words({"paged_attn::history_attention_with_output": 1, "mylib::paged_attn_with_output": 2}) == (
+        "1 history_attention, 2 mylib::paged_attn_with_output"
+    )
 
 
 class Backwards(OneLayer):

@@ -17,6 +17,11 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 ABSENT = object()  # a common value that this architecture refuses
+# For phi3: other rotary frequencies for a whole call once its largest position is beyond 63.
+LONG_ROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.08, 1.1, 1.1, 1.2]},
+    "original_max_position_embeddings": 64,
+}
 MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {

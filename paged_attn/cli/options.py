@@ -25,16 +25,21 @@ def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_toke
     add_common(parser)
     _add_prompts(parser)
     _add_sampling(parser, max_new_tokens)
-    place = parser.add_argument_group("model")
-    place.add_argument("--dtype", choices=DTYPES, default=dtype, help="auto is the checkpoint's own (default: %(default)s)")
-    place.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    add_place(parser, dtype)
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print text as it comes, prompt after prompt; with --json a line per token")
     output.add_argument(
         "--check", action="store_true", help="compare with the unmodified model's own generate(), token for token; exit 1 if one differs"
     )
     output.add_argument("--json", action="store_true", help="print one JSON document")
-    _add_engine(parser)
+    add_engine(parser)
+
+
+def add_place(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """Where a model runs, and in which dtype."""
+    place = parser.add_argument_group("model")
+    place.add_argument("--dtype", choices=DTYPES, default=dtype, help="auto is the checkpoint's own (default: %(default)s)")
+    place.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +63,8 @@ def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add("--logprobs", type=int, metavar="K", help="log-probability of each new token and of the K likeliest")
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """A flag for each setting of `EngineConfig`; `engine_config` reads them."""
     group = parser.add_argument_group("engine (each also as environment variable PAGED_ATTN_NAME)")
     for setting in fields(EngineConfig):
         _add_setting(group, setting)

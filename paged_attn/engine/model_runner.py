@@ -20,6 +20,7 @@ from paged_attn.passes.model_facts import model_dtype
 from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
 from paged_attn.recurrent.wrap import replaced_by_ops
+from paged_attn.rows_apart import check_rows_apart, probe_rows
 from paged_attn.self_check import logits_of
 
 
@@ -82,14 +83,24 @@ class ModelRunner:
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
         with evaluating(self.model):
             self.compiled.check(args, lambda prompt: self._logits_alone(prompt, positions=self.follow_generate))
+            if options.self_check and "position_ids" in self.compiled.roles:  # otherwise they were proved to be those of the rows
+                check_rows_apart(self._logits_at, probe_rows(self.device, self.max_positions)[0], self.max_positions, self.model)
 
     def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
+        return self._called(plain_inputs(self.model, prompt, positions), f"{len(prompt)} token ids")
+
+    def _logits_at(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [T, vocabulary] of token ids [T] at positions [T] by the unmodified model."""
+        inputs = plain_inputs(self.model, ids) | {"position_ids": positions[None]}
+        return self._called(inputs, f"{len(ids)} token ids of which the last is at position {int(positions[-1])}")
+
+    def _called(self, inputs: dict[str, Tensor], on: str) -> Tensor:
         try:
-            return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
+            return call_model(self.model, inputs)[0]
         except (AttributeError, TypeError, RuntimeError, IndexError) as error:  # of the model's own code
             raise UnsupportedError(
-                f"{type(self.model).__name__} itself can not be called on {len(prompt)} token ids: {type(error).__name__}: {error}"
+                f"{type(self.model).__name__} itself can not be called on {on}: {type(error).__name__}: {error}"
             ) from error
 
     def _counts_otherwise(self, refusal: UnsupportedError) -> bool:

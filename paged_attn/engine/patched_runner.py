@@ -16,7 +16,6 @@ from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.call_signature import plain_inputs, takes, token_argument
 from paged_attn.compiled_graph import _check_layers
 from paged_attn.engine.capture_model import call_model, only_device
-from paged_attn.engine.rows_apart import check_rows_apart, probe_rows
 from paged_attn.evaluating import evaluating
 from paged_attn.hf_configs import attention_configs
 from paged_attn.hf_patch import NAME, patch
@@ -25,6 +24,7 @@ from paged_attn.passes.model_facts import max_positions, model_dtype
 from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.refuse import refuse_recurrent
+from paged_attn.rows_apart import check_rows_apart, probe_rows
 
 LOGITS_ROWS = [3, 0, 3, 23]  # out of order and twice: no slice can be meant
 
@@ -75,7 +75,7 @@ class PatchedRunner:
                 self._refuse_acausal()
                 if options.self_check:
                     self._check_numbering()
-                    check_rows_apart(self._call, self.device, self.max_positions, type(model).__name__)
+                    check_rows_apart(self._call, probe_rows(self.device, self.max_positions)[0], self.max_positions, model)
                 self.takes_logits_rows = self._keeps_chosen_rows()
             self._configs = attention_configs(model)
             self._accepted: tuple[AttentionSpec, ...] | None = None

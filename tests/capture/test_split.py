@@ -62,6 +62,7 @@ def test_a_model_is_split_at_each_attention_and_computes_the_same() -> None:
     names = order(split)
     assert names[::2] == list(split.pieces) and names[1::2] == list(split.breaks)
     assert all(ops_in(split, name) == [UNIFIED_ATTENTION] for name in split.breaks)
+    assert split.ops == ("paged_attn::unified_attention_with_output",) * 3
     assert all(UNIFIED_ATTENTION not in ops_in(split, name) for name in split.pieces)
     whole_count = sum(node.op in ("call_function", "call_method") for node in whole.graph.nodes)
     assert sum(len(ops_in(split, name)) for name in names) == whole_count
@@ -96,6 +97,7 @@ def test_a_registered_op_splits_and_its_other_overload_does_not(registry: None) 
     split = split_graph(gm, split_ops.split_ops())
     assert [ops_in(split, name) for name in split.breaks] == [[double]]
     assert len(split.pieces) == 2 and order(split) == [split.pieces[0], split.breaks[0], split.pieces[1]]
+    assert split.ops == ("split_test::double",)
     assert torch.ops.split_test.double.both in ops_in(split, split.pieces[1])
     assert torch.equal(split.gm(x)[0], with_ops(x))
 

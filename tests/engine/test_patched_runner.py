@@ -25,14 +25,10 @@ from paged_attn.options import CompileOptions
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import oracle, random_prompts
 from tests.recurrent_models import recurrent
-from tests.tiny_models import COMMON, VOCAB, build
+from tests.tiny_models import COMMON, LONG_ROPE, VOCAB, build
 
 OPTIONS = CompileOptions()
 GREEDY = SamplingParams(max_new_tokens=6)
-LONG_ROPE: dict[str, Any] = {
-    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.08, 1.1, 1.1, 1.2]},
-    "original_max_position_embeddings": 64,
-}
 
 
 @contextmanager
