@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import gc
 import json
+import logging
 import platform
 import statistics
 import time
@@ -32,6 +33,7 @@ from kernels import ceilings
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.batch import BatchRequest
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.step_runner import StepOutput
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -100,6 +102,10 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def best_of(output: StepOutput) -> torch.Tensor:
+    return output.logits.argmax(-1) if output.tail is None else output.tail
+
+
 def time_steps(engine: Engine, requests: Sequence[BatchRequest], steps: int) -> dict[str, Any]:
     """Milliseconds per step and microseconds of host time, the medians of some rounds."""
     runner, wall, host, prepare = engine.steps, [], [], []
@@ -110,7 +116,7 @@ def time_steps(engine: Engine, requests: Sequence[BatchRequest], steps: int) -> 
             before = time.perf_counter()
             step = runner.prepare(requests)
             preparing += time.perf_counter() - before
-            ids = runner.run(step).argmax(-1)
+            ids = best_of(runner.run(step))
         handed = time.perf_counter()
         synchronize()
         if not warm:
@@ -128,7 +134,7 @@ def profile(engine: Engine, requests: Sequence[BatchRequest]) -> dict[str, Any]:
     counts = Counter[str]()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         for _ in range(3):
-            runner.run(runner.prepare(requests)).argmax(-1)
+            best_of(runner.run(runner.prepare(requests)))
         torch.cuda.synchronize()
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -224,8 +230,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2048, help="max_batch_tokens")
     parser.add_argument("--backend", default="", help="attention backend")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: whether it runs, no figures")
+    parser.add_argument("--log", action="store_true", help="the package's log, with milliseconds")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.log:
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms %(message)s")
     results = {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",

@@ -143,8 +143,8 @@ class GraphSet:
         logger.warning("graph %s is not captured: %s", key, reason)
 
     def sizes(self, mode: Mode) -> list[int]:
-        """Captured sizes of a mode, ascending, with variant 0."""
-        return sorted(key.size for key in self.captured if key.mode == mode and key.variant == 0)
+        """Captured sizes of a mode, ascending."""
+        return sorted({key.size for key in self.captured if key.mode == mode})
 
     def clear(self) -> None:
         """Free every graph."""

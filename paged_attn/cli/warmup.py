@@ -53,17 +53,20 @@ def run(args: argparse.Namespace) -> int:
 def coming(config: EngineConfig, device: str) -> list[str]:
     """A line for each phase that may take long with these settings, and where its work is kept for the next process."""
     cuda = device.startswith("cuda")
+    inductor = config.compile and (cuda if config.inductor is None else config.inductor)
     lines = ["loading the weights"]
     if config.compile:
         lines.append("tracing the model, proving each attention layer and comparing with the model: seconds, in each process anew")
-        if config.inductor or (config.inductor is None and cuda):
-            from torch._inductor.runtime.cache_dir_utils import cache_dir
+    if inductor:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-            lines.append(f"Inductor compiles the pieces of the graph: up to minutes; kept in {_pieces_folder()} and {cache_dir()}")
+        lines.append(f"Inductor compiles the pieces of the graph: up to minutes; kept in {_pieces_folder()} and {cache_dir()}")
     if cuda:
         lines.append("kernels of the attention backend, compiled by Triton or others: up to minutes, kept in their own caches")
         if config.graphs != "off":
-            lines.append(f"capturing CUDA graphs for {_sizes(config)} sizes of steps: in each process anew")
+            lines.append(f"capturing CUDA graphs for up to {_num_sizes(config)} sizes of steps: in each process anew")
+    if not cuda and not inductor:
+        lines.append("nothing is compiled with these settings, so that no cache is filled (--device cuda, or --inductor)")
     return lines
 
 
@@ -72,10 +75,11 @@ def run_tokens(llm: LLM) -> list[list[int]]:
     from paged_attn.engine.sampling_params import SamplingParams
 
     limits, config, kv = llm.engine.limits, llm.engine.config, llm.engine.kv
-    most = min(limits.max_positions or max(PROMPT_TOKENS) + NEW_TOKENS, kv.num_usable * config.page_size) - NEW_TOKENS
+    room = min(limits.max_positions or max(PROMPT_TOKENS) + NEW_TOKENS, kv.num_usable * config.page_size)
+    new = max(min(NEW_TOKENS, room - 1), 1)
     ids = min(limits.vocab_size or 2, 100)
-    prompts = [[(i * 7 + j) % ids for j in range(max(min(count, most), 1))] for i, count in enumerate(PROMPT_TOKENS)]
-    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    prompts = [[(i * 7 + j) % ids for j in range(max(min(count, room - new), 1))] for i, count in enumerate(PROMPT_TOKENS)]
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     for batch in ([prompts[-1]], prompts, prompts):
         llm.generate(batch, params)
     return prompts
@@ -98,5 +102,8 @@ def _pieces_folder() -> str:
     return f"no folder of ours ({VARIABLE} is 'none')" if cache is None else str(cache.folder)
 
 
-def _sizes(config: EngineConfig) -> str:
-    return f"up to {config.graph_extend_sizes + (config.graph_decode_sizes if config.graphs in ('auto', 'full') else 0)}"
+def _num_sizes(config: EngineConfig) -> int:
+    from paged_attn.engine.make_steps import capture_settings
+
+    settings = capture_settings(config)
+    return len(settings.extend_order()) + (len(settings.decode_order()) if settings.full else 0)

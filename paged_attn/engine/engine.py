@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from paged_attn.attn_ops.batch import BatchRequest
@@ -26,6 +25,7 @@ from paged_attn.engine.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampler import NonFiniteLogitsError, SampledToken, SamplingState, sample
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.scheduler import Scheduled, Scheduler
+from paged_attn.engine.step_runner import StepOutput
 from paged_attn.recurrent.run import RecurrentRunner
 
 logger = logging.getLogger("paged_attn")
@@ -153,10 +153,10 @@ class Engine:
         step = self.steps.prepare([self._share_of(s) for s in scheduled])
         with self._restarting_on_error([s.request for s in scheduled]) as unfinished:
             before_model = time.perf_counter()
-            logits = self.steps.run(step)
+            output = self.steps.run(step)
             after_model = time.perf_counter()
             sampling = [s.request for s in scheduled if s.samples]
-            tokens = self._sample(logits, sampling) if sampling else []
+            tokens = self._sample(output, sampling) if sampling else []
             chosen = iter(tokens)
             for s in scheduled:  # one by one: an exception must not leave a request computed to its end, but without its next token
                 samples = s.samples
@@ -198,14 +198,14 @@ class Engine:
         tokens = request.tokens[start : start + scheduled.count]
         return BatchRequest(tokens, request.pages, start, int(scheduled.samples), request.state_slot)
 
-    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> list[SampledToken | NonFiniteLogitsError]:
+    def _sample(self, output: StepOutput, requests: list[Request]) -> list[SampledToken | NonFiniteLogitsError]:
         """A token for each request; for rows that are not finite the error, while the others go on."""
         try:
-            return list(sample(logits, [r.sampling for r in requests]))
+            return list(sample(output.logits, [r.sampling for r in requests], output.tail))
         except NonFiniteLogitsError as error:
             bad = set(error.rows)
             good = [i for i in range(len(requests)) if i not in bad]
-            tokens = iter(sample(logits[good], [requests[i].sampling for i in good]) if good else [])
+            tokens = iter(sample(output.logits[good], [requests[i].sampling for i in good]) if good else [])
             return [error if i in bad else next(tokens) for i in range(len(requests))]
 
     def _accept(self, request: Request, token: SampledToken) -> TokenEvent:

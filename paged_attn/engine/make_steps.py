@@ -18,6 +18,7 @@ from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.model_runner import ModelRunner
 from paged_attn.engine.patched_runner import PatchedRunner
 from paged_attn.engine.runner import Runner
+from paged_attn.engine.sampler import best_tokens
 from paged_attn.engine.step_runner import StepRunner
 from paged_attn.options import CompileOptions
 from paged_attn.recurrent.run import RecurrentRunner
@@ -53,12 +54,14 @@ def ready_to_step(
     if config.graphs == "off":
         recorder = None
 
+    tail = best_tokens if config.graph_sampling else None
+
     def select(pool: KVPool) -> Selection:
         return select_for_pool(
             config.backend, pool, runner.dtype, deterministic=config.deterministic, speculative=config.speculative_backend
         )
 
-    steps = StepRunner(runner, capture_settings(config), recorder, config.page_size, _max_pages(runner, config, num_pages), recurrent)
+    steps = StepRunner(runner, capture_settings(config), recorder, config.page_size, _max_pages(runner, config, num_pages), recurrent, tail)
     kept_free = 0
     if steps.graphs is not None:
         scratch = KVPool(runner.layers, SCRATCH_PAGES, config.page_size, runner.dtype, runner.device)

@@ -99,12 +99,13 @@ class SortedCandidates(NamedTuple):
     first: Tensor
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None = None) -> list[SampledToken]:
     """Choose one token per row.
 
     Args:
         logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
         states: N of them, row by row. A request's tokens depend on its own row and generator only.
+        best: what `best_tokens` says of the logits, where it is known already (a captured graph holds it).
 
     Raises:
         NonFiniteLogitsError: some row is NaN, +inf or all -inf; no generator has advanced.
@@ -117,7 +118,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken
     _check(logits, states)
     if not states:
         return []
-    tokens = _checked_argmax(logits)
+    tokens = _checked(best_tokens(logits) if best is None else best)
     penalised = [row for row, s in enumerate(states) if s.params.is_greedy and s.params.repetition_penalty != 1.0]
     drawn = [row for row, s in enumerate(states) if not s.params.is_greedy]
     if penalised:
@@ -192,9 +193,14 @@ def _check(logits: Tensor, states: Sequence[SamplingState]) -> None:
             )
 
 
-def _checked_argmax(logits: Tensor) -> list[int]:
+def best_tokens(logits: Tensor) -> Tensor:
+    """logits [N, V] -> [N] int64: the most likely token of each row, -1 where the row is not finite. Nothing waits for the device."""
     best = logits.argmax(-1, keepdim=True)  # NaN counts as the largest, so the largest value tells of every bad row
-    tokens = torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1).tolist()
+    return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
+
+
+def _checked(best: Tensor) -> list[int]:
+    tokens: list[int] = best.tolist()
     if min(tokens) < 0:
         raise NonFiniteLogitsError([row for row, token in enumerate(tokens) if token < 0])
     return tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -35,13 +35,20 @@ class Step:
     num_logits: int
 
 
+class StepOutput(NamedTuple):
+    """logits [num_logits, vocabulary], and the tail's result [num_logits, ...]; the next step of the same runner overwrites both."""
+
+    logits: Tensor
+    tail: Tensor | None
+
+
 class StepRunner:
     """Steps of one model, of one thread at a time.
 
     Args:
         recorder: makes the graphs; None captures nothing.
         page_size, max_pages: of the pool, and of one request.
-        tail: runs on the logits [N, vocabulary] in the graphs, too (a sampler: [N, ...]); `run` then returns what it returns.
+        tail: runs on the logits [N, vocabulary] in the graphs, too (a sampler), and returns a tensor [N, ...].
 
     Captured steps read their inputs from `buffers`; logits of a captured step are overwritten by the next one.
     """
@@ -113,18 +120,27 @@ class StepRunner:
     def prepare(self, requests: Sequence[BatchRequest]) -> Step:
         """Lay the requests out for the smallest captured shape that holds them, or as they are."""
         num_logits = sum(request.num_logits for request in requests)
-        if self.graphs is not None and self.graphs.captured:
-            if (size := self._full.fit(max(len(requests), 2))) is not None and all(map(_decodes, requests)):
-                batch = Batch.build(requests, self.page_size, self.runner.device, full_shape(size), self.buffers)
-                return Step(batch, self._full_graph(batch, size), num_logits)
-            size = self._pieces.fit(sum(len(request.tokens) for request in requests))
-            if size is not None and num_logits <= (shape := extend_shape(size, self.settings)).logits:
-                batch = Batch.build(requests, self.page_size, self.runner.device, shape, self.buffers)
-                return Step(batch, self.graphs.captured[GraphKey("pieces", size)], num_logits)
-        return Step(Batch.build(requests, self.page_size, self.runner.device), None, num_logits)
+        step = self._prepared(requests, num_logits) if self.graphs is not None and self.graphs.captured else None
+        return step or Step(Batch.build(requests, self.page_size, self.runner.device), None, num_logits)
 
-    def run(self, step: Step) -> Tensor:
-        """Logits [num_logits, vocabulary], or what `tail` makes of them.
+    def _prepared(self, requests: Sequence[BatchRequest], num_logits: int) -> Step | None:
+        """The step for a captured shape, or None if none holds it."""
+        assert self.graphs is not None and self.backend is not None and self.pool is not None
+        device = self.runner.device
+        size = self._full.fit(max(len(requests), 2))
+        if size is not None and all(map(_decodes, requests)):
+            batch = Batch.build(requests, self.page_size, device, full_shape(size), self.buffers)
+            key = GraphKey("full", size, self.backend.graph_variant(batch, self.pool))
+            if key in self.graphs.captured:
+                return Step(batch, self.graphs.captured[key], num_logits)
+        size = self._pieces.fit(sum(len(request.tokens) for request in requests))
+        if size is None or num_logits > (shape := extend_shape(size, self.settings)).logits:
+            return None
+        batch = Batch.build(requests, self.page_size, device, shape, self.buffers)
+        return Step(batch, self.graphs.captured[GraphKey("pieces", size)], num_logits)
+
+    def run(self, step: Step) -> StepOutput:
+        """Logits [num_logits, vocabulary], and what `tail` makes of them.
 
         Raises:
             CaptureError: a tensor of the model moved; or, with `verify`, a replay gave other logits than the model uncaptured.
@@ -138,7 +154,7 @@ class StepRunner:
             if self.settings.verify:
                 self._verify(step, output[0])
         logits, tail = output
-        return (logits if tail is None else tail)[: step.num_logits]
+        return StepOutput(logits[: step.num_logits], None if tail is None else tail[: step.num_logits])
 
     def report(self) -> CaptureReport:
         """Which mode serves which steps, and what that cost."""
@@ -153,11 +169,6 @@ class StepRunner:
     def _recipes(self) -> CaptureRecipes:
         assert self.pool is not None and self.backend is not None and self.buffers is not None
         return CaptureRecipes(self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail)
-
-    def _full_graph(self, batch: Batch, size: int) -> Captured:
-        assert self.graphs is not None and self.backend is not None and self.pool is not None
-        variant = self.backend.graph_variant(batch, self.pool)
-        return self.graphs.captured.get(GraphKey("full", size, variant)) or self.graphs.captured[GraphKey("full", size)]
 
     def _replay(self, batch: Batch, captured: Captured) -> Output:
         assert self.pool is not None and self.backend is not None

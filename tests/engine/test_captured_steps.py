@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from paged_attn import LLM, SamplingParams, explain
+from paged_attn.attn_ops.batch import BatchRequest
 from paged_attn.attn_ops.errors import CaptureError
 from paged_attn.backends.select import select_for_pool
-from paged_attn.capture.graph_set import GraphKey
 from paged_attn.engine import make_steps
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
@@ -124,6 +124,16 @@ def test_the_variant_follows_the_lengths() -> None:
     assert tokens == oracle(PROMPTS[2])
     decode = used[1:]
     assert decode == [0] * (SHORT - 3) + [1] * (len(decode) - (SHORT - 3))
+
+
+def test_a_graph_of_another_variant_is_no_substitute() -> None:
+    engine = captured_engine()
+    assert engine.steps.graphs is not None
+    for key in [key for key in engine.steps.graphs.captured if key.variant == 1]:
+        del engine.steps.graphs.captured[key]
+    modes = modes_of(engine)
+    assert tokens_of(engine, [PROMPTS[2]]) == [oracle(PROMPTS[2])]
+    assert modes == ["pieces"] + ["full"] * (SHORT - 3) + ["pieces"] * (len(modes) - 1 - (SHORT - 3))
 
 
 def test_a_backend_that_can_not_be_captured_runs_decode_in_pieces() -> None:
@@ -272,23 +282,18 @@ def test_explain_of_an_engine_without_capture() -> None:
     assert "decode       uncaptured" in text and "capture is off" in text
 
 
-def test_a_tail_runs_in_the_graphs() -> None:
+def test_the_most_likely_tokens_are_chosen_in_the_graphs() -> None:
     engine = captured_engine()
     steps = engine.steps
-    key = GraphKey("full", 3, 1)
-    assert steps.graphs is not None and steps.graphs.captured[key].segments.output[1] is None
-    steps.tail = lambda logits: logits.argmax(-1)
-    steps.graphs.clear()
-    steps.capture_full(lambda keys, total: keys)
-    request = engine.add_request(PROMPTS[3], GREEDY)
-    del request
-    from paged_attn.attn_ops.batch import BatchRequest
-
     engine.pool.storage.zero_()
     step = steps.prepare([BatchRequest([5], [1, 2, 3], 9), BatchRequest([7], [4], 2)])
     assert step.captured is not None and step.captured.key.mode == "full"
-    ids = steps.run(step)
-    assert ids.shape == (2,) and torch.equal(ids, step.captured.segments.output[0][:2].argmax(-1))
+    logits, best = steps.run(step)
+    assert best is not None and best.shape == (2,) and torch.equal(best, logits.argmax(-1))
+    assert best.data_ptr() == step.captured.segments.output[1].data_ptr()
+    without = captured_engine(graph_sampling=False)
+    assert without.steps.run(without.steps.prepare([BatchRequest([5], [1], 2)])).tail is None
+    assert tokens_of(without) == [oracle(prompt) for prompt in PROMPTS]
 
 
 class TestOpsThatCanNotBeRecorded:

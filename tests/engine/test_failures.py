@@ -7,6 +7,7 @@ import torch
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.step_runner import StepOutput
 from tests.engine.models import (
     POISON,
     assert_idle,
@@ -169,7 +170,7 @@ def test_nan_in_the_middle_of_an_answer_keeps_the_healthy_prefix_only() -> None:
     request = engine.add_request(PROMPTS[1], GREEDY)
     for _ in range(7):
         engine.step()
-    engine.steps.run = lambda *args: torch.full_like(run(*args), float("inf"))  # type: ignore[method-assign]
+    engine.steps.run = lambda *args: StepOutput(torch.full_like(run(*args).logits, float("inf")), None)  # type: ignore[method-assign]
     engine.step()
     engine.steps.run = run  # type: ignore[method-assign]
     assert (request.finish_reason, request.output_token_ids) == ("error", answer[:7])

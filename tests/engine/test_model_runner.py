@@ -76,7 +76,7 @@ def greedy(model: Attention, new: int) -> list[int]:
 
 
 def run_batch(engine: Engine, *requests: BatchRequest) -> Tensor:
-    return engine.steps.run(engine.steps.prepare(requests))
+    return engine.steps.run(engine.steps.prepare(requests)).logits
 
 
 def spy_on_outputs(engine: Engine) -> list[int]:

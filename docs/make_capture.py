@@ -1,0 +1,203 @@
+"""Writes the tables of docs/capture.md from the JSON of `benchmarks/capture.py`, each between its marks: `make docs`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from paged_attn.backends.table import markdown_table
+
+PAGE = Path(__file__).with_name("capture.md")
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+BEST, PLAIN = "full_merged", "eager_full"  # of the modes whose kernels were listed: the defaults, and PyTorch's own kernels
+MODES = {
+    "eager": ("hooked, uncaptured", 'compile=False, graphs="off"'),
+    "eager_break": ("eager breaks", 'compile=False, graphs="pieces"'),
+    "eager_full": ("hooked, decode whole", "compile=False"),
+    "compiled": ("compiled, uncaptured", 'graphs="off", merge_linears=False'),
+    "pieces": ("compiled pieces", 'graphs="pieces", merge_linears=False'),
+    "pieces_merged": ("compiled pieces, merged linears", 'graphs="pieces"'),
+    "full": ("full graphs", "merge_linears=False"),
+    "full_merged": ("full graphs, merged linears", "the defaults"),
+}
+KINDS = {  # the first pattern that a kernel's name holds
+    "RMSNorm, with the residual's addition": r"^triton_.*rsqrt",
+    "SiLU and multiplication": r"^triton_.*silu",
+    "RoPE of q and of k": r"^triton_.*cat_mul_neg",
+    "attention, with the KV write": r"^attend|^deal_work|[Ff]lash",
+    "argmax of the benchmark": r"ArgMax|at::native::Arg",
+    "matrix products": r"nvjet|splitKreduce|tensorop|skinny|gemv",
+    "PyTorch's element-wise kernels and reductions": r"at::native",
+}
+REST = "all else"
+MATRIX, ROPE, ATTENTION = "matrix products", "RoPE of q and of k", "attention, with the KV write"
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def conditions(data: Any, _: Any) -> str:
+    versions = f"torch {data['torch']}, transformers {data['transformers']}"
+    backend, ceilings = data["modes"][BEST]["backend"], data["ceilings"]
+    return (
+        f"One {data['device']}, {data['date']}; {versions}, attention by {backend}. {data['context']} tokens per request. Measured in the "
+        f"same process: reading {ceilings['read']:,.0f} GB/s, a bfloat16 matrix product {ceilings['gemm']:,.0f} TFLOP/s."
+    )
+
+
+def decode(data: Any, _: Any) -> str:
+    """Milliseconds and the share of the floor for each batch, microseconds of the host, MiB of graphs."""
+    batches = list(data["modes"][BEST]["decode"])
+    rows = []
+    for _name, words, settings, found in _modes(data):
+        steps = [found["decode"][batch] for batch in batches]
+        host = " / ".join(f"{step['host_us']:,.0f}" for step in steps)
+        rows.append(
+            [words, settings, *(f"{step['ms']:.2f} ({step['of_floor']:.0%})" for step in steps), host, f"{found['graph_mib']:,.0f}"]
+        )
+    floor = [f"{data['modes'][BEST]['decode'][batch]['floor_ms']:.2f}" for batch in batches]
+    rows.append(["the floor", "", *floor, "", ""])
+    return markdown_table(["mode", "settings", *(f"batch {batch}" for batch in batches), "host, us", "graphs, MiB"], rows)
+
+
+def prompts(data: Any, _: Any) -> str:
+    lengths = list(data["modes"][BEST]["extend"])
+    rows = [[words, settings, *(f"{found['extend'][n]['ms']:.1f}" for n in lengths)] for _, words, settings, found in _modes(data)]
+    return markdown_table(["mode", "settings", *(f"{int(n):,} tokens" for n in lengths)], rows)
+
+
+def kernels(data: Any, _: Any) -> str:
+    """Microseconds and calls by kind, for the smallest and the largest batch that were profiled."""
+    columns = [(mode, batch) for mode in (BEST, PLAIN) for batch in _profiled(data, mode)]
+    found = {column: _by_kind(data["modes"][column[0]]["decode"][column[1]]) for column in columns}
+    rows = []
+    for kind in (*KINDS, REST):
+        cells = [found[column].get(kind, (0.0, 0)) for column in columns]
+        rows.append([kind, *(f"{us:,.0f}" + (f" ({calls})" if calls else "") if us >= 0.5 else "" for us, calls in cells)])
+    steps = [data["modes"][mode]["decode"][batch] for mode, batch in columns]
+    rows.append(["**all kernels**", *(f"**{step['kernels_ms'] * 1e3:,.0f}**" for step in steps)])
+    rows.append(["the step, by the clock", *(f"{step['ms'] * 1e3:,.0f}" for step in steps)])
+    headers = [f"{'the defaults' if mode == BEST else 'hooked, decode whole'}, batch {batch}" for mode, batch in columns]
+    return markdown_table(["us (launches)", *headers], rows)
+
+
+def bounds(data: Any, _: Any) -> str:
+    """What the figures say of the floor at batch 1, and of RoPE and KV write as one op."""
+    first, *_middle, last = _profiled(data, BEST)
+    steps = data["modes"][BEST]["decode"]
+    small, large = _by_kind(steps[first]), _by_kind(steps[last])
+    kv = (steps[last]["floor_ms"] - steps[first]["floor_ms"]) / (int(last) - int(first))
+    weights, products = (steps[first]["floor_ms"] - int(first) * kv) * 1e3, small[MATRIX][0]
+    alone = {row["shape"]: row["microseconds"] for row in read("kernels.json")["rows"] if row["backend"] == "triton"}
+    layers = max(kernel["calls"] for kernel in steps[first]["top"] if _kind(kernel["name"]) == ATTENTION)
+    rope = [kinds[ROPE][0] / layers for kinds in (small, large)]
+    gain = (rope[0] - alone["rope_write 1"]) * layers / (steps[first]["ms"] * 1e3)
+    slower = alone["rope_write 256"] * int(last) / 256 > rope[1]  # a rough comparison: its time grows with its rows
+    lines = [
+        f"- **Batch {first}**: the matrix products take {products:,.0f} us, and reading their weights at the measured bandwidth "
+        f"{weights:,.0f} ({weights / products:.0%}). If nothing else took any time, the step would be at "
+        f"{steps[first]['floor_ms'] * 1e3 / products:.0%} of the floor; it is at {steps[first]['of_floor']:.0%}.",
+        f"- **RoPE and KV write as one op** (`rope_and_store_kv`, [kernels.md](kernels.md)) take {alone['rope_write 1']:.1f} us for a "
+        f"layer of 1 row and {alone['rope_write 256']:.1f} for one of 256. Inductor's RoPE takes {rope[0]:.1f} us at batch {first} and "
+        f"{rope[1]:.1f} at batch {last}, and attention writes K and V itself. The one op would save {gain:.1%} of the step at "
+        f"batch {first}" + (f", and nothing at batch {last}" * slower) + ". No pass emits it.",
+    ]
+    if (check := data["modes"][BEST].get("address_check_us")) is not None:
+        lines.append(f"- **The address check** takes {check:.0f} us of the host's time before each replay.")
+    return "\n".join(lines)
+
+
+def start(data: Any, startup: Any) -> str:
+    """Seconds from a loaded model to its first token."""
+    found = {when: startup[when]["startup"][BEST] for when in ("cold", "warm")}
+    parts = {
+        "trace, proofs, self-check, compile": "model",
+        "graphs and KV pool": "graphs and pool",
+        "all, to the first token": "first_token",
+    }
+    rows = [[words, *(f"{found[when][key]:.1f}" for when in found)] for words, key in parts.items()]
+    return markdown_table(["seconds", "cold", "warm"], rows)
+
+
+def report(_: Any, startup: Any) -> str:
+    """The lines of `explain` on the GPU."""
+    return "\n".join(["```", *startup["warm"]["startup"][BEST]["capture"], "```"])
+
+
+def goals(data: Any, startup: Any) -> str:
+    first, *_middle, last = _profiled(data, BEST)
+    steps, mib = data["modes"][BEST]["decode"], data["modes"][BEST]["graph_mib"]
+    above = steps[first]["ms"] / steps[first]["floor_ms"] - 1
+    over = steps[last]["ms"] / steps[last]["kernels_ms"] - 1
+    seconds = {when: startup[when]["startup"][BEST]["first_token"] for when in ("cold", "warm")}
+    rows = [
+        [f"decode at batch {first} at most 8 % above the floor", f"{above:.0%} above", above <= 0.08],
+        [f"a step at batch {last} at most 10 % above its kernels", f"{over:.1%} above", over <= 0.1],
+        ["cold start, to the first token, under 60 s", f"{seconds['cold']:.1f} s", seconds["cold"] < 60],
+        ["warm start under 15 s", f"{seconds['warm']:.1f} s", seconds["warm"] < 15],
+        ["graphs under 1 GB", f"{mib:,.0f} MiB for the sizes above", mib * 2**20 < 1e9],
+    ]
+    return markdown_table(["goal", "measured", "reached"], [[goal, got, "yes" if met else "no"] for goal, got, met in rows])
+
+
+TABLES = {
+    table.__name__: table for table in (report, conditions, decode, prompts, kernels, bounds, start, goals)
+}  # by the names of their marks
+
+
+def with_tables(text: str, data: Any, startup: Any) -> str:
+    """The page with every table as the figures have it now.
+
+    Raises:
+        ValueError: the marks of a table are not there, or not once.
+    """
+    for name, table in TABLES.items():
+        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        if text.count(first) != 1 or text.count(last) != 1:
+            raise ValueError(f"docs/capture.md must hold {first.strip()} and {last} once each, on lines of their own, around its table")
+        before, _, rest = text.partition(first)
+        text = f"{before}{first}\n{table(data, startup)}\n\n{last}{rest.partition(last)[2]}"
+    return text
+
+
+def main() -> None:
+    data, startup = read("capture.json"), read("capture_startup.json")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), data, startup), encoding="utf-8")
+
+
+def _modes(data: Any) -> list[tuple[str, str, str, Any]]:
+    """The measured modes in a fixed order: name, words, settings, figures."""
+    known = [name for name in MODES if name in data["modes"]] + [name for name in data["modes"] if name not in MODES]
+    found = []
+    for name in known:
+        words, settings = MODES.get(name, (name, ""))
+        found.append((name, words, settings if settings in ("", "the defaults") else f"`{settings}`", data["modes"][name]))
+    return found
+
+
+def _profiled(data: Any, mode: str) -> list[str]:
+    """The batches whose kernels were listed."""
+    return [batch for batch, step in data["modes"].get(mode, {"decode": {}})["decode"].items() if "kernels_ms" in step]
+
+
+def _by_kind(step: Any) -> dict[str, tuple[float, int]]:
+    """Microseconds and launches of each kind; the kernels that are not listed by name count as all else, without launches."""
+    found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    for kernel in step["top"]:
+        us, calls = found[kind := _kind(kernel["name"])]
+        found[kind] = us + kernel["us"], calls + kernel["calls"]
+    us, _ = found[REST]
+    found[REST] = us + step["kernels_ms"] * 1e3 - sum(kernel["us"] for kernel in step["top"]), 0
+    return found
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), REST)
+
+
+if __name__ == "__main__":
+    main()
