@@ -42,6 +42,7 @@ types: $(VENV)/.dev
 
 docs: $(VENV)/.base
 	$(BIN)/python docs/make_backends.py
+	$(BIN)/python docs/make_capture.py
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info

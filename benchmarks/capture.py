@@ -220,7 +220,7 @@ def measure_startup(args: argparse.Namespace) -> dict[str, Any]:
     return {"startup": {args.startup: row}}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--startup", choices=MODES)
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU: whether it runs, no figures")
     parser.add_argument("--log", action="store_true", help="the package's log, with milliseconds")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.log:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms %(message)s")
     results = {

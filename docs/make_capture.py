@@ -28,7 +28,7 @@ KINDS = {  # the first pattern that a kernel's name holds
     "SiLU and multiplication": r"^triton_.*silu",
     "RoPE of q and of k": r"^triton_.*cat_mul_neg",
     "attention, with the KV write": r"^attend|^deal_work|[Ff]lash",
-    "argmax of the benchmark": r"ArgMax|at::native::Arg",
+    "argmax": r"ArgMax|at::native::Arg",
     "matrix products": r"nvjet|splitKreduce|tensorop|skinny|gemv",
     "PyTorch's element-wise kernels and reductions": r"at::native",
 }

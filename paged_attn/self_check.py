@@ -49,7 +49,7 @@ def self_check(
         alone = [truth(prompt) for prompt in prompts]
         _check_rows(prompts, alone)
         _check_causality(compiled, truth, prompts, alone)
-        if given and "position_ids" in compiled.roles and all(spec.causal for spec in compiled.specs):
+        if not given and "position_ids" in compiled.roles and all(spec.causal for spec in compiled.specs):
             check_rows_apart(lambda ids, at: run_alone(compiled, inputs, ids, at), prompts[1], compiled.max_positions, model)
 
         def run(batch: Batch) -> Tensor:

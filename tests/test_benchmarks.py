@@ -123,3 +123,16 @@ def test_op_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < times["op"] < 1000 and len(times["batch"]) == 5 and all(value > 0 for value in times["batch"].values())
     assert times["backends"]["torch_native"]["plan"] > 0 and "error" in times["backends"]["fa3"]
     assert "the op, no kernel" in capsys.readouterr().out
+
+
+def test_capture_times_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    out, tiny = tmp_path / "capture.json", ["--smoke", "--batches", "1", "3", "--context", "20", "--prompts", "17", "--rows", "32"]
+    script("capture").main([*tiny, "--modes", "eager", "full_merged", "--out", str(out)])
+    record = json.loads(out.read_text())
+    assert set(record["modes"]) == {"eager", "full_merged"} and record["ceilings"]["read"] > 0
+    for mode in record["modes"].values():
+        assert set(mode["decode"]) == {"1", "3"} and all(0 < row["floor_ms"] < row["ms"] for row in mode["decode"].values())
+        assert mode["extend"]["17"]["ms"] > 0
+    script("capture").main([*tiny, "--startup", "full_merged", "--out", str(out)])
+    assert json.loads(out.read_text())["startup"]["full_merged"]["first_token"] > 0

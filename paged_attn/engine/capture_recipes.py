@@ -123,7 +123,8 @@ class CaptureRecipes:
         longest, requests = min(self._max_context, tokens), []
         while tokens:
             count = min(longest, tokens)
-            requests.append(BatchRequest([0] * count, [1] * -(-count // self.pool.page_size)))
+            slot = len(requests) + 1 if self.recurrent is not None else 0  # whatever they leave there, no request starts from
+            requests.append(BatchRequest([0] * count, [1] * -(-count // self.pool.page_size), state_slot=slot))
             tokens -= count
         return requests
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.errors import CaptureError
+from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.step_buffers import StepBuffers
 from paged_attn.backends.base import AttentionBackend
@@ -50,6 +50,9 @@ class StepRunner:
         page_size, max_pages: of the pool, and of one request.
         tail: runs on the logits [N, vocabulary] in the graphs, too (a sampler), and returns a tensor [N, ...].
 
+    Raises:
+        UnsupportedError: `settings.verify` for a model with recurrent state.
+
     Captured steps read their inputs from `buffers`; logits of a captured step are overwritten by the next one.
     """
 
@@ -63,6 +66,11 @@ class StepRunner:
         recurrent: RecurrentRunner | None = None,
         tail: Tail | None = None,
     ) -> None:
+        if settings.verify and recurrent is not None:
+            raise UnsupportedError(
+                f"graph_verify runs every step twice, and {type(runner.model).__name__} has recurrent state, which would advance twice; "
+                "leave graph_verify off"
+            )
         self.runner, self.settings, self.recurrent, self.tail = runner, settings, recurrent, tail
         self.page_size = page_size
         self.pool: KVPool | None = None

@@ -12,7 +12,7 @@ import torch
 
 from paged_attn import LLM, SamplingParams, explain
 from paged_attn.attn_ops.batch import BatchRequest
-from paged_attn.attn_ops.errors import CaptureError
+from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
 from paged_attn.backends.select import select_for_pool
 from paged_attn.engine import make_steps
 from paged_attn.engine.config import EngineConfig
@@ -149,7 +149,11 @@ def test_recurrent_layers_run_between_the_graphs() -> None:
     engine = captured_engine(model, max_batch_tokens=16)
     prompts = PROMPTS[:4]
     plain = LLM(model, page_size=4, num_pages=128, max_requests=6, max_batch_tokens=16)
+    modes = modes_of(engine)
     assert tokens_of(engine, prompts) == [c.token_ids for c in plain.generate(prompts, GREEDY)]
+    assert set(modes) == {"pieces"}
+    with pytest.raises(UnsupportedError, match="graph_verify runs every step twice"):
+        captured_engine(model, graph_verify=True)
     assert "recurrent layers" in "\n".join(engine.steps.report().lines())
 
 
