@@ -1,8 +1,8 @@
 """Decode and prefill steps of one model, captured in several ways, against the floor of reading weights and KV. Writes JSON.
 
-python benchmarks/capture.py [--modes eager eager_break eager_full compiled pieces full full_merged] [--batches 1 8 32 128] [--context 512]
+python benchmarks/capture.py [--modes eager eager_break eager_full full full_merged ...] [--batches 1 8 32 128] [--context 512]
     [--out benchmarks/results/capture.json]
-python benchmarks/capture.py --startup full [--out FILE]     seconds from the model to the first token; once cold, once more for warm
+python benchmarks/capture.py --startup full_merged [--out FILE]     seconds from the model to the first token; once cold, once more for warm
 
 The model has Llama-3.1-8B's shape, random weights and bfloat16 (`--smoke`: a tiny one, on the CPU, without graphs). A decode step is timed
 from its batch to its logits and their argmax, 40 steps in a row without waiting in between; host is the time until the last of them was
@@ -49,8 +49,8 @@ MODES: dict[str, dict[str, Any]] = {
     "compiled": {"graphs": "off", "merge_linears": False},
     "pieces": {"graphs": "pieces", "merge_linears": False},
     "full": {"graphs": "full", "merge_linears": False},
-    "pieces_merged": {"graphs": "pieces", "merge_linears": True},
-    "full_merged": {"graphs": "full", "merge_linears": True},
+    "pieces_merged": {"graphs": "pieces"},
+    "full_merged": {"graphs": "full"},
 }
 STEPS, ROUNDS = 40, 3
 
@@ -196,7 +196,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 rows["address_check_us"] = address_check_us(engine)
             print("\n".join([*rows["capture"], f"  {engine.start_seconds} {rows.get('address_check_us')}"]), flush=True)
             results["modes"][mode] = rows
+            write(args, results)  # after each mode: a run that is cut off leaves what it has
     return results
+
+
+def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({**conditions(args), **results}, indent=1) + "\n")
+
+
+def conditions(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "context": args.context,
+    }  # fmt: skip
 
 
 def measure_startup(args: argparse.Namespace) -> dict[str, Any]:
@@ -235,14 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.log:
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6d ms %(message)s")
-    results = {
-        "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
-        "context": args.context, **(measure_startup(args) if args.startup else measure(args)),
-    }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    write(args, measure_startup(args) if args.startup else measure(args))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 from paged_attn.attn_ops.errors import CaptureError
 
 Replay = Callable[[], None]
+MOST_DRIVER_BYTES = 64 * 2**20  # of one recording
 
 
 class Recorder(Protocol):
@@ -59,6 +60,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._open: torch.cuda.CUDAGraph | None = None
+        self._outside, self._driver = 0, 0  # bytes that the allocator does not know: all of them, and those that count as the graphs'
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -109,10 +111,16 @@ class CudaRecorder:
         return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def bytes_in_use(self) -> int:
+        """The allocator's, and what the driver keeps for graphs: what else grew, unless it is so much that it must be another process's."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        return total - free
+        reserved = torch.cuda.memory_reserved(self.device)
+        outside = total - free - reserved
+        if (grown := outside - self._outside) <= MOST_DRIVER_BYTES:
+            self._driver = max(self._driver + grown, 0)
+        self._outside = outside
+        return reserved + self._driver
 
     def mark(self) -> int:
         return len(self._graphs)

@@ -29,7 +29,7 @@ KINDS = {  # the first pattern that a kernel's name holds
     "RoPE of q and of k": r"^triton_.*cat_mul_neg",
     "attention, with the KV write": r"^attend|^deal_work|[Ff]lash",
     "argmax": r"ArgMax|at::native::Arg",
-    "matrix products": r"nvjet|splitKreduce|tensorop|skinny|gemv",
+    "matrix products": r"nvjet|splitKreduce|tensorop|gemv",
     "PyTorch's element-wise kernels and reductions": r"at::native",
 }
 REST = "all else"

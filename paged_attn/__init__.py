@@ -27,6 +27,7 @@ _EXPORTS = {
     "attention_layers": "inspection",
     "explain": "inspection",
     "patch": "hf_patch",
+    "PagedCache": "hf_cache",
     "register_split_op": "capture.split_ops",
     "EngineConfig": "engine.config",
     "Completion": "engine.request",

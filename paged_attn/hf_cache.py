@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from paged_attn.hf_cache_layers import PagedLayer, common_window, page_layout, paged_layers, probe
+from paged_attn.hf_cache_in_place import InPlace
+from paged_attn.hf_cache_layers import PagedLayer, forget_state
+from paged_attn.hf_cache_probe import common_window, keeping, page_layout, paged_layers, probe
+from paged_attn.hf_patch import Patched
 from paged_attn.shared_pages import SharedPages
 from paged_attn.shared_table import SharedTable
 
@@ -17,11 +22,15 @@ class PagedCache(Cache):
 
     Works with any attention implementation: a layer writes its new K and V into pages and gets what it may see gathered, exactly as a
     DynamicCache holds it. Beams share their common past, `copy.deepcopy` of a cache shares all of its pages (a prompt computed once
-    goes on in many ways), and crop() returns pages. Where every layer has a window, pages behind the largest one are let go.
+    goes on in many ways), and crop() returns pages. Where every layer has a window, pages behind the largest one are let go
+    (not in place: kernels know no holes).
     Recurrent states of hybrid models stay as transformers keeps them.
 
+    Inside `with paged_attn.patch(model) as patched:`, `PagedCache(patched)` goes further: steps attend to the pages where they lie, without
+    a gather, as far as that is the same computation (`hf_cache_in_place.py` says when); `steps_in_place` counts them.
+
     Args:
-        model: whose K and V it keeps; one token is run to see their shapes.
+        model: whose K and V it keeps; one token is run to see their shapes. Or an active patch of it.
         page_size: tokens per page; 16 by default.
         num_pages: fixes the pool, page 0 (reserved) included; by default it grows as needed, by half, into a new allocation.
         shared_with: take pages from the pool of this cache of the same model, instead of one's own.
@@ -32,11 +41,25 @@ class PagedCache(Cache):
         CacheFull (while generating): a pool of fixed size is too small; nothing was written in that step.
     """
 
+    table: SharedTable
+    in_place: InPlace | None
+    steps_in_place: int = 0
+
     def __init__(
-        self, model: nn.Module, *, page_size: int | None = None, num_pages: int | None = None, shared_with: PagedCache | None = None
+        self,
+        model: nn.Module | Patched,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        shared_with: PagedCache | None = None,
     ) -> None:
+        self.in_place = InPlace(model) if isinstance(model, Patched) else None
+        model = model.model if isinstance(model, Patched) else model
         seen = probe(model)
         layout, dtype, device = page_layout(model, seen)
+        ids = list(range(len(layout)))
+        if self.in_place is not None:
+            layout, ids = self.in_place.layers(layout, keeping(seen))
         if shared_with is None:
             pages = SharedPages(layout, 16 if page_size is None else page_size, dtype, device, num_pages)
         elif page_size is not None or num_pages is not None:
@@ -44,9 +67,12 @@ class PagedCache(Cache):
         else:
             pages = shared_with.table.pages
             if (pages.pool.layers, pages.pool.dtype, pages.pool.device) != (layout, dtype, device):
-                raise ValueError("shared_with is a cache for a model with other K and V; share pages between caches of one model")
-        self.table = SharedTable(pages, common_window(seen))
-        super().__init__(layers=paged_layers(seen, self.table))
+                raise ValueError(
+                    "shared_with is a cache for a model with other K and V, or only one of the two was made from a patch; share pages "
+                    "between caches that are made alike, for one model"
+                )
+        self.table = SharedTable(pages, common_window(seen) if self.in_place is None else None)
+        super().__init__(layers=paged_layers(seen, self.table, ids))
 
     @property
     def page_size(self) -> int:
@@ -66,28 +92,39 @@ class PagedCache(Cache):
     def pool_bytes(self) -> int:
         return self.table.pages.pool.nbytes
 
+    def advance(self, new: int) -> None:
+        """`new` tokens of every layer were written into pages that `table.prepare` made ready."""
+        self.steps_in_place += 1
+        for layer in self._paged():
+            layer.length += int(layer.kv is not None) * new
+
     def reset(self) -> None:
         """Forgets everything; the pages are free again."""
-        super().reset()
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.reset()
+            else:
+                forget_state(layer)
         self.table.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i goes on as what row beam_idx[i] was: beams of one origin share its pages."""
-        self._move(beam_idx)
         for layer in self._unpaged():
             layer.reorder_cache(beam_idx)
+        self._move(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows: integers, or a mask with an entry per row."""
-        self._move(torch.arange(self.table.rows)[indices.cpu()] if self.table.rows else indices)
         for layer in self._unpaged():
             layer.batch_select_indices(indices)
+        if self.table.rows:
+            self._move(torch.arange(self.table.rows)[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after the other, on the same pages."""
-        self._move(torch.arange(self.table.rows).repeat_interleave(repeats))
         for layer in self._unpaged():
             layer.batch_repeat_interleave(repeats)
+        self._move(torch.arange(self.table.rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last `-tokens_to_remove` tokens (a number of at most 0); pages that become empty are free.
@@ -97,8 +134,8 @@ class PagedCache(Cache):
             RuntimeError: what the windows would need again was let go already.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove; positive lengths are gone from transformers")
-        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove; a length is no longer taken")
+        paged = self._paged()
         lengths = [max(layer.length + tokens_to_remove, 0) for layer in paged]
         window, kept = self.table.window, self.table.kept_from
         if tokens_to_remove and window is not None and max(max(lengths) - window + 1, 0) < kept:
@@ -116,5 +153,8 @@ class PagedCache(Cache):
         if self.table.rows:
             self.table.select(np.asarray(rows.cpu(), np.int64))
 
-    def _unpaged(self) -> list[object]:
+    def _paged(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    def _unpaged(self) -> list[Any]:
         return [layer for layer in self.layers if type(layer) is not PagedLayer]

@@ -1,22 +1,15 @@
-"""The layers of a `PagedCache`, and finding out by one token what each layer of a model keeps."""
+"""The layers of a `PagedCache`: what transformers calls, on one page table for all of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from transformers import cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.passes.model_facts import model_device
 from paged_attn.shared_table import SharedTable
-
-_HYBRID = cache_utils.LinearAttentionAndFullAttentionLayer
-# Layers that keep no K and V: their state is of fixed size (or none), and stays as transformers has it.
-_UNPAGED = tuple(kind for name in ("LinearAttentionLayer", "DummyLayer") if (kind := getattr(cache_utils, name, None)) is not None)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -34,15 +27,19 @@ class PagedLayer(CacheLayerMixin):
         self.table, self.kv, self.where = table, kv, where
         self.sliding_window, self.is_sliding = window, window is not None
         self.length = 0
-        self.is_initialized = True
 
     @property
-    def keys(self) -> Tensor | None:
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether it keeps something now."""
+        return self.length > 0
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """K of all tokens that are there, [rows, heads, tokens, dim], gathered; None before the first."""
         return self._gather(self.table.kept_from)[0] if self.length and self.kv is not None else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         return self._gather(self.table.kept_from)[1] if self.length and self.kv is not None else None
 
     @property
@@ -112,105 +109,32 @@ class PagedLayer(CacheLayerMixin):
         return self.kv
 
 
-class PagedHybridLayer(PagedLayer, _HYBRID):  # type: ignore[misc, valid-type]
+class PagedHybridLayer(PagedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """Pages for the attention of a layer that has a recurrent state, too; the state is transformers' own."""
 
     def __init__(self, table: SharedTable, kv: int | None, where: str, number_of_states: int) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
         PagedLayer.__init__(self, table, kv, None, where)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
     def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
+        forget_state(self)
         PagedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Of the state alone; the cache moves the pages."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, cast(Any, beam_idx))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Of the state alone; the cache crops the pages."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
 
 
-def probe(model: nn.Module) -> DynamicCache:
-    """transformers' own cache for the model, after one token: its layers say what they keep.
-
-    Raises:
-        UnsupportedError: an encoder-decoder, a model that is called otherwise, or one whose layers keep what pages can not hold.
-    """
-    config, name = getattr(model, "config", None), type(model).__name__
-    if not hasattr(config, "get_text_config"):
-        raise UnsupportedError(f"PagedCache needs a transformers PreTrainedModel, got {name}; serve other modules with paged_attn.LLM")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{name} is an encoder-decoder, and PagedCache is for causal language models; generate without it")
-    cache = DynamicCache(config=config.get_text_config(decoder=True))
-    token = torch.ones((1, 1), dtype=torch.int64, device=model_device(model))
-    try:
-        with torch.no_grad():
-            model(input_ids=token, past_key_values=cache, use_cache=True)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise UnsupportedError(f"{name} could not be run on one token to see what its layers keep: {error}") from error
-    for index, layer in enumerate(cache.layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, _HYBRID, *_UNPAGED):
-            raise UnsupportedError(
-                f"layer {index} of {name} keeps its past in a {type(layer).__name__}, and PagedCache knows layers that keep K and V "
-                "of every token; generate without it, or serve the model with paged_attn.LLM"
-            )
-    if not any(_keeps(layer) for layer in cache.layers):
-        raise UnsupportedError(f"no layer of {name} keeps K and V in past_key_values, so that there is nothing to page; generate without it")
-    return cache
-
-
-def page_layout(model: nn.Module, cache: DynamicCache) -> tuple[tuple[AttentionSpec, ...], torch.dtype, torch.device]:
-    """What a page holds for each layer that keeps K and V, and their common dtype and device.
-
-    Raises:
-        UnsupportedError: layers on several devices or in several dtypes, or a layer whose K and V differ in heads.
-    """
-    name, specs = type(model).__name__, []
-    kept = [(index, layer.keys, layer.values) for index, layer in enumerate(cache.layers) if _keeps(layer)]
-    kinds = sorted({(str(t.dtype), str(t.device)) for _, *both in kept for t in both})
-    if len(kinds) > 1:
-        raise UnsupportedError(f"{name} keeps K and V in several dtypes or on several devices: {kinds}; a PagedCache has one pool")
-    for index, key, value in kept:
-        if key.ndim != 4 or value.ndim != 4 or key.shape[1] != value.shape[1]:
-            raise UnsupportedError(
-                f"layer {index} of {name} keeps K {tuple(key.shape)} and V {tuple(value.shape)}; pages hold [rows, heads, tokens, dim] "
-                "with as many heads in V as in K"
-            )
-        heads = key.shape[1]
-        specs.append(
-            AttentionSpec(heads, heads, key.shape[3], value.shape[3], scale=1.0, kv_layer=len(specs), module=f"cache layer {index}")
-        )
-    return tuple(specs), kept[0][1].dtype, kept[0][1].device
-
-
-def paged_layers(cache: DynamicCache, table: SharedTable) -> list[Any]:
-    """What stands in the PagedCache for each layer of transformers' cache."""
-    layers: list[Any] = []
-    number = 0
-    for index, layer in enumerate(cache.layers):
-        where = f"layer {index}"
-        kv = number if _keeps(layer) else None
-        number += kv is not None
-        if type(layer) in _UNPAGED:
-            layer.reset()
-            layers.append(layer)
-        elif type(layer) is _HYBRID:
-            layers.append(PagedHybridLayer(table, kv, where, layer.number_of_states))
-        else:
-            layers.append(PagedLayer(table, kv, getattr(layer, "sliding_window", None), where))
-    return layers
-
-
-def common_window(cache: DynamicCache) -> int | None:
-    """The largest window of the layers that keep K and V, or None if one of them sees everything."""
-    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers if _keeps(layer)]
-    return None if None in windows else max(w for w in windows if w is not None)
-
-
-def _keeps(layer: Any) -> bool:
-    return getattr(layer, "keys", None) is not None
+def forget_state(layer: Any) -> None:
+    """A recurrent layer as it was made: transformers' own reset keeps the number of rows. Other layers stay as they are."""
+    if isinstance(layer, LinearAttentionLayer):
+        recording = layer.record_past
+        LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
+        layer.record_past = recording

@@ -21,7 +21,7 @@ class CacheFull(OutOfPages):
 
     def __str__(self) -> str:
         return (
-            f"needed {self.needed} more KV pages, but only {self.free} of this PagedCache's pool are free; give it more num_pages, or none, "
+            f"needed {self.needed} more KV pages, but only {self.free} of this PagedCache's are free; give it more num_pages, or none, "
             "so that the pool grows; or use fewer rows or beams, or drop or reset() other caches on the same pool"
         )
 

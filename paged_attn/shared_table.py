@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.shared_pages import Pages, SharedPages
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SharedTable:
@@ -27,8 +30,9 @@ class SharedTable:
         self.kept_from = 0
         self._table: Pages = np.zeros((0, 0), np.int64)
         self._writable = (0, 0)  # tokens whose pages exist and have no other holder
+        self._unshared = False  # several pages were written in one go, in which rows may be alike
         self._on_device: Tensor | None = None
-        self._slots: tuple[int, Tensor, Tensor] | None = None
+        self._indices: dict[tuple[str, int, int], Any] = {}  # of this step, for all layers
 
     def __del__(self) -> None:
         self.clear()
@@ -64,11 +68,14 @@ class SharedTable:
         """
         if rows == self.rows and self._writable[0] <= start and end <= self._writable[1]:
             return
+        self._indices = {}
         if self.rows and rows != self.rows:
             raise UnsupportedError(
                 f"this PagedCache holds {self.rows} rows, but K and V of {rows} rows came; use a new one or reset() for another batch, or "
                 "batch_repeat_interleave() and batch_select_indices() to change its rows"
             )
+        if self._unshared and rows == self.rows:
+            self._share_equal_pages(start // self.pages.page_size)
         if self.window is not None and not self.recording:
             self._let_go_before(start - self.window + 1)
         size = self.pages.page_size
@@ -84,25 +91,32 @@ class SharedTable:
             self.pages.drop(written[surplus])
             written[surplus] = copies
             columns[columns > 0] = written
-        self._table = np.concatenate([table, added.reshape(rows, -1)], 1)
-        self._changed()
-        self._writable = (start, end)
+        if len(fresh):
+            self._table = np.concatenate([table, added.reshape(rows, -1)], 1)
+            self._changed()
+        self._writable, self._unshared = (start, end), rows > 1 and end - start >= size
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Stores K [rows, heads, n, dim] and V of tokens `start`, ...; they must be writable."""
-        if self._slots is None or self._slots[0] != start or self._slots[2].shape[0] != keys.shape[2]:
-            positions = torch.arange(start, start + keys.shape[2], device=self.pages.pool.device)
-            self._slots = (start, self._device_table()[:, positions // self.pages.page_size], positions % self.pages.page_size)
-        _, page, offset = self._slots
-        self.pages.pool.key(layer)[page, offset] = keys.transpose(1, 2)
-        self.pages.pool.value(layer)[page, offset] = values.transpose(1, 2)
+        size = self.pages.page_size
+
+        def indices() -> tuple[Tensor, Tensor]:
+            tokens = torch.arange(start, start + keys.shape[2], device=self.pages.pool.device)
+            return self._device_table()[:, tokens // size], tokens % size
+
+        where = self._remember(("write", start, start + keys.shape[2]), indices)
+        self.pages.pool.key(layer)[where] = keys.transpose(1, 2)
+        self.pages.pool.value(layer)[where] = values.transpose(1, 2)
 
     def gather(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """K [rows, heads, end - start, dim] and V of tokens `start` to `end - 1`, as a view whose tokens lie outside its heads."""
-        size = self.pages.page_size
-        first, pages = start // size, self._device_table()[:, start // size : -(-end // size)]
-        part = slice(start - first * size, end - first * size)
-        key, value = (of(layer)[pages].flatten(1, 2)[:, part].transpose(1, 2) for of in (self.pages.pool.key, self.pages.pool.value))
+        """K [rows, heads, end - start, dim] and V of tokens `start` to `end - 1`, contiguous (some models take views of it)."""
+        size, pool = self.pages.page_size, self.pages.pool
+        columns = slice(start // size, -(-end // size))
+        pages = self._remember(("read", start, end), lambda: self._device_table()[:, columns].flatten())
+        part = slice(start - columns.start * size, end - columns.start * size)
+        # index_select copies whole pages; indexing with several tensors takes three times as long on a CPU
+        key, value = (of(layer).index_select(0, pages) for of in (pool.key, pool.value))
+        key, value = (t.view(self.rows, -1, *t.shape[2:])[:, part].transpose(1, 2).contiguous() for t in (key, value))
         return key, value
 
     def select(self, rows: Pages) -> None:
@@ -128,6 +142,22 @@ class SharedTable:
             self.kept_from = 0
         self._changed()
 
+    def _share_equal_pages(self, columns: int) -> None:
+        """Of the full pages in which a row begins as the row before it, bit for bit in every layer, one is kept: rows of one prompt."""
+        pool, table, self._unshared = self.pages.pool, self._table.copy(), False
+        bits = pool.storage.view(_BITS[pool.storage.element_size()]).view(pool.num_pages, -1)
+        alike = np.arange(1, self.rows)  # rows that were like the row before so far
+        for column in range(columns):
+            mine, before = self._table[alike, column], self._table[alike - 1, column]
+            if (apart := np.flatnonzero(mine != before)).size:
+                one, other = (bits[torch.from_numpy(p[apart]).to(pool.device)] for p in (mine, before))
+                alike = np.delete(alike, apart[~(one == other).all(1).cpu().numpy()])
+            for row in alike:
+                table[row, column] = table[row - 1, column]
+            if not alike.size:
+                break
+        self._replace(table)
+
     def _let_go_before(self, token: int) -> None:
         columns = min(token // self.pages.page_size, self._table.shape[1])
         if columns > 0 and columns * self.pages.page_size > self.kept_from:
@@ -137,9 +167,14 @@ class SharedTable:
             self._changed()
 
     def _changed(self) -> None:
-        self._writable, self._on_device, self._slots = (0, 0), None, None
+        self._writable, self._on_device, self._indices = (0, 0), None, {}
 
     def _device_table(self) -> Tensor:
         if self._on_device is None:
             self._on_device = torch.from_numpy(self._table.copy()).to(self.pages.pool.device)
         return self._on_device
+
+    def _remember(self, what: tuple[str, int, int], make: Callable[[], Any]) -> Any:
+        if what not in self._indices:
+            self._indices[what] = make()
+        return self._indices[what]

@@ -67,7 +67,11 @@ class Rewrite:
 
 
 def rewrite(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, limited: bool = False, merge: bool = False
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    model: nn.Module | None,
+    limited: bool = False,
+    merge: bool = False,
 ) -> Rewrite:
     """Rewrite a copy of a Dynamo graph; `gm` itself stays as it is.
 
@@ -88,7 +92,13 @@ def rewrite(
     return result
 
 
-def _rewrite_into(result: Rewrite, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, merge: bool) -> None:
+def _rewrite_into(
+    result: Rewrite,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    model: nn.Module | None,
+    merge: bool,
+) -> None:
     clock = _Clock(result.seconds)
     copied = copy_graph_module(gm)
     # Placeholders carry Dynamo's sources, which a copied graph loses: read the form again with the originals' help.

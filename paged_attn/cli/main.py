@@ -9,12 +9,12 @@ import sys
 from collections.abc import Sequence
 
 from paged_attn import __version__
-from paged_attn.cli import backends, demo, doctor, explain, generate, tune, warmup
+from paged_attn.cli import backends, demo, doctor, explain, generate, serve, tune, warmup
 
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-COMMANDS = (generate, demo, explain, warmup, backends, tune, doctor)
+COMMANDS = (generate, serve, demo, explain, warmup, backends, tune, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,314 @@
+"""The one thread that touches the engine: requests and cancels come in through a queue, events go out to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.request import FinishReason, Request, TokenEvent
+from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.server.errors import ApiError, bad_request
+from paged_attn.server.job import Accepted, Job, Update
+from paged_attn.server.snapshot import EngineSnapshot
+
+logger = logging.getLogger("paged_attn")
+ADDS_PER_TURN = 64  # so that a flood of requests does not hold up those that run
+DOUBTFUL = 3  # failed steps in a row after which nothing new is let in until the engine is seen to work
+
+
+class Status(enum.StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+class Observer(Protocol):
+    """Told of what happens, on the engine's thread."""
+
+    def step(self, seconds: float) -> None: ...
+    def step_failed(self) -> None: ...
+    def first_token(self, seconds: float) -> None: ...
+    def ended(self, outcome: str, seconds: float) -> None: ...
+
+
+class EngineThread:
+    """Makes an engine in a thread of its own, and steps it there.
+
+    Args:
+        make_engine: called on the thread; may take minutes.
+        max_queue: prompts that may wait beyond those that can run.
+
+    A step that raises ends the requests that were running with 500 and the reason; those that wait go on. After that, as soon as the engine
+    is idle, a probe of one token must run, or the engine counts as dead. `submit`, `cancel` and `drain` are for the event loop's thread.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer) -> None:
+        self.engine: Engine | None = None
+        self.error: BaseException | None = None
+        self.snapshot = EngineSnapshot()
+        self.max_queue = max_queue
+        self._status = Status.LOADING
+        self._make_engine, self._observer = make_engine, observer
+        self._condition = threading.Condition()
+        self._adds: deque[Job] = deque()
+        self._cancels: deque[Job] = deque()
+        self._pending = 0  # prompts that were submitted and are not in `snapshot` yet
+        self._blocked = False  # the last step left some waiting: whoever comes now has to wait, too
+        self._everything: ApiError | None = None  # cancel all that there is, for this reason
+        self._stopping = False
+        self._failures = 0  # steps in a row
+        self._probe_due = False
+        self._owners: dict[str, tuple[Job, int]] = {}  # of the engine's requests, by id
+        self._started: set[str] = set()  # those with a first token
+        self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Load the engine and serve it; updates of jobs go to `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    def refuse_unless_ready(self) -> Engine:
+        """The engine, to read what never changes.
+
+        Raises:
+            ApiError: 503 with the reason why nothing is served.
+        """
+        if self._status is Status.READY and self.engine is not None:
+            return self.engine
+        raise ApiError(503, self.describe(), code=str(self._status), retry_after=5 if self._status is Status.LOADING else None)
+
+    def describe(self) -> str:
+        words = {
+            Status.LOADING: "the model is loading",
+            Status.READY: "ready",
+            Status.DRAINING: "the server is shutting down",
+            Status.STOPPED: "the server has shut down",
+        }
+        return words.get(self._status) or f"the engine is beyond use and the server must be restarted: {_words(self.error)}"
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its updates follow.
+
+        Raises:
+            ApiError: 503 if the engine does not run, 429 if too many wait, 400 if so many prompts can never wait.
+        """
+        count = len(job.prompts)
+        with self._condition:
+            config, now = self.refuse_unless_ready().config, self.snapshot
+            if count > config.max_requests + self.max_queue:
+                limit = f"{config.max_requests + self.max_queue}: {config.max_requests} that run and {self.max_queue} that wait"
+                raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
+            idle = 0 if self._blocked else max(config.max_requests - now.running, 0)
+            waiting = now.waiting + self._pending
+            if waiting + count > self.max_queue + idle:
+                state = f"{now.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
+                raise ApiError(429, f"the queue is full: {state}; try again later", retry_after=1)
+            self._adds.append(job)
+            self._pending += count
+            self._condition.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job, wherever it is; nothing happens if it has ended."""
+        with self._condition:
+            job.cancelled = True
+            self._cancels.append(job)
+            self._condition.notify()
+
+    def drain(self) -> None:
+        """Take no new jobs; those that were taken go on."""
+        with self._condition:
+            if self._status in (Status.LOADING, Status.READY):
+                self._status = Status.DRAINING
+
+    def cancel_all(self) -> None:
+        """End all jobs with 503."""
+        with self._condition:
+            self._everything = ApiError(503, "the server shut down before the request was complete", code="shutting_down")
+            self._condition.notify()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """End all jobs, close the engine and end the thread; False if it still runs after `timeout` seconds."""
+        self.drain()
+        self.cancel_all()
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            engine = self._make_engine()
+            with self._condition:
+                self.engine = engine
+                if self._status is Status.LOADING:
+                    self._status = Status.READY
+            self._serve(engine)
+        except BaseException as error:  # the thread's last words: else every client would wait for ever
+            logger.exception("the engine's thread ended")
+            self._end(Status.DEAD, error)
+        else:
+            self._end(Status.STOPPED, None)
+        if self.engine is not None:
+            self.engine.close()
+            self._publish(self.engine, 0)
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            with self._condition:
+                while not (self._adds or self._cancels or self._everything or self._stopping or engine.has_work or self._probe_due):
+                    self._condition.wait()
+                cancels, self._cancels = list(self._cancels), deque()
+                everything, self._everything = self._everything, None
+                held_back = self._failures >= DOUBTFUL and self._probe_due
+                adds = [] if held_back else [self._adds.popleft() for _ in range(min(len(self._adds), ADDS_PER_TURN))]
+                if everything is not None:
+                    adds += self._adds
+                    self._adds.clear()
+                stopping = self._stopping
+            for job in cancels:
+                self._drop(engine, job, "cancelled")
+            if everything is None:
+                self._send(update for job in adds if (update := self._admit(engine, job)) is not None)
+            else:
+                running = self._fail(engine, {job for job, _ in self._owners.values()}, everything, "cancelled")
+                self._send([*running, *((job, everything) for job in adds)])
+            self._publish(engine, sum(len(job.prompts) for job in adds))
+            if stopping:
+                return
+            if engine.has_work:
+                self._step(engine)
+                self._publish(engine, 0, stepped=True)
+            elif self._probe_due:
+                self._probe(engine)
+
+    def _admit(self, engine: Engine, job: Job) -> tuple[Job, Update] | None:
+        if job.cancelled:
+            return None
+        try:
+            for prompt in job.prompts:
+                request = engine.add_request(prompt.token_ids, job.params, namespace=job.namespace, prompt=prompt.text)
+                self._owners[request.id] = (job, len(job.requests))
+                job.requests.append(request)
+        except (ValueError, TypeError) as error:  # UnsupportedError is a ValueError
+            if len(job.prompts) > 1:
+                error.add_note(f"(prompt {len(job.requests)} of {len(job.prompts)})")
+            self._drop(engine, job, None)
+            return job, bad_request(error, "prompt")
+        return job, Accepted()
+
+    def _drop(self, engine: Engine, job: Job, outcome: str | None) -> None:
+        """Cancel what the engine still has of a job; `outcome` is counted, None is not."""
+        for request in job.requests:
+            if self._owners.pop(request.id, None) is not None:
+                self._started.discard(request.id)
+                engine.cancel(request.id)
+                if outcome is not None:
+                    self._observer.ended(outcome, time.perf_counter() - job.created)
+
+    def _fail(self, engine: Engine, jobs: Iterable[Job], error: ApiError, outcome: str) -> list[tuple[Job, Update]]:
+        jobs = list(jobs)
+        for job in jobs:
+            self._drop(engine, job, outcome)
+        return [(job, error) for job in jobs]
+
+    def _step(self, engine: Engine) -> None:
+        running, started = list(engine.scheduler.running), time.perf_counter()
+        try:
+            events = engine.step()
+        except Exception as error:  # whatever it is, the server goes on and says so
+            logger.exception("a step of the engine failed")
+            self._failures += 1
+            self._observer.step_failed()
+            jobs = self._jobs_of_failed_step(engine, [*running, *engine.scheduler.running])
+            reason = ApiError(500, f"the step that ran this request failed: {_words(error)}", code="step_failed")
+            self._send(self._fail(engine, jobs, reason, "error"))
+            return
+        self._failures = 0
+        now = time.perf_counter()
+        self._observer.step(now - started)
+        self._send(update for event in events if (update := self._update_of(event, now)) is not None)
+
+    def _jobs_of_failed_step(self, engine: Engine, running: Sequence[Request]) -> set[Job]:
+        """Jobs of requests that ran, or ended without an event. A model with recurrent state has all of them waiting again: then the first
+        that waits was among them; so every failed step ends at least one request."""
+        hit = {self._owners[r.id][0] for r in running if r.id in self._owners}
+        hit |= {job for job, index in self._owners.values() if job.requests[index].finish_reason is not None}
+        return hit or {self._owners[r.id][0] for r in list(engine.scheduler.waiting)[:1]}
+
+    def _update_of(self, event: TokenEvent, now: float) -> tuple[Job, Update] | None:
+        owner = self._owners.get(event.request_id)
+        if owner is None:
+            return None
+        job, index = owner
+        if event.token_id is not None and event.request_id not in self._started:
+            self._started.add(event.request_id)
+            self._observer.first_token(now - job.created)
+        if event.finish_reason is not None:
+            del self._owners[event.request_id]
+            self._started.discard(event.request_id)
+            self._observer.ended(str(event.finish_reason), now - job.created)
+        return job, (index, event)
+
+    def _probe(self, engine: Engine) -> None:
+        """One token on an idle engine; what this raises ends the thread."""
+        request = engine.add_request([0], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+        if request.finish_reason is not FinishReason.LENGTH:
+            raise RuntimeError(f"after a failed step, a probe of one token ended with {request.finish_reason}: {request.error}")
+        self._probe_due, self._failures = False, 0
+
+    def _publish(self, engine: Engine, taken: int, stepped: bool = False) -> None:
+        snapshot = EngineSnapshot.of(engine)
+        with self._condition:
+            self.snapshot = snapshot
+            self._pending -= taken
+            if stepped:
+                self._blocked = snapshot.waiting > 0
+
+    def _end(self, status: Status, error: BaseException | None) -> None:
+        """Nothing is served any more; whoever waits is told."""
+        with self._condition:
+            self._status, self.error = status, error
+            waiting = {*self._adds, *(job for job, _ in self._owners.values())}
+            self._adds.clear()
+            self._owners.clear()
+            self._pending = 0
+        self._send((job, ApiError(503 if error is None else 500, self.describe(), code=str(status))) for job in waiting)
+
+    def _send(self, updates: Iterable[tuple[Job, Update]]) -> None:
+        """One wake-up of the event loop for all of them."""
+        listed = list(updates)
+        if listed:
+            assert self._loop is not None
+            try:
+                self._loop.call_soon_threadsafe(_dispatch, listed)
+            except RuntimeError:  # the loop was closed by a forced exit: nobody is left to tell
+                self._stopping = True
+
+
+def _dispatch(updates: list[tuple[Job, Update]]) -> None:
+    for job, update in updates:
+        job.receive(update)
+
+
+def _words(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"

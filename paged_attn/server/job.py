@@ -1,0 +1,85 @@
+"""One HTTP call's prompts on their way through the engine, as the event loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Hashable, Sequence
+from dataclasses import dataclass
+
+from paged_attn.engine.request import Completion, Request, TokenEvent
+from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.server.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text that they came from, if any."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The engine has taken all prompts."""
+
+
+Update = Accepted | ApiError | tuple[int, TokenEvent]
+
+
+class Job:
+    """Prompts that share their params.
+
+    The engine's thread fills `requests` and sends updates; all else belongs to the event loop.
+
+    Attributes:
+        requests: one per prompt, from acceptance on; to be read once a request has finished.
+        cancelled: the engine shall not begin it, or has been told to stop.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, namespace: Hashable = None) -> None:
+        self.prompts, self.params, self.namespace = prompts, params, namespace
+        self.created = time.perf_counter()
+        self.requests: list[Request] = []
+        self.cancelled = False
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+
+    def receive(self, update: Update) -> None:
+        """Called on the event loop."""
+        self._updates.put_nowait(update)
+
+    async def accepted(self) -> None:
+        """Wait until the engine has looked at all prompts.
+
+        Raises:
+            ApiError: it refused one (then none of them runs), or is not running any more.
+        """
+        update = await self._updates.get()
+        if isinstance(update, ApiError):
+            raise update
+        assert isinstance(update, Accepted), update
+
+    async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
+        """(number of the prompt, event) until all have finished.
+
+        Raises:
+            ApiError: a request failed; the others of the job are then to be cancelled.
+        """
+        left = len(self.prompts)
+        while left:
+            update = await self._updates.get()
+            if isinstance(update, ApiError):
+                raise update
+            assert isinstance(update, tuple), update
+            index, event = update
+            if event.finish_reason == "error":
+                raise ApiError(500, str(self.requests[index].error), code="bad_logits")
+            left -= event.finish_reason is not None
+            yield index, event
+
+    async def completions(self) -> list[Completion]:
+        """The results of all prompts; raises as `events` does."""
+        async for _ in self.events():
+            pass
+        return [Completion.of(request) for request in self.requests]

@@ -1,0 +1,91 @@
+"""Uvicorn around the app: signals, draining, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from paged_attn.engine.engine import Engine
+from paged_attn.server.app import ServerState, create_app
+from paged_attn.server.engine_thread import Status
+from paged_attn.server.settings import ServerSettings
+
+GRACE_SECONDS = 5  # for answers to leave after everything was cancelled
+BACKLOG = 2048
+FORCED_SECONDS = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """A bound socket, so that a port in use is found out before the model loads.
+
+    Raises:
+        OSError: the address can not be listened on; says which.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # With the protocol named: asyncio sets TCP_NODELAY only then, and without it each answer waits 40 ms for the client's delayed ACK.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        listener.listen(BACKLOG)
+        return listener
+    except OSError as error:
+        listener.close()
+        hint = "choose another --host or --port, or stop what listens there"
+        raise OSError(f"can not listen on {settings.host} port {settings.port}: {error}; {hint}") from error
+
+
+class Server(uvicorn.Server):
+    """A server that drains: on SIGTERM or SIGINT no connection and no request is taken any more, running requests go on for
+    `drain_seconds` and then end with 503, and the engine is closed. A second SIGINT ends it at once.
+
+    Unlike uvicorn's own it does not die of the signal in the end, so that the exit status of an orderly end is 0.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, *, log_level: str = "warning") -> None:
+        self.settings = settings
+        app = create_app(make_engine, settings)
+        self.state: ServerState = app.state.server
+        grace = int(settings.drain_seconds) + GRACE_SECONDS
+        access_log = log_level in ("info", "debug")
+        super().__init__(uvicorn.Config(app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=grace, access_log=access_log))
+
+    @property
+    def load_error(self) -> BaseException | None:
+        """Why the engine could not be made, if so."""
+        thread = self.state.thread
+        return thread.error if thread.engine is None else None
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called every 0.1 s; True ends the server."""
+        return await super().on_tick(counter) or (self.state.thread.status is Status.DEAD and self.load_error is not None)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        thread = self.state.thread
+        thread.drain()
+        timer = asyncio.get_running_loop().call_later(self.settings.drain_seconds, thread.cancel_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+            if self.force_exit:  # then uvicorn does not tell the app
+                await asyncio.to_thread(thread.stop, FORCED_SECONDS)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

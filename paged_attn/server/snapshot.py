@@ -1,0 +1,38 @@
+"""Numbers of an engine at one moment, for other threads to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paged_attn.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """Requests and pages now, and counters since the engine was made.
+
+    Attributes:
+        pages_used: held by requests. pages_cached: held by the prefix cache alone, to be evicted when needed.
+        prompt_tokens: computed; cached_tokens: taken from the prefix cache instead.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineSnapshot:
+        kv, stats, scheduler = engine.kv, engine.stats, engine.scheduler
+        return cls(
+            running=len(scheduler.running), waiting=len(scheduler.waiting), pages_total=kv.num_usable,
+            pages_used=kv.num_usable - kv.num_available, pages_cached=kv.num_available - kv.allocator.num_free, steps=stats.steps,
+            prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,
+            preemptions=scheduler.num_preemptions,
+        )  # fmt: skip

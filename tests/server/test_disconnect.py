@@ -1,0 +1,121 @@
+"""Clients that leave: their requests end at once and hold nothing, wherever they are."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engine.models import make_engine, oracle, random_prompts
+from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
+
+BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 200, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Running]:
+    """One request runs, the others wait."""
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer(), max_requests=1)) as running:
+        yield running
+
+
+def test_a_stream_that_is_closed_frees_its_pages(narrow: Running) -> None:
+    before = narrow.metric("requests_ended_total", 'outcome="cancelled"')
+    with held(narrow.engine) as permits:
+        permits.release(3)
+        stream = narrow.client.completions.create(model=MODEL, prompt=[4, 5, 6], max_tokens=200, temperature=0, stream=True)
+        next(iter(stream))
+        wait_for(lambda: narrow.metric("kv_pages", 'state="used"') > 0)
+        stream.close()
+        wait_for(lambda: bool(narrow.server.state.thread._cancels))
+    narrow.wait_idle()
+    assert narrow.metric("requests_ended_total", 'outcome="cancelled"') == before + 1
+    assert narrow.engine.stats.new_tokens < 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_it_waits_never_runs(narrow: Running, stream: bool) -> None:
+    wanted = oracle([7, 8], 6)
+    with held(narrow.engine) as permits:
+        got: list[Any] = []
+        body = {"prompt": [7, 8], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+        first = threading.Thread(target=lambda: got.append(narrow.http.post("/v1/completions", json=body)))
+        first.start()
+        wait_for(lambda: narrow.engine.has_work)
+        threads = [threading.Thread(target=leave, args=(narrow, {**BODY, "stream": stream})) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: narrow.server.state.thread._pending == 3)
+        permits.release(1)
+        wait_for(lambda: narrow.metric("requests", 'state="waiting"') == 3)
+        for thread in threads:
+            thread.join()
+        wait_for(lambda: len(narrow.server.state.thread._cancels) == 3)
+        permits.release(1)
+        wait_for(lambda: narrow.metric("requests", 'state="waiting"') == 0)
+    first.join()
+    narrow.wait_idle()
+    assert got[0].json()["choices"][0]["token_ids"] == wanted
+
+
+def leave(running: Running, body: dict[str, Any]) -> None:
+    """Ask, and hang up when nothing comes for a while."""
+    with httpx.Client(base_url=running.url, timeout=1.0) as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json=body)
+
+
+def test_a_client_without_a_stream_that_leaves_frees_its_pages(narrow: Running) -> None:
+    with held(narrow.engine) as permits:
+        permits.release(2)
+        leave(narrow, BODY)
+        wait_for(lambda: bool(narrow.server.state.thread._cancels))
+        tokens = narrow.engine.stats.new_tokens
+    narrow.wait_idle()
+    assert narrow.engine.stats.new_tokens <= tokens + 1
+
+
+def test_a_client_that_leaves_within_its_body_is_forgotten(narrow: Running) -> None:
+    port = int(narrow.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{")
+    assert narrow.http.get("/health").status_code == 200
+    narrow.wait_idle()
+
+
+def test_many_clients_that_come_go_and_err_on_few_pages_leave_nothing_and_get_their_tokens() -> None:
+    prompts = [prompt for seed in range(6) for prompt in random_prompts(seed, 3, 11, 20, 34)]
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer(), num_pages=40, max_requests=8)) as running:
+
+        def client(number: int) -> None:
+            rng = random.Random(number)
+            prompt = rng.choice(prompts)
+            settings: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 30, "temperature": 0}
+            kind = rng.randrange(4)
+            if kind == 0:
+                body = {**settings, "return_token_ids": True}
+                reply = running.http.post("/v1/completions", json=body).json()
+                assert reply["choices"][0]["token_ids"] == oracle(prompt, 30)
+            elif kind == 1:
+                assert running.http.post("/v1/completions", json={**settings, "prompt": [*prompt, 999]}).status_code == 400
+            else:
+                stream = running.client.completions.create(stream=True, extra_body={"return_token_ids": True}, **settings)
+                got = []
+                for chunk in stream:
+                    got += getattr(chunk.choices[0], "token_ids", [])
+                    if kind == 2 and len(got) > rng.randrange(20):
+                        break
+                stream.close()
+                assert got == oracle(prompt, 30)[: len(got)] and (kind == 2 or len(got) == 30)
+
+        for prompt in prompts:
+            oracle(prompt, 30)
+        with ThreadPoolExecutor(24) as pool:
+            list(pool.map(client, range(120)))
+        running.wait_idle()
+        assert running.metric("preemptions_total") > 0 and running.metric("failed_steps_total") == 0

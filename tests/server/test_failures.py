@@ -1,0 +1,173 @@
+"""Steps that raise, logits that are not finite, an engine beyond use: those concerned are told why, the others go on."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from tests.engine.models import POISON, fail_once, make_engine, oracle, poisoned
+from tests.recurrent_models import recurrent
+from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
+
+BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+
+
+def post(running: Running, **changes: Any) -> httpx.Response:
+    return running.http.post("/v1/completions", json={**BODY, **changes})
+
+
+def tokens(reply: httpx.Response) -> Any:
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["token_ids"]
+
+
+def test_a_failed_step_ends_what_ran_and_what_waited_goes_on() -> None:
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer(), max_requests=2)) as running, ThreadPoolExecutor(4) as pool:
+        run, failed_once = running.engine.steps.run, threading.Event()
+
+        def failing(*args: Any) -> Any:
+            if len(running.engine.scheduler.running) == len(running.engine.scheduler.waiting) == 2 and not failed_once.is_set():
+                failed_once.set()
+                raise RuntimeError("the device coughed")
+            return run(*args)
+
+        running.engine.steps.run = failing  # type: ignore[method-assign]
+        with held(running.engine) as permits:
+            replies = []
+            for number in range(4):  # the first runs alone in a step that waits; then two run and two wait
+                replies.append(pool.submit(post, running, prompt=[4 + number, 5, 6]))
+                wait_for(lambda n=number: running.server.state.thread._pending == n and running.engine.has_work)  # type: ignore[misc]
+            permits.release(1)
+            wait_for(lambda: running.metric("requests", 'state="waiting"') == 3)
+        failed = [reply.result() for reply in replies[:2]]
+        assert [reply.status_code for reply in failed] == [500, 500]
+        assert failed[0].json()["error"] == {
+            "message": "the step that ran this request failed: RuntimeError: the device coughed",
+            "type": "server_error", "param": None, "code": "step_failed",
+        }  # fmt: skip
+        assert [tokens(reply.result()) for reply in replies[2:]] == [oracle([6, 5, 6], 8), oracle([7, 5, 6], 8)]
+        running.wait_idle()
+        assert running.http.get("/health").status_code == 200
+        assert running.metric("failed_steps_total") == 1 and running.metric("requests_ended_total", 'outcome="error"') == 2
+        assert tokens(post(running)) == oracle([4, 5, 6], 8)
+
+
+def test_a_stream_that_fails_halfway_ends_with_the_error() -> None:
+    with serving() as running:
+        fail_once(running.engine, MemoryError("no room"), at_call=4)
+        stream = running.client.completions.create(model=MODEL, prompt=[4, 5, 6], max_tokens=8, temperature=0, stream=True)
+        with pytest.raises(openai.APIError, match="MemoryError: no room"):
+            for _ in stream:
+                pass
+        with running.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as reply:
+            assert list(reply.iter_lines())[-2:] == ["data: [DONE]", ""]
+        running.wait_idle()
+
+
+def test_a_step_that_fails_with_its_requests_all_done_ends_them_too() -> None:
+    """Of three requests that sample their only token the second raises; the first has ended, and its event is lost."""
+    with serving() as running, ThreadPoolExecutor(1) as pool:
+        accept, calls = running.engine._accept, iter(range(10**9))
+
+        def failing(*args: Any) -> Any:
+            if next(calls) == 1:
+                raise IndexError("no such piece")
+            return accept(*args)
+
+        running.engine._accept = failing  # type: ignore[method-assign]
+        first = pool.submit(post, running, prompt=[[4, 5], [5, 6], [6, 7]], max_tokens=1)
+        assert first.result().status_code == 500 and "IndexError: no such piece" in first.result().text
+        running.wait_idle()
+        assert tokens(post(running)) == oracle([4, 5, 6], 8)
+
+
+def test_logits_that_are_not_finite_end_their_request_alone() -> None:
+    with serving() as running, ThreadPoolExecutor(3) as pool, poisoned():
+        good = [pool.submit(post, running, prompt=[4 + i, 5, 6]) for i in range(2)]
+        bad = post(running, prompt=[4, POISON])
+        assert bad.status_code == 500 and "the model gave NaN or infinite logits" in bad.json()["error"]["message"]
+        both = post(running, prompt=[[4, 5, 6], [4, POISON]])
+        assert both.status_code == 500
+        assert [tokens(reply.result()) for reply in good] == [oracle([4, 5, 6], 8), oracle([5, 5, 6], 8)]
+        running.wait_idle()
+        assert running.metric("failed_steps_total") == 0 and running.http.get("/health").status_code == 200
+
+
+def test_an_engine_whose_steps_all_fail_is_reported_dead() -> None:
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer())) as running:
+
+        def failing(*_: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        running.engine.steps.run = failing  # type: ignore[method-assign]
+        assert post(running).status_code == 500
+        wait_for(lambda: running.http.get("/health").status_code == 503)
+        health = running.http.get("/health").json()
+        assert health["status"] == "dead" and "must be restarted: RuntimeError: the device is gone" in health["reason"]
+        for stream in (False, True):
+            reply = post(running, stream=stream)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "dead")
+        assert running.metric("ready") == 0
+
+
+def test_while_steps_fail_in_a_row_nothing_new_is_let_in_and_then_all_goes_on() -> None:
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer(), max_requests=1)) as running, ThreadPoolExecutor(6) as pool:
+        run, calls = running.engine.steps.run, iter(range(10**9))
+
+        def failing(*args: Any) -> Any:
+            if next(calls) < 4:
+                raise RuntimeError("for a while")
+            return run(*args)
+
+        running.engine.steps.run = failing  # type: ignore[method-assign]
+        with held(running.engine):
+            replies = [pool.submit(post, running, prompt=[4 + i, 5, 6]) for i in range(6)]
+            wait_for(lambda: running.server.state.thread._pending == 5)
+        statuses = sorted(reply.result().status_code for reply in replies)
+        assert statuses.count(500) >= 3 and statuses.count(200) >= 1
+        running.wait_idle()
+        assert tokens(post(running)) == oracle([4, 5, 6], 8)
+
+
+def test_a_model_with_recurrent_state_survives_failed_steps() -> None:
+    model = recurrent("lfm2")
+    with serving(lambda: make_engine(model)) as running:
+        fail_once(running.engine, RuntimeError("once"))
+        assert post(running, prompt=[[4, 5], [5, 6]]).status_code == 500
+        running.wait_idle()
+        assert tokens(post(running)) == oracle([4, 5, 6], 8, model)
+
+
+@pytest.mark.parametrize("error", [ValueError("no model there"), torch.OutOfMemoryError("too large"), SystemExit(3)])
+def test_a_model_that_can_not_be_loaded_ends_the_server_with_its_error(error: BaseException) -> None:
+    def failing() -> Any:
+        raise error
+
+    with serving(failing, wait=False) as running:
+        running.thread.join(10)
+        assert not running.thread.is_alive() and running.server.load_error is error
+
+
+def test_while_the_model_loads_health_says_so() -> None:
+    loaded = threading.Event()
+
+    def loading() -> Any:
+        loaded.wait(20)
+        return make_engine(tokenizer=chat_tokenizer())
+
+    with serving(loading, wait=False) as running:
+        wait_for(lambda: running.server.started)
+        health = running.http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "loading", "reason": "the model is loading"})
+        reply = post(running)
+        assert (reply.status_code, reply.headers["Retry-After"], reply.json()["error"]["code"]) == (503, "5", "loading")
+        assert running.http.get("/metrics").status_code == 200 and running.http.get("/v1/models").status_code == 200
+        loaded.set()
+        wait_for(lambda: running.http.get("/health").status_code == 200)
+        assert tokens(post(running)) == oracle([4, 5, 6], 8)

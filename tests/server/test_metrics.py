@@ -1,0 +1,41 @@
+"""GET /metrics: what Prometheus' own parser reads there agrees with what was run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.engine.models import make_engine
+from tests.server.serving import Running, chat_tokenizer, serving
+
+
+def samples(running: Running) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    reply = running.http.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(reply.text)
+    return {(s.name.removeprefix("paged_attn_"), tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_counts_of_requests_tokens_pages_and_steps() -> None:
+    body: dict[str, Any] = {"prompt": [5] * 9, "max_tokens": 3, "temperature": 0}
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer()), max_queue=7) as running:
+        for _ in range(2):
+            assert running.http.post("/v1/completions", json=body).status_code == 200
+        assert running.http.post("/v1/completions", json={**body, "n": 2}).status_code == 400
+        running.http.get("/no/such/route")
+        running.wait_idle()
+        found = samples(running)
+        assert found["requests_ended_total", (("outcome", "length"),)] == 2
+        assert found["requests_ended_total", (("outcome", "error"),)] == 0
+        assert found["prompt_tokens_total", ()] == 9 + 1 and found["cached_prompt_tokens_total", ()] == 8
+        assert found["new_tokens_total", ()] == 6
+        assert found["step_seconds_count", ()] == running.engine.stats.steps == 6 and found["step_seconds_sum", ()] > 0
+        assert found["first_token_seconds_count", ()] == found["request_seconds_count", ()] == 2
+        assert found["kv_pages_total", ()] == running.engine.kv.num_usable == sum(v for (n, _), v in found.items() if n == "kv_pages")
+        assert running.engine.kv.tree is not None
+        assert found["kv_pages", (("state", "cached"),)] == running.engine.kv.tree.num_pages > 0
+        assert found["queue_limit", ()] == 7 and found["ready", ()] == 1 and found["preemptions_total", ()] == 0
+        assert found["http_responses_total", (("route", "/v1/completions"), ("status", "200"))] == 2
+        assert found["http_responses_total", (("route", "/v1/completions"), ("status", "400"))] == 1
+        assert found["http_responses_total", (("route", "other"), ("status", "404"))] == 1

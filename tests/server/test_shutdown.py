@@ -1,0 +1,129 @@
+"""The end of a server: nothing new is taken, what runs finishes or is told, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from paged_attn.engine.engine import Engine
+from paged_attn.server.engine_thread import Status
+from tests.engine.models import assert_idle, make_engine, oracle
+from tests.server.serving import MODEL, PATIENCE, Running, chat_tokenizer, held, serving, wait_for
+
+BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 100, "temperature": 0, "return_token_ids": True}
+
+
+def post(running: Running, **changes: Any) -> httpx.Response:
+    return running.http.post("/v1/completions", json={**BODY, **changes})
+
+
+def one_at_a_time() -> Engine:
+    return make_engine(tokenizer=chat_tokenizer(), max_requests=1)
+
+
+def refuses(running: Running) -> bool:
+    """Whether no connection is taken any more."""
+    with contextlib.suppress(httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError):
+        try:
+            httpx.get(f"{running.url}/health", timeout=1.0)
+        except httpx.ConnectError:
+            return True
+    return False
+
+
+def assert_ended(running: Running) -> None:
+    running.thread.join(PATIENCE)
+    assert not running.thread.is_alive()
+    assert running.server.state.thread.status is Status.STOPPED
+    assert_idle(running.engine)
+    assert running.engine.kv.allocator.num_free == running.engine.kv.num_usable, "the engine was closed"
+    assert not running.server.state.thread._thread.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{running.url}/health")
+
+
+def test_what_runs_and_waits_finishes_and_nothing_new_is_taken() -> None:
+    with (
+        serving(lambda: make_engine(tokenizer=chat_tokenizer(), max_requests=1), drain_seconds=20.0) as running,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        with held(running.engine) as permits:
+            stream = running.client.completions.create(model=MODEL, prompt=[4, 5, 6], max_tokens=100, temperature=0, stream=True)
+            permits.release(2)
+            waiting = pool.submit(post, running, prompt=[7, 8])
+            wait_for(lambda: running.server.state.thread._pending + running.server.state.thread.snapshot.waiting == 1)
+            running.stop()
+            wait_for(lambda: refuses(running))
+        text = "".join(chunk.choices[0].text for chunk in stream)
+        assert text == chat_tokenizer().decode(oracle([4, 5, 6], 100))
+        assert waiting.result().json()["choices"][0]["token_ids"] == oracle([7, 8], 100)
+        assert_ended(running)
+
+
+def test_after_drain_seconds_everyone_is_told() -> None:
+    with (
+        serving(lambda: make_engine(tokenizer=chat_tokenizer(), max_requests=1), drain_seconds=0.3) as running,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        with held(running.engine) as permits:
+            permits.release(2)
+            stream = iter(running.client.completions.create(model=MODEL, prompt=[4, 5, 6], max_tokens=100, temperature=0, stream=True))
+            next(stream)
+            waiting = pool.submit(post, running, prompt=[7, 8])
+            wait_for(lambda: running.server.state.thread._pending + running.server.state.thread.snapshot.waiting == 1)
+            running.stop()
+            wait_for(lambda: running.server.state.thread._everything is not None)
+        with pytest.raises(openai.APIError, match="the server shut down before the request was complete"):
+            list(stream)
+        reply = waiting.result()
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
+        assert_ended(running)
+
+
+def test_an_idle_server_ends_at_once() -> None:
+    with serving(drain_seconds=30.0) as running:
+        assert post(running, max_tokens=2).status_code == 200
+        started = time.monotonic()
+        running.stop()
+        assert_ended(running)
+        assert time.monotonic() - started < 5
+
+
+def test_a_forced_end_does_not_wait_for_clients() -> None:
+    with serving(drain_seconds=30.0) as running, held(running.engine), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, running)
+        wait_for(lambda: running.engine.has_work)
+        started = time.monotonic()
+        running.stop()
+        wait_for(lambda: running.server.state.thread.status is Status.DRAINING)
+        running.server.force_exit = True  # as a second SIGINT does
+        running.thread.join(PATIENCE)
+        assert not running.thread.is_alive() and time.monotonic() - started < 10
+        with contextlib.suppress(httpx.HTTPError):
+            assert asked.result().status_code >= 500
+
+
+def test_a_server_that_ends_while_it_loads_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paged_attn.server.app.STOP_SECONDS", 0.1)
+    loading = threading.Event()
+
+    def slow() -> Any:
+        loading.wait(20)
+        return make_engine()
+
+    with serving(slow, wait=False) as running:
+        wait_for(lambda: running.server.started)
+        running.stop()
+        running.thread.join(PATIENCE)
+        assert not running.thread.is_alive()
+        thread = running.server.state.thread
+        assert thread.status is Status.DRAINING
+        loading.set()
+        assert thread.stop(PATIENCE) and thread.status is Status.STOPPED
