@@ -13,10 +13,11 @@ from fastapi import FastAPI
 from paged_attn import __version__
 from paged_attn.engine.engine import Engine
 from paged_attn.server import errors, routes
-from paged_attn.server.engine_thread import EngineThread, Status
+from paged_attn.server.engine_thread import EngineThread
 from paged_attn.server.guard import Guard
 from paged_attn.server.metrics import ServerMetrics
 from paged_attn.server.settings import ServerSettings
+from paged_attn.server.status import Status
 from paged_attn.server.texts import Texts
 
 logger = logging.getLogger("paged_attn")

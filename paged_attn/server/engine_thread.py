@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.errors import ApiError, bad_request
 from paged_attn.server.job import Accepted, Job, Update
+from paged_attn.server.observer import Observer
 from paged_attn.server.snapshot import EngineSnapshot
+from paged_attn.server.status import Status, described, in_words
 
 logger = logging.getLogger("paged_attn")
 ADDS_PER_TURN = 64  # so that a flood of requests does not hold up those that run
 DOUBTFUL = 3  # failed steps in a row after which nothing new is let in until the engine is seen to work
-
-
-class Status(enum.StrEnum):
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-    DEAD = "dead"
-
-
-class Observer(Protocol):
-    """Told of what happens, on the engine's thread."""
-
-    def step(self, seconds: float) -> None: ...
-    def step_failed(self) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
-    def ended(self, outcome: str, seconds: float) -> None: ...
 
 
 class EngineThread:
@@ -92,13 +75,7 @@ class EngineThread:
         raise ApiError(503, self.describe(), code=str(self._status), retry_after=5 if self._status is Status.LOADING else None)
 
     def describe(self) -> str:
-        words = {
-            Status.LOADING: "the model is loading",
-            Status.READY: "ready",
-            Status.DRAINING: "the server is shutting down",
-            Status.STOPPED: "the server has shut down",
-        }
-        return words.get(self._status) or f"the engine is beyond use and the server must be restarted: {_words(self.error)}"
+        return described(self._status, self.error)
 
     def submit(self, job: Job) -> None:
         """Queue a job; its updates follow.
@@ -236,9 +213,10 @@ class EngineThread:
         except Exception as error:  # whatever it is, the server goes on and says so
             logger.exception("a step of the engine failed")
             self._failures += 1
+            self._probe_due = True
             self._observer.step_failed()
             jobs = self._jobs_of_failed_step(engine, [*running, *engine.scheduler.running])
-            reason = ApiError(500, f"the step that ran this request failed: {_words(error)}", code="step_failed")
+            reason = ApiError(500, f"the step that ran this request failed: {in_words(error)}", code="step_failed")
             self._send(self._fail(engine, jobs, reason, "error"))
             return
         self._failures = 0
@@ -308,7 +286,3 @@ class EngineThread:
 def _dispatch(updates: list[tuple[Job, Update]]) -> None:
     for job, update in updates:
         job.receive(update)
-
-
-def _words(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"

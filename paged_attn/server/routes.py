@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 from paged_attn.engine.engine import Engine
 from paged_attn.server.bodies import Body, ChatBody, CompletionBody
 from paged_attn.server.disconnect import ClientGone, EventStream, unless_gone
-from paged_attn.server.engine_thread import Status
 from paged_attn.server.errors import ApiError
 from paged_attn.server.job import Job, Prompt
 from paged_attn.server.replies import ChatReply, CompletionReply, Reply
+from paged_attn.server.status import Status
 from paged_attn.server.texts import Texts
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import uvicorn
 
 from paged_attn.engine.engine import Engine
 from paged_attn.server.app import ServerState, create_app
-from paged_attn.server.engine_thread import Status
 from paged_attn.server.settings import ServerSettings
+from paged_attn.server.status import Status
 
 GRACE_SECONDS = 5  # for answers to leave after everything was cancelled
 BACKLOG = 2048

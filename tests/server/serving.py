@@ -20,7 +20,7 @@ from tests.engine.models import assert_idle, make_engine, tokenizer
 
 MODEL = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m.role }}> {{ m.content }}; {% endfor %}{% if add_generation_prompt %}assistant>{% endif %}"
-PATIENCE = 8.0
+PATIENCE = 30.0
 
 
 def chat_tokenizer() -> Any:

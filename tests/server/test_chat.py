@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tests.engine.models import make_engine, make_llm, oracle, tokenizer
 from tests.server.serving import MODEL, Running, chat_tokenizer, serving
@@ -66,6 +67,16 @@ def test_logprobs_hold_text_bytes_and_the_likeliest(running: Running, stream: bo
     for token in tokens:
         assert token.bytes == list(token.token.encode()) and len(token.top_logprobs) == 2
         assert token.logprob == token.top_logprobs[0].logprob > token.top_logprobs[1].logprob > -math.inf
+
+
+def test_the_template_alone_says_which_special_tokens_there_are() -> None:
+    own = chat_tokenizer()
+    own._tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    with serving(lambda: make_engine(tokenizer=own)) as running:
+        assert chat(running, max_tokens=1).choices[0].prompt_token_ids == tokenizer()(PROMPT).input_ids
+        body = {"prompt": PROMPT, "max_tokens": 1, "return_token_ids": True}
+        got = running.http.post("/v1/completions", json=body).json()["choices"][0]["prompt_token_ids"]
+        assert got == [0, *tokenizer()(PROMPT).input_ids]
 
 
 def test_top_logprobs_need_logprobs(running: Running) -> None:

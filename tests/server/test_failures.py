@@ -11,6 +11,9 @@ import openai
 import pytest
 import torch
 
+from paged_attn import SamplingParams
+from paged_attn.server.job import Job, Prompt
+from paged_attn.server.status import Status
 from tests.engine.models import POISON, fail_once, make_engine, oracle, poisoned
 from tests.recurrent_models import recurrent
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
@@ -71,18 +74,23 @@ def test_a_stream_that_fails_halfway_ends_with_the_error() -> None:
 
 
 def test_a_step_that_fails_with_its_requests_all_done_ends_them_too() -> None:
-    """Of three requests that sample their only token the second raises; the first has ended, and its event is lost."""
-    with serving() as running, ThreadPoolExecutor(1) as pool:
+    """Of three requests that sample their only token in one step the second raises; the first has ended, and its event is lost."""
+    with serving() as running, ThreadPoolExecutor(4) as pool:
         accept, calls = running.engine._accept, iter(range(10**9))
 
         def failing(*args: Any) -> Any:
-            if next(calls) == 1:
+            if next(calls) == 2:
                 raise IndexError("no such piece")
             return accept(*args)
 
         running.engine._accept = failing  # type: ignore[method-assign]
-        first = pool.submit(post, running, prompt=[[4, 5], [5, 6], [6, 7]], max_tokens=1)
-        assert first.result().status_code == 500 and "IndexError: no such piece" in first.result().text
+        with held(running.engine):
+            replies = [pool.submit(post, running, prompt=[7, 7], max_tokens=1)]
+            wait_for(lambda: running.engine.has_work)
+            replies += [pool.submit(post, running, prompt=[4 + i, 5], max_tokens=1) for i in range(3)]
+            wait_for(lambda: running.server.state.thread._pending == 3)
+        assert [reply.result().status_code for reply in replies] == [200, 500, 500, 500]
+        assert all("IndexError: no such piece" in reply.result().text for reply in replies[1:])
         running.wait_idle()
         assert tokens(post(running)) == oracle([4, 5, 6], 8)
 
@@ -114,6 +122,20 @@ def test_an_engine_whose_steps_all_fail_is_reported_dead() -> None:
             reply = post(running, stream=stream)
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "dead")
         assert running.metric("ready") == 0
+
+
+def test_a_dead_engine_is_found_out_though_requests_never_cease() -> None:
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer())) as running:
+        thread = running.server.state.thread
+
+        def failing(*_: Any) -> Any:
+            if thread.status is Status.READY:
+                thread.submit(Job([Prompt([4, 5])], SamplingParams()))
+            raise RuntimeError("the device is gone")
+
+        running.engine.steps.run = failing  # type: ignore[method-assign]
+        assert post(running).status_code == 500
+        wait_for(lambda: running.http.get("/health").status_code == 503)
 
 
 def test_while_steps_fail_in_a_row_nothing_new_is_let_in_and_then_all_goes_on() -> None:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from paged_attn.engine.engine import Engine
-from paged_attn.server.engine_thread import Status
+from paged_attn.server.status import Status
 from tests.engine.models import assert_idle, make_engine, oracle
 from tests.server.serving import MODEL, PATIENCE, Running, chat_tokenizer, held, serving, wait_for
 
