@@ -120,7 +120,8 @@ class CaptureRecipes:
 
     def _prompts(self, tokens: int) -> list[BatchRequest]:
         """Prompts of that many tokens together, none longer than the model's positions, all on page 1."""
-        longest, requests = min(self._max_context, tokens), []
+        longest = min(self._max_context, tokens)
+        requests: list[BatchRequest] = []
         while tokens:
             count = min(longest, tokens)
             slot = len(requests) + 1 if self.recurrent is not None else 0  # whatever they leave there, no request starts from

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from paged_attn import SamplingParams
+from paged_attn.server.job import Job, Prompt
 from tests.engine.models import make_engine, oracle, random_prompts
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
 
@@ -30,10 +32,11 @@ def test_a_stream_that_is_closed_frees_its_pages(narrow: Running) -> None:
     with held(narrow.engine) as permits:
         permits.release(3)
         stream = narrow.client.completions.create(model=MODEL, prompt=[4, 5, 6], max_tokens=200, temperature=0, stream=True)
-        next(iter(stream))
+        parts = iter(stream)  # kept: at its end it would close the stream
+        next(parts)
         wait_for(lambda: narrow.metric("kv_pages", 'state="used"') > 0)
         stream.close()
-        wait_for(lambda: bool(narrow.server.state.thread._cancels))
+        wait_for(lambda: bool(narrow.server.state.thread._cancels) or not narrow.engine.has_work)
     narrow.wait_idle()
     assert narrow.metric("requests_ended_total", 'outcome="cancelled"') == before + 1
     assert narrow.engine.stats.new_tokens < 20
@@ -68,6 +71,19 @@ def leave(running: Running, body: dict[str, Any]) -> None:
     """Ask, and hang up when nothing comes for a while."""
     with httpx.Client(base_url=running.url, timeout=1.0) as client, pytest.raises(httpx.ReadTimeout):
         client.post("/v1/completions", json=body)
+
+
+def test_what_is_cancelled_before_the_engine_took_it_is_never_taken(narrow: Running) -> None:
+    thread, job = narrow.server.state.thread, Job([Prompt([9, 9, 9])], SamplingParams())
+    with held(narrow.engine) as permits, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(narrow.http.post, "/v1/completions", json={**BODY, "max_tokens": 1})
+        wait_for(lambda: narrow.engine.has_work)
+        thread.submit(job)
+        thread.cancel(job)
+        permits.release(1)
+        assert first.result().status_code == 200
+    narrow.wait_idle()
+    assert job.requests == []
 
 
 def test_a_client_without_a_stream_that_leaves_frees_its_pages(narrow: Running) -> None:
