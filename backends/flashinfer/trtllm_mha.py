@@ -56,8 +56,7 @@ class TrtllmMhaBackend(AttentionBackend):
         group_sizes=Span(1, 16),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
         requirements=(REQUIREMENT,),
-        note="XQA, decode only: use it as fa3,trtllm_mha; tested against its signature, not yet run on a GPU; FlashInfer's "
-        "trtllm-gen kernels for SM100 are not tested by this project",
+        note="XQA, decode only: use it as fa3,trtllm_mha; FlashInfer's trtllm-gen kernels for SM100 are not tested by this project",
         phases=frozenset({"decode"}),
     )
 
