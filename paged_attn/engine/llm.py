@@ -109,7 +109,8 @@ class LLM:
         return events  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Cancel what runs and free the KV pages; the object can be used again."""
+        """Cancel what runs and free the KV pages and graphs. The object can be used again, uncaptured; with compile=False it can not, as
+        the model is given back unhooked."""
         with self._lock:
             self.engine.close()
 
