@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from paged_attn.backends import table
 from paged_attn.backends.capabilities import architecture_words
 from paged_attn.backends.matrix import matrix_markdown
 from paged_attn.backends.ranking import ROWS, Row
@@ -19,18 +20,8 @@ def orders_markdown() -> str:
 
 
 def with_tables(text: str) -> str:
-    """The page with both tables as the code has them now.
-
-    Raises:
-        ValueError: the marks of a table are not there, or not once.
-    """
-    for name, table in (("orders", orders_markdown()), ("matrix", matrix_markdown())):
-        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        if text.count(first) != 1 or text.count(last) != 1:
-            raise ValueError(f"docs/backends.md must hold {first.strip()} and {last} once each, on lines of their own, around its table")
-        before, _, rest = text.partition(first)
-        text = f"{before}{first}\n{table}\n\n{last}{rest.partition(last)[2]}"
-    return text
+    """The page with both tables as the code has them now; ValueError without their marks."""
+    return table.with_tables(text, {"orders": orders_markdown(), "matrix": matrix_markdown()}, "docs/backends.md")
 
 
 def main() -> None:

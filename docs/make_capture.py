@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from paged_attn.backends import table
 from paged_attn.backends.table import markdown_table
 
 PAGE = Path(__file__).with_name("capture.md")
@@ -145,23 +146,13 @@ def goals(data: Any, startup: Any) -> str:
 
 
 TABLES = {
-    table.__name__: table for table in (report, conditions, decode, prompts, kernels, bounds, start, goals)
+    make.__name__: make for make in (report, conditions, decode, prompts, kernels, bounds, start, goals)
 }  # by the names of their marks
 
 
 def with_tables(text: str, data: Any, startup: Any) -> str:
-    """The page with every table as the figures have it now.
-
-    Raises:
-        ValueError: the marks of a table are not there, or not once.
-    """
-    for name, table in TABLES.items():
-        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        if text.count(first) != 1 or text.count(last) != 1:
-            raise ValueError(f"docs/capture.md must hold {first.strip()} and {last} once each, on lines of their own, around its table")
-        before, _, rest = text.partition(first)
-        text = f"{before}{first}\n{table(data, startup)}\n\n{last}{rest.partition(last)[2]}"
-    return text
+    """The page with every table as the figures have it now; ValueError without their marks."""
+    return table.with_tables(text, {name: make(data, startup) for name, make in TABLES.items()}, "docs/capture.md")
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,3 +17,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "tests/gpu" in str(item.path):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture
+def full_float32() -> Iterator[None]:
+    """Matrix products without TF32, and no graphs of other tests."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    torch._dynamo.reset()
+    yield
+    torch.set_float32_matmul_precision(before)

@@ -22,20 +22,12 @@ if torch.cuda.is_available():
     from paged_attn.capture.recorder import CudaRecorder
     from paged_attn.capture.segments import record
 
+pytestmark = pytest.mark.usefixtures("full_float32")
 PROMPTS = random_prompts((1, 5, 17, 33, 70, 2, 9))
 GREEDY = SamplingParams(max_new_tokens=16)
 SETTINGS: dict[str, Any] = {
     "max_batch_tokens": 24, "max_requests": 5, "num_pages": 96, "graph_decode_sizes": 3, "graph_extend_sizes": 2, "graph_strict": True,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _full_float32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    torch._dynamo.reset()
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def recorder() -> Any:

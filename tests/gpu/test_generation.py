@@ -9,16 +9,8 @@ from paged_attn import LLM, SamplingParams
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import ARCHITECTURES, build
 
+pytestmark = pytest.mark.usefixtures("full_float32")
 PROMPTS = random_prompts((1, 5, 17, 33, 70))
-
-
-@pytest.fixture(autouse=True)
-def _full_float32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    torch._dynamo.reset()
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
