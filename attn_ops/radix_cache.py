@@ -101,6 +101,23 @@ class RadixCache:
         node, pages = self._walk(self._root(namespace), self._aligned(tokens))
         return Match(tuple(pages), len(pages) * self.page_size, node)
 
+    def num_cached(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None, *, with_payload: bool = False) -> int:
+        """How many of the first `limit` tokens `match` would find, or `cut_to_payload` would leave of it; marks nothing as used."""
+        limit = len(tokens) if limit is None else limit
+        node = self._roots.get(namespace)
+        position = found = 0
+        while node is not None and position + self.page_size <= limit:
+            node = node.children.get(tuple(tokens[position : position + self.page_size]))
+            if node is not None:
+                shared = min(node.shared_pages(tokens, position, self.page_size), (limit - position) // self.page_size)
+                position += shared * self.page_size
+                ends_here = shared == len(node.pages)
+                if not with_payload or (ends_here and node.payload is not None):
+                    found = position
+                if not ends_here:
+                    break
+        return found
+
     def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: Hashable = None) -> Inserted:
         """Caches the whole pages of `tokens`; a partial last page is ignored.
 

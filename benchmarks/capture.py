@@ -2,7 +2,8 @@
 
 python benchmarks/capture.py [--modes eager eager_break eager_full full full_merged ...] [--batches 1 8 32 128] [--context 512]
     [--out benchmarks/results/capture.json]
-python benchmarks/capture.py --startup full_merged [--out FILE]     seconds from the model to the first token; once cold, once more for warm
+CUDA_MODULE_LOADING=EAGER python benchmarks/capture.py --startup full_merged [--out FILE]
+    seconds from the model to the first token; once cold, once more for warm. `paged-attn` sets that variable itself.
 
 The model has Llama-3.1-8B's shape, random weights and bfloat16 (`--smoke`: a tiny one, on the CPU, without graphs). A decode step is timed
 from its batch to its logits and their argmax, 40 steps in a row without waiting in between; host is the time until the last of them was
@@ -18,6 +19,7 @@ import datetime
 import gc
 import json
 import logging
+import os
 import platform
 import statistics
 import time
@@ -210,7 +212,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__, "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
-        "context": args.context,
+        "context": args.context, "module_loading": os.environ.get("CUDA_MODULE_LOADING", "LAZY"),
     }  # fmt: skip
 
 

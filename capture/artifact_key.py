@@ -23,7 +23,7 @@ def artifact_key(fingerprint: str) -> str | None:
 
     if any(getattr(config, name, None) is not None for name in _HOOKS):
         return None
-    return hashlib.sha256("\n".join([fingerprint, _sources(), _versions(), *_devices(), *_settings()]).encode()).hexdigest()
+    return hashlib.sha256("\n".join([fingerprint, _sources(), _versions(), *_devices(), *settings_text()]).encode()).hexdigest()
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def _devices() -> list[str]:
     return names
 
 
-def _settings() -> list[str]:
+def settings_text() -> list[str]:
     """Settings that the compiler reads, or whose value at the time of compiling ends up in what it makes."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config

@@ -19,6 +19,7 @@ from paged_attn.capture.segments import OpNotRecorded, Segments, may_break, reco
 logger = logging.getLogger("paged_attn")
 Mode = Literal["full", "pieces"]
 MIB = 2**20
+ELSEWHERE = "another process that runs this model can not capture it or has no room for it"
 
 
 class GraphKey(NamedTuple):
@@ -69,6 +70,8 @@ class GraphSet:
 
     A shape that can not be captured is left out with its reason, which `refused` keeps; with `strict` that raises.
     `unsafe` are ops that were found not to be recordable, and why: they run between the graphs.
+    `agree` is asked, with what this process found, whether a shape is to be tried and whether it is kept: processes that run a model
+    together must capture the same shapes, as each recording is a run of all of them.
     """
 
     recorder: Recorder
@@ -78,6 +81,7 @@ class GraphSet:
     refused: dict[GraphKey, str] = field(default_factory=dict)
     unsafe: dict[Any, str] = field(default_factory=dict)
     nbytes: int = 0
+    agree: Callable[[bool], bool] = bool
 
     def capture(self, keys: Sequence[GraphKey], prepare: Prepare) -> Iterator[GraphKey]:
         """Capture shapes in the order given, and yield each when it has been dealt with.
@@ -92,25 +96,29 @@ class GraphSet:
             yield key
 
     def _capture(self, key: GraphKey, prepare: Prepare, before: int) -> int:
-        if self.nbytes >= self.budget:
-            self._refuse(key, f"the graphs before it take {self.nbytes / MIB:,.0f} MiB of the {self.budget / MIB:,.0f} MiB allowed")
+        fits = self.nbytes < self.budget
+        if not self.agree(fits):
+            taken = f"the graphs before it take {self.nbytes / MIB:,.0f} MiB of the {self.budget / MIB:,.0f} MiB allowed"
+            self._refuse(key, ELSEWHERE if fits else taken)
             return before
         started, mark = time.perf_counter(), self.recorder.mark()
         try:
             segments, state = self._record(key, prepare, mark)
         except RuntimeError as error:
+            self.agree(False)
             self.recorder.rollback(mark)
             self._refuse(key, _first_line(error), error)
             return self.recorder.bytes_in_use()
         after = self.recorder.bytes_in_use()
         added = max(after - before, 0)
-        if self.nbytes + added > self.budget:
+        fits = self.nbytes + added <= self.budget
+        if not self.agree(fits):
             del segments, state
             self.recorder.rollback(mark)
-            self._refuse(
-                key,
-                f"it would add {added / MIB:,.0f} MiB to {self.nbytes / MIB:,.0f} MiB of graphs; {self.budget / MIB:,.0f} MiB are allowed",
+            adds = (
+                f"it would add {added / MIB:,.0f} MiB to {self.nbytes / MIB:,.0f} MiB of graphs; {self.budget / MIB:,.0f} MiB are allowed"
             )
+            self._refuse(key, ELSEWHERE if fits else adds)
             return self.recorder.bytes_in_use()
         self.nbytes += added
         self.captured[key] = Captured(key, segments, state, added, time.perf_counter() - started)

@@ -25,13 +25,34 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Artifact]
 
 
 @dataclass(frozen=True)
+class KeptPiece:
+    """A piece whose compiled form is on disk: its name in the split graph, and under what that form was compiled.
+
+    Attributes:
+        arguments: names of the nodes of the split graph that it is called with. Splitting hands on sizes that only fake tensors tell of,
+            and a graph from disk has none.
+        single: the piece returns its only element.
+    """
+
+    name: str
+    fingerprint: str
+    guards: str
+    arguments: tuple[str, ...]
+    single: bool
+
+
+@dataclass(frozen=True)
 class PieceReport:
-    """How many pieces compute something, how many of those differ, how many of these came from disk, and the seconds of it all."""
+    """How many pieces compute something, how many of those differ, how many of these came from disk, and the seconds of it all.
+
+    kept: what `load_pieces` needs in another process; None if some piece can only be compiled anew.
+    """
 
     pieces: int
     distinct: int
     loaded: int
     seconds: float
+    kept: tuple[KeptPiece, ...] | None = None
 
     def describe(self) -> str:
         """`4 distinct of 33 in 12.3 s, 3 of them loaded from disk`."""
@@ -72,6 +93,8 @@ def compile_pieces(
     logger.info("compiling %d distinct pieces of %d; the first takes longest", distinct, len(pieces))
     shared: dict[str, list[Compiled]] = {}
     made = loaded = 0
+    kept: list[KeptPiece] = []
+    calls = _calls(split)
     for piece in pieces:
         known = shared.setdefault(piece.fingerprint or piece.name, [])
         fitting = next((each for each in known if piece.sizes.holds(each.guards)), None)
@@ -79,11 +102,56 @@ def compile_pieces(
             fitting, from_disk = _make(piece, cache, compiler)
             known.append(fitting)
             made, loaded = made + 1, loaded + from_disk
-        delattr(split.gm, piece.name)
-        setattr(split.gm, piece.name, _one(fitting.run) if piece.single else fitting.run)
-    report = PieceReport(len(pieces), made, loaded, time.perf_counter() - started)
+        _put(split, piece.name, fitting, piece.single)
+        if cache is not None and piece.fingerprint is not None and fitting.guards is not None and portable(piece.gm):
+            arguments = tuple(str(argument) for argument in calls[piece.name].args)
+            kept.append(KeptPiece(piece.name, piece.fingerprint, fitting.guards, arguments, piece.single))
+    all_kept = tuple(kept) if len(kept) == len(pieces) else None
+    report = PieceReport(len(pieces), made, loaded, time.perf_counter() - started, all_kept)
     logger.info("compiled pieces: %s", report.describe())
     return report
+
+
+def load_pieces(split: SplitGraph, kept: Sequence[KeptPiece], cache: ArtifactCache) -> PieceReport | None:
+    """Put the compiled form of every piece in its place, without a look at what the pieces compute; None, and nothing done, if one is gone
+    or is called with something that the graph has not.
+
+    Args:
+        kept: of the same split graph, as `compile_pieces` reported it in another process.
+    """
+    started = time.perf_counter()
+    computing = [name for name in split.pieces if _computes(getattr(split.gm, name))]
+    if computing != [piece.name for piece in kept]:
+        return None
+    found: dict[tuple[str, str], Compiled] = {}
+    for piece in kept:
+        place = (piece.fingerprint, piece.guards)
+        if place not in found:
+            key = artifact_key(piece.fingerprint)
+            stored = None if key is None else cache.load(key)
+            if stored is None or stored.guards != piece.guards:
+                return None
+            found[place] = stored
+    nodes, calls = {node.name: node for node in split.gm.graph.nodes}, _calls(split)
+    if any(name not in nodes for piece in kept for name in piece.arguments):
+        return None
+    for piece in kept:
+        calls[piece.name].args = tuple(nodes[name] for name in piece.arguments)
+        _put(split, piece.name, found[piece.fingerprint, piece.guards], piece.single)
+    split.gm.recompile()
+    report = PieceReport(len(kept), len(found), len(found), time.perf_counter() - started, tuple(kept))
+    logger.info("loaded pieces: %s", report.describe())
+    return report
+
+
+def _calls(split: SplitGraph) -> dict[str, fx.Node]:
+    """The one call of each piece."""
+    return {str(node.target): node for node in split.gm.graph.nodes if node.op == "call_module"}
+
+
+def _put(split: SplitGraph, name: str, compiled: Compiled, single: bool) -> None:
+    delattr(split.gm, name)
+    setattr(split.gm, name, _one(compiled.run) if single else compiled.run)
 
 
 def _make(piece: _Piece, cache: ArtifactCache | None, compiler: Compiler) -> tuple[Compiled, bool]:

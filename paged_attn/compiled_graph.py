@@ -19,6 +19,7 @@ from paged_attn.capture.artifacts import ArtifactCache
 from paged_attn.capture.pieces import PieceReport, compile_pieces
 from paged_attn.capture.split import SplitGraph, split_graph
 from paged_attn.capture.split_ops import split_ops
+from paged_attn.graph_cache.code_files import traced_files
 from paged_attn.options import CompileOptions
 from paged_attn.passes.graph_tools import value_of
 from paged_attn.passes.model_facts import max_positions
@@ -38,48 +39,73 @@ class CompiledGraph:
     runs the rewritten graph, once the self-check has passed; if this call form can not be paged, it says why.
 
     Attributes:
+        original: the graph as it was traced; None for one that an earlier process rewrote, which runs under a context only.
         rewrite: what the passes found.
         max_positions: the longest sequence, as the model's config or its tables of positions say; None if neither does.
         split: the rewritten graph in pieces, or None if the call is not a paged one.
         pieces: how the pieces were compiled, or None if they run as they are.
+        files: those whose Python code the trace went through; None where that is not known.
         recurrent: the layers that the graph's recurrent ops stand for, by layer id, set by who captured it; None if nobody has looked.
     """
 
     def __init__(
         self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
+        original: fx.GraphModule | None,
+        found: Rewrite,
+        split: SplitGraph | None,
+        pieces: PieceReport | None,
         model: nn.Module | None,
         options: CompileOptions,
-        limited: bool = False,
+        files: frozenset[str] | None = None,
     ) -> None:
         self.options = options
-        self.original = gm
-        self.rewrite: Rewrite = rewrite(gm, example_inputs, model, limited, options.merge_linears)
-        limits = [limit for limit in (max_positions(model), self.rewrite.max_positions) if limit is not None]
+        self.files = files
+        self.original = original
+        self.rewrite = found
+        limits = [limit for limit in (max_positions(model), found.max_positions) if limit is not None]
         self.max_positions = min(limits, default=None)
-        self.roles = tuple(self.rewrite.form.roles.values())
-        self.split: SplitGraph | None = None
+        self.roles = tuple(found.form.roles.values())
+        self.split = split
         self.recurrent: tuple[RecurrentLayer, ...] | None = None
         self._model = None if model is None else weakref.ref(model)
-        self.compiled_by = "eager pieces"
-        self.pieces: PieceReport | None = None
-        self._run_paged: Callable[..., Any] | None = None
+        self.compiled_by = "eager pieces" if pieces is None else "Inductor pieces"
+        self.pieces = pieces
+        self._run_paged: Callable[..., Any] | None = None if split is None else split.gm.forward
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
         self._marker = self.roles.index("owned") if "owned" in self.roles else None
         self._checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._check_lock = threading.Lock()
         self._accepted: tuple[AttentionSpec, ...] | None = None
-        self.eager_paged: fx.GraphModule | None = self.rewrite.gm
-        if self.rewrite.gm is not None:
-            self.split = split_graph(self.rewrite.gm, split_ops())
-            if _wants_inductor(options, example_inputs):
-                traced = [value_of(node) for node in self.rewrite.gm.graph.nodes if node.op == "placeholder"]
-                self.pieces = compile_pieces(self.split, traced, ArtifactCache.of_user())
-                self.compiled_by = "Inductor pieces"
-            self._run_paged = self.split.gm.forward
+        self.eager_paged: fx.GraphModule | None = found.gm
+
+    @classmethod
+    def of_trace(
+        cls,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        model: nn.Module | None,
+        options: CompileOptions,
+        limited: bool = False,
+    ) -> CompiledGraph:
+        """Rewrite, split and compile a graph, inside the Dynamo backend call that was given it.
+
+        Args:
+            limited: see `find_call_form`.
+
+        Raises:
+            UnsupportedError: see `rewrite`.
+        """
+        found = rewrite(gm, example_inputs, model, limited, options.merge_linears)
+        split: SplitGraph | None = None
+        pieces: PieceReport | None = None
+        if found.gm is None:
+            logger.info("this call runs as written and not paged: %s", found.not_paged)
         else:
-            logger.info("this call runs as written and not paged: %s", self.rewrite.not_paged)
+            split = split_graph(found.gm, split_ops())
+            if wants_inductor(options, example_inputs):
+                traced = [value_of(node) for node in found.gm.graph.nodes if node.op == "placeholder"]
+                pieces = compile_pieces(split, traced, ArtifactCache.of_user())
+        return cls(gm, found, split, pieces, model, options, traced_files())
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
@@ -91,6 +117,7 @@ class CompiledGraph:
             recorded.append(self)
         context = current_context()
         if context is None:
+            assert self.original is not None, "a graph from disk is called by its engine, under a context"
             return self.original.forward(*args)
         return self.run_paged(context, args)
 
@@ -153,7 +180,8 @@ def recorded_graphs() -> Iterator[list[CompiledGraph]]:
         _recording.graphs = outer
 
 
-def _wants_inductor(options: CompileOptions, example_inputs: Sequence[Any]) -> bool:
+def wants_inductor(options: CompileOptions, example_inputs: Sequence[Any]) -> bool:
+    """Whether the pieces are compiled: as the options say, else if the model lies on a GPU."""
     if options.inductor is not None:
         return options.inductor
     return any(isinstance(value, Tensor) and value.is_cuda for value in example_inputs)

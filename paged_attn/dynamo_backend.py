@@ -33,7 +33,7 @@ def paged_attn(
     if mode not in (None, "default"):
         raise ValueError(f"backend='paged_attn' has no mode {mode!r}; leave mode out and use options={{...}}")
     model = model_being_compiled()
-    compiled = CompiledGraph(gm, example_inputs, model, parsed)
+    compiled = CompiledGraph.of_trace(gm, example_inputs, model, parsed)
     if model is not None:
         with _graphs_lock:
             known = _graphs.setdefault(model, [])

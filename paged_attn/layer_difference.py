@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 def first_layer_that_differs(compiled: CompiledGraph, inputs: GraphInputs, prompt: Tensor, limit: float) -> str:
     """Run one prompt through both graphs, compare each attention's output, and say in a sentence where they part."""
     assert compiled.eager_paged is not None
+    if compiled.original is None:
+        return "Which layer is the first to differ is not known: the graph is an earlier process's."
     if len(prompt) < (least := compiled.rewrite.form.min_tokens):
         return f"Which layer is the first to differ is not known: what was traced holds for {least} tokens and more."
     rows = torch.arange(len(prompt), device=prompt.device)

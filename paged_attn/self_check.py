@@ -77,6 +77,7 @@ def _own_error(compiled: CompiledGraph) -> float:
 def run_alone(compiled: CompiledGraph, inputs: GraphInputs, prompt: Tensor, positions: Tensor | None = None) -> Tensor:
     """Logits [T, vocabulary] of one prompt [T] through the graph as it was traced, by default at positions 0, 1, ..."""
     rows = torch.arange(len(prompt), device=prompt.device)
+    assert compiled.original is not None, "for a graph from disk the model itself is the truth"
     with _must_run("the traced graph", f"{len(prompt)} tokens"):
         return logits_of(
             compiled.original.forward(

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from paged_attn.passes.call_form import CallForm
-from paged_attn.passes.graph_tools import bases_of, call_with_value, value_of, writes_in_place, written_values
+from paged_attn.passes.graph_tools import bases_of, value_of, writes_in_place, written_values
 from paged_attn.passes.mergeable_weights import Memory, is_plain, lie_in_a_row
-from paged_attn.passes.sliced_values import takes_slices, values_of_views
+from paged_attn.passes.sliced_values import SlicedValues
 
 logger = logging.getLogger("paged_attn")
 _LINEAR = (F.linear, torch.ops.aten.linear.default)
@@ -57,11 +57,12 @@ def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], m
     index = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     merges: list[Merge] = []
     count = 0
-    for group in _groups(graph, form, values):
+    slices = SlicedValues()
+    for group in _groups(graph, form, values, slices):
         members = _movable(group, values, memory)
         if len(members) > 1:
             count += len(members)
-            merges += _merge(members, index)
+            merges += _merge(members, index, slices)
     if count:
         logger.info("merged %d linears into %d tensors", count, len(merges))
     return tuple(merges)
@@ -75,7 +76,7 @@ def unmerged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
     return result
 
 
-def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> list[list[_Linear]]:
+def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> list[list[_Linear]]:
     """Linears of one kind and one input, the input unchanged from the first to the last."""
     groups: list[list[_Linear]] = []
     open_groups: dict[tuple[fx.Node, bool], list[_Linear]] = {}
@@ -84,7 +85,7 @@ def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> list
             barrier = isinstance(node.target, torch._ops.OpOverload)
             written = written_values(node)
             open_groups = {} if barrier else {k: g for k, g in open_groups.items() if not written & bases_of([g[0].input])}
-        linear = _linear_of(node, form, values)
+        linear = _linear_of(node, form, values, slices)
         if linear is not None:
             key = (linear.input, linear.bias is None)
             if key not in open_groups:
@@ -93,7 +94,7 @@ def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> list
     return groups
 
 
-def _linear_of(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Linear | None:
+def _linear_of(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> _Linear | None:
     if node.op != "call_function" or node.target not in _LINEAR:
         return None
     given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
@@ -102,7 +103,7 @@ def _linear_of(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Li
         if not isinstance(owned, fx.Node) or form.roles.get(owned) != "owned" or len(owned.users) != 1 or not is_plain(values[owned]):
             return None
     dtypes = {values[owned].dtype for owned in linear.owned} | {value_of(linear.input).dtype, value_of(node).dtype}
-    return linear if values[linear.weight].dim() == 2 and len(dtypes) == 1 and takes_slices(node) else None  # several: autocast
+    return linear if values[linear.weight].dim() == 2 and len(dtypes) == 1 and slices.takes_slices(node) else None  # several: autocast
 
 
 def _movable(group: list[_Linear], values: dict[fx.Node, Any], memory: Memory) -> list[_Linear]:
@@ -116,7 +117,7 @@ def _movable(group: list[_Linear], values: dict[fx.Node, Any], memory: Memory) -
     return [linear for linear in group if all(memory.is_own(values[owned]) for owned in linear.owned)]
 
 
-def _merge(members: list[_Linear], index: dict[fx.Node, int]) -> list[Merge]:
+def _merge(members: list[_Linear], index: dict[fx.Node, int], sliced: SlicedValues) -> list[Merge]:
     first, graph = members[0], members[0].node.graph
     sizes = tuple(int(value_of(m.weight).shape[0]) for m in members)
     merges = []
@@ -124,15 +125,25 @@ def _merge(members: list[_Linear], index: dict[fx.Node, int]) -> list[Merge]:
         fake = value_of(column[0])
         column[0].meta["example_value"] = fake.new_empty((sum(sizes), *fake.shape[1:]))
         merges.append(Merge(tuple(index[owned] for owned in column), sizes))
+    product, *parts = sliced.of_product(value_of(first.input), [value_of(owned) for owned in first.owned], sizes)
     with graph.inserting_before(first.node):
-        merged = call_with_value(graph, F.linear, first.input, *first.owned)
+        merged = _call(first.input, product, F.linear, first.input, *first.owned)
         starts = accumulate(sizes, initial=0)
-        slices = [call_with_value(graph, torch.narrow, merged, -1, start, size) for start, size in zip(starts, sizes, strict=False)]
+        slices = [_call(merged, part, torch.narrow, merged, -1, *place) for *place, part in zip(starts, sizes, parts, strict=False)]
     for member, part in zip(members, slices, strict=True):
         if "nn_module_stack" in member.node.meta:
             part.meta["nn_module_stack"] = member.node.meta["nn_module_stack"]
-        for view, value in values_of_views(member.node, value_of(part)).items():
+        for view, value in sliced.of_views(member.node, value_of(part)).items():
             view.meta["example_value"] = value
         member.node.replace_all_uses_with(part)
         graph.erase_node(member.node)
     return merges
+
+
+def _call(source: fx.Node, value: Tensor, function: Any, *args: Any) -> fx.Node:
+    """A call whose example value is known, in the module of `source`."""
+    node = source.graph.call_function(function, args)
+    node.meta["example_value"] = value
+    if "nn_module_stack" in source.meta:
+        node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
+    return node

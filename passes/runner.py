@@ -23,6 +23,7 @@ from paged_attn.passes.kv_heads import KVSource, as_received, is_written, kv_sou
 from paged_attn.passes.merge_linears import Merge, merge_linears
 from paged_attn.passes.own_positions import use_own_positions
 from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
+from paged_attn.passes.read_values import ReadValues
 from paged_attn.passes.replace_attention import replace_attention
 from paged_attn.passes.replace_history import HistoryReplacer
 from paged_attn.passes.score_cone import DependsOnHiddenStates
@@ -60,6 +61,7 @@ class Rewrite:
     positions_redirected: int = 0
     merges: tuple[Merge, ...] = ()
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
+    evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
@@ -104,7 +106,8 @@ def _rewrite_into(
     # Placeholders carry Dynamo's sources, which a copied graph loses: read the form again with the originals' help.
     form = _form_of_copy(result.form, gm.graph, copied.graph)
     specialise_numbers(gm.graph, copied.graph)
-    values = dict(zip([n for n in copied.graph.nodes if n.op == "placeholder"], example_inputs, strict=True))
+    placeholders = [n for n in copied.graph.nodes if n.op == "placeholder"]
+    values = ReadValues(dict(zip(placeholders, example_inputs, strict=True)))
     sites = find_attention(copied.graph, form)
     clock.lap("find attention")
     if form.reason:
@@ -124,6 +127,7 @@ def _rewrite_into(
     limits = [result.max_positions, *(proof.max_tokens for proof in proofs if isinstance(proof, AttentionProof))]
     result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(copied.graph)
+    result.evaluated = tuple(index for index, node in enumerate(placeholders) if node in values.read)
     if merge:
         result.merges = merge_linears(copied.graph, form, values, model)
         clock.lap("merge linears")

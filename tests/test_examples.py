@@ -27,7 +27,7 @@ def test_compile_backend() -> None:
 def test_serve_prompts() -> None:
     completions = importlib.import_module("examples.serve_prompts").main()
     assert [len(c.token_ids) for c in completions] == [40, 40, 40]
-    assert all(c.text.isprintable() for c in completions)
+    assert all(c.text.replace("\n", "").isprintable() for c in completions)
 
 
 def test_patch_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paged_attn.cli import report
@@ -68,4 +69,4 @@ def print_json(args: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _json_line(number: int, event: TokenEvent) -> None:
-    print(json.dumps({**vars(event), "index": number}, ensure_ascii=False), flush=True)
+    print(json.dumps({**asdict(event), "index": number}, ensure_ascii=False), flush=True)

@@ -62,7 +62,7 @@ def load(path: str | Path, dtype: str, device: str, config: EngineConfig) -> Loa
         ValueError: no model there, or no such device. UnsupportedError: as `LLM` does.
     """
     started = time.perf_counter()
-    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), _device(device))
+    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), checked_device(device))
     loaded = time.perf_counter()
     llm = LLM(model, tokenizer=tokenizer, config=config)
     rewritten = time.perf_counter()
@@ -122,7 +122,8 @@ def _numbers(llm: LLM, seconds: float, prompt_lengths: list[int], waits: list[fl
     )
 
 
-def _device(name: str) -> torch.device:
+def checked_device(name: str) -> torch.device:
+    """Raises ValueError: not cpu or cuda, or not on this machine."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

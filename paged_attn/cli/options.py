@@ -57,6 +57,8 @@ def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the most likely tokens that reach probability P; 1 turns it off")
     add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens less likely than P times the likeliest; 0 turns it off")
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 turns it off")
+    add("--frequency-penalty", type=float, default=0.0, metavar="F", help="per time that the output has a token, -2 to 2; 0 turns it off")
+    add("--presence-penalty", type=float, default=0.0, metavar="P", help="for tokens that the output has, -2 to 2; 0 turns it off")
     add("--seed", type=int, metavar="S", help="default: from entropy")
     add("--stop", action="append", default=[], metavar="STR", help="text that ends a completion; may be given many times")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
@@ -102,12 +104,15 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Raises ValueError for a value out of range, and for --check with sampling, where there is nothing to compare."""
+    """Raises ValueError for a value out of range, and for --check with what generate() does not have: there is nothing to compare."""
     if args.check and args.temperature != 0:
         raise ValueError(
             f"--check compares greedy tokens and is not defined for --temperature {args.temperature:g}; use --temperature 0 or drop --check"
         )
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos", "logprobs")
+    if args.check and (args.frequency_penalty or args.presence_penalty):
+        raise ValueError("--check compares with generate(), which has no frequency and presence penalties; leave them or --check out")
+    names = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
+    names += ["seed", "ignore_eos", "logprobs"]
     return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
 
 

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         OSError: the address can not be listened on.
     """
     config = engine_config(args)
+    config = config.with_(max_batch_tokens=config.step_tokens)  # long prompts must not hold up the tokens of others for long
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"the server needs {', '.join(missing)}; install the extra: pip install 'paged-attn[serve]'")
     from paged_attn.server.settings import ServerSettings

@@ -56,7 +56,8 @@ def coming(config: EngineConfig, device: str) -> list[str]:
     inductor = config.compile and (cuda if config.inductor is None else config.inductor)
     lines = ["loading the weights"]
     if config.compile:
-        lines.append("tracing the model, proving each attention layer and comparing with the model: seconds, in each process anew")
+        lines.append(f"tracing the model and proving each attention layer: seconds; kept in {_folder_of_graphs()}")
+        lines.append("comparing with the model: about a second, in each process anew")
     if inductor:
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -66,7 +67,8 @@ def coming(config: EngineConfig, device: str) -> list[str]:
         if config.graphs != "off":
             lines.append(f"capturing CUDA graphs for up to {_num_sizes(config)} sizes of steps: in each process anew")
     if not cuda and not inductor:
-        lines.append("nothing is compiled with these settings, so that no cache is filled (--device cuda, or --inductor)")
+        filled = "the traced graph alone is kept" if config.compile else "no cache is filled"
+        lines.append(f"nothing is compiled with these settings, so that {filled} (--device cuda, or --inductor)")
     return lines
 
 
@@ -100,6 +102,14 @@ def _pieces_folder() -> str:
 
     cache = ArtifactCache.of_user()
     return f"no folder of ours ({VARIABLE} is 'none')" if cache is None else str(cache.folder)
+
+
+def _folder_of_graphs() -> str:
+    from paged_attn.capture.artifacts import VARIABLE
+    from paged_attn.graph_cache.entries import Entries
+
+    entries = Entries.of_user()
+    return f"no folder of ours ({VARIABLE} is 'none')" if entries is None else str(entries.folder)
 
 
 def _num_sizes(config: EngineConfig) -> int:

@@ -135,7 +135,7 @@ def _capture(
         raise _Captured
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        captured.append((CompiledGraph(gm, example_inputs, model, options, limited), list(example_inputs)))
+        captured.append((CompiledGraph.of_trace(gm, example_inputs, model, options, limited), list(example_inputs)))
         return stop
 
     # Dynamo counts recompiles per code object; a copy keeps engines from using up each other's limit.

@@ -22,10 +22,11 @@ from paged_attn.capture.graph_set import GraphKey, Recipe
 from paged_attn.capture.split_ops import is_split_op, split_ops
 from paged_attn.engine.capture_settings import CaptureSettings
 from paged_attn.engine.runner import Runner
+from paged_attn.engine.token_feed import TokenFeed
 from paged_attn.recurrent.run import RecurrentRunner
 
 Tail = Callable[[Tensor], Tensor]
-Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and what the tail makes of them
+Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and the tokens [N] that the tail chooses
 INSIDE_FULL_GRAPHS = frozenset({UNIFIED_ATTENTION, BATCH_POSITIONS, ROPE_AND_STORE_KV})
 
 
@@ -38,10 +39,15 @@ class FullState:
     batch: Batch
 
 
-def logits_and_tail(runner: Runner, batch: Batch, tail: Tail | None) -> Output:
-    """A step, under its context."""
+def logits_and_tail(runner: Runner, batch: Batch, tail: Tail | None, feed: TokenFeed) -> Output:
+    """A step, under its context. It takes from the feed what the host did not know, and leaves there what the tail chose."""
+    feed.fill_in(batch.input_ids)
     logits = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)
-    return logits, None if tail is None else tail(logits)
+    if tail is None:
+        return logits, None
+    tokens = tail(logits)
+    feed.put(tokens)
+    return logits, tokens
 
 
 def full_shape(size: int) -> StepShape:
@@ -65,6 +71,7 @@ class CaptureRecipes:
     buffers: StepBuffers
     recurrent: RecurrentRunner | None
     tail: Tail | None
+    feed: TokenFeed
 
     @property
     def why_not_full(self) -> str:
@@ -96,7 +103,9 @@ class CaptureRecipes:
         shape = extend_shape(size, self.settings)
         batch = Batch.build(self._prompts(size), self.pool.page_size, self.runner.device, shape, self.buffers)
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
-            yield Recipe(lambda: logits_and_tail(self.runner, batch, self.tail), lambda op: is_split_op(op, ops), self._kept(batch))
+            yield Recipe(
+                lambda: logits_and_tail(self.runner, batch, self.tail, self.feed), lambda op: is_split_op(op, ops), self._kept(batch)
+            )
 
     @contextmanager
     def full(self, key: GraphKey) -> Iterator[Recipe]:
@@ -110,13 +119,21 @@ class CaptureRecipes:
 
         def run() -> Any:
             backend.plan_in_graph(plan)
-            return logits_and_tail(self.runner, batch, self.tail)
+            return logits_and_tail(self.runner, batch, self.tail, self.feed)
 
         with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
             yield Recipe(run, lambda op: is_split_op(op, ops), self._kept(batch), FullState(backend, plan, batch))
 
     def _kept(self, batch: Batch) -> list[Tensor]:
-        return [*self.runner.owned.values(), batch.input_ids, batch.positions, batch.slots, batch.logits_rows, self.pool.storage]
+        return [
+            *self.runner.owned.values(),
+            batch.input_ids,
+            batch.positions,
+            batch.slots,
+            batch.logits_rows,
+            self.pool.storage,
+            self.feed.tokens,
+        ]
 
     def _prompts(self, tokens: int) -> list[BatchRequest]:
         """Prompts of that many tokens together, none longer than the model's positions, all on page 1."""

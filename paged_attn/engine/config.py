@@ -25,8 +25,22 @@ class EngineConfig:
     kv_memory_gib: float | None = _setting(
         None, "KV pool size in GiB; default: 0.25 on CPU, on a GPU 80 % of what weights and graphs leave", 0
     )
-    max_batch_tokens: int = _setting(2048, "token budget of one step; longer prompts are prefilled in chunks", 1)
+    max_batch_tokens: int | None = _setting(
+        None, "token budget of one step; longer prompts are prefilled in chunks; default: 2048, for LLM on CUDA 8192", 1
+    )
     max_requests: int = _setting(256, "requests that run at the same time", 1)
+    overlap: bool | None = _setting(
+        None,
+        "launch a step before the tokens of the one before it are known, so that the GPU never waits for the host; default: on CUDA only",
+    )
+    policy: str = _setting(
+        "fcfs",
+        "who of one namespace and priority is admitted next: fcfs (first come, first served) or lpm (longest cached prefix first)",
+        choices=("fcfs", "lpm"),
+    )
+    prefix_wait_tokens: int = _setting(
+        128, "a request waits for one that computes at least so many tokens of the same prefix, and then shares them; 0: never", 0
+    )
     state_snapshots: int | None = _setting(
         None, "recurrent states kept for shared prefixes, 0: none is reused; default: up to max_requests, a quarter of the state slots", 0
     )
@@ -52,7 +66,7 @@ class EngineConfig:
     graph_sampling: bool = _setting(True, "choose each row's most likely token inside the graphs, so that a greedy step ends with one copy")
     graph_memory_gib: float = _setting(1.0, "device memory that all captured graphs may take, in GiB", 0)
     graph_decode_sizes: int = _setting(35, "how many sizes of decode steps are captured, up to max_requests", 1)
-    graph_extend_sizes: int = _setting(20, "how many sizes of other steps are captured, up to max_batch_tokens", 1)
+    graph_extend_sizes: int = _setting(20, "how many sizes of other steps are captured, up to 2048 tokens", 1)
     graph_strict: bool = _setting(False, "a shape that can not be captured is an error and not run uncaptured")
     graph_verify: bool = _setting(False, "compare every captured step with the model uncaptured (slow)")
     follow_generate: bool = _setting(
@@ -72,6 +86,11 @@ class EngineConfig:
             choices = setting.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"{setting.name} is {value!r}; allowed are {' and '.join(map(repr, choices))}: {setting.metadata['help']}")
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_batch_tokens`, or its default where no engine has said otherwise."""
+        return 2048 if self.max_batch_tokens is None else self.max_batch_tokens
 
     @classmethod
     def from_environment(cls, **given: Any) -> EngineConfig:

@@ -5,35 +5,38 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from paged_attn.attn_ops.batch import BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.state_pool import StatePool
 from paged_attn.capture.recorder import Recorder
+from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.detokenizer import IncrementalDetokenizer
+from paged_attn.engine.flight import Flight, lay_out
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.make_steps import make_runner, ready_to_step
 from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.request import FinishReason, Request, TokenEvent
-from paged_attn.engine.sampler import NonFiniteLogitsError, SampledToken, SamplingState, sample
+from paged_attn.engine.sampler import Sampler
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.engine.scheduler import Scheduled, Scheduler
+from paged_attn.engine.sampling_state import SamplingState
+from paged_attn.engine.scheduler import Scheduler
 from paged_attn.engine.step_runner import StepOutput
 from paged_attn.recurrent.run import RecurrentRunner
 
 logger = logging.getLogger("paged_attn")
+CUDA_STEP_TOKENS = 8192  # more in a step is more in a second, but the tokens of others come later
 
 
 @dataclass
 class EngineStats:
-    """Counters since the engine was made; seconds are wall time."""
+    """Counters since the engine was made; seconds are wall time: in the model or waiting for it, and all else in `step`."""
 
     steps: int = 0
     model_seconds: float = 0.0
@@ -51,6 +54,10 @@ class Engine:
         tokenizer: decodes new tokens to text; None gives empty texts.
         recorder: captures graphs; by default CUDA graphs on a GPU and none elsewhere.
 
+    Attributes:
+        overlaps: a step is launched before the tokens of the one before it are known.
+        last_scheduled: the requests of the last step that `step` launched or tried to.
+
     Raises:
         UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool can not hold two pages.
     """
@@ -64,7 +71,9 @@ class Engine:
         self.runner = make_runner(model, self.config)
         traced = time.perf_counter()
         self.limits = ModelLimits.of(model, self.runner.max_positions)
-        if (rows := self.runner.max_rows) is not None and rows < self.config.max_batch_tokens:
+        if self.config.max_batch_tokens is None and self.runner.device.type == "cuda":
+            self.config = self.config.with_(max_batch_tokens=CUDA_STEP_TOKENS)
+        if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
         device, layers = self.runner.device, self.runner.layers
         recurrent = [layer.spec for layer in self.runner.recurrent]
@@ -84,11 +93,19 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
         self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
+        self.overlaps = self.config.overlap if self.config.overlap is not None else device.type == "cuda"
+        self.sampler = Sampler(self.runner.ranks)
+        self.last_scheduled: tuple[Request, ...] = ()
+        self._flights: deque[Flight] = deque()  # two at most, the oldest first
+        self._owed: list[TokenEvent] = []  # events of the next call of `step`
+        self._nothing_to_do: list[Request] = []  # requests that want no token
+        self._num_host_bound = 0  # requests that choose with the host's help
         self._arrivals = itertools.count()
 
     @property
     def has_work(self) -> bool:
-        return bool(self.requests)
+        """Whether `step` has something to do or to tell."""
+        return bool(self.requests or self._owed)
 
     def add_request(
         self,
@@ -98,19 +115,23 @@ class Engine:
         request_id: str | None = None,
         namespace: Hashable = None,
         prompt: str | None = None,
+        priority: int = 0,
     ) -> Request:
         """Queue a request; `step` will run it.
 
         Args:
-            namespace: requests share cached prefixes only within one (adapter, tenant, salt).
+            namespace: requests share cached prefixes only within one (adapter, tenant, salt); those of equal priority are admitted in turn.
+            priority: a lower value is more urgent: admitted first and preempted last.
 
         Raises:
             ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, or an id in use.
-            TypeError: a prompt that is not token ids, or a namespace that does not hash.
+            TypeError: a prompt that is not token ids, a namespace that does not hash, or a priority that is no whole number.
             UnsupportedError: the pool can never hold prompt and new tokens; the message does the sum.
         """
         params = SamplingParams() if params is None else params
         hash(namespace)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise TypeError(f"priority is {priority!r}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
@@ -119,14 +140,18 @@ class Engine:
         max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
         self._check_fits(len(ids), max_new)
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_token_ids)
+        tokens = list(ids)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new,
-            sampling=SamplingState(params), detokenizer=IncrementalDetokenizer(self.tokenizer, params.stop),
-            arrival=arrival, namespace=namespace, prompt=prompt, tokens=list(ids),
+            sampling=SamplingState(params, tokens), detokenizer=IncrementalDetokenizer(self.tokenizer, params.stop),
+            arrival=arrival, namespace=namespace, prompt=prompt, priority=priority, tokens=tokens,
         )  # fmt: skip
-        request.sampling.observe(ids)
         self.requests[request_id] = request
-        self.scheduler.waiting.append(request)
+        self._num_host_bound += bool(params.logits_processors)
+        if max_new:
+            self.scheduler.waiting.append(request)
+        else:
+            self._nothing_to_do.append(request)
         return request
 
     def cancel(self, request_id: str) -> bool:
@@ -135,88 +160,124 @@ class Engine:
         if request is None:
             return False
         self._finish(request, FinishReason.CANCELLED)
+        self._owed = [event for event in self._owed if event.request_id != request_id]
         return True
 
     def step(self) -> list[TokenEvent]:
-        """Run one batch; returns an event per new token, and one without a token for requests that end without one.
+        """Launch one batch and wait for the one before it, or, without overlap, for itself.
 
-        An exception from the model leaves every request as it was before the step.
+        Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
+        none while there is work. An exception from the model leaves every request as it was before the step; events that were due come
+        with the next call.
         """
-        started = time.perf_counter()
-        events = [self._finish(r, FinishReason.LENGTH) for r in list(self.scheduler.waiting) if r.max_new_tokens == 0]
-        if events:
-            return events  # at once: an exception below would lose them
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
-            assert not self.requests, f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
-            return []
-        step = self.steps.prepare([self._share_of(s) for s in scheduled])
-        with self._restarting_on_error([s.request for s in scheduled]) as unfinished:
-            before_model = time.perf_counter()
-            output = self.steps.run(step)
-            after_model = time.perf_counter()
-            sampling = [s.request for s in scheduled if s.samples]
-            tokens = self._sample(output, sampling) if sampling else []
-            chosen = iter(tokens)
-            for s in scheduled:  # one by one: an exception must not leave a request computed to its end, but without its next token
-                samples = s.samples
-                s.request.num_cached += s.count
-                unfinished.remove(s.request)
-                self.kv.keep_state(s.request)
-                self.stats.prompt_tokens += s.count if not s.request.sampled else 0
-                if samples:
-                    token = next(chosen)
-                    events.append(self._accept(s.request, token) if isinstance(token, SampledToken) else self._fail(s.request, token))
-        self.stats.steps += 1
-        self.stats.model_seconds += after_model - before_model
-        self.stats.host_seconds += before_model - started + time.perf_counter() - after_model
-        return events
+        started, waited = time.perf_counter(), self.stats.model_seconds
+        while self._nothing_to_do:
+            request = self._nothing_to_do.pop(0)
+            if request.finish_reason is None:
+                self._owed.append(self._finish(request, FinishReason.LENGTH))
+        if self._flights and (self.scheduler.wants_drain or self._num_host_bound):
+            self._collect(0)
+        launched = self._launch()
+        self._collect(1 if launched and self.overlaps else 0)
+        self.stats.host_seconds += time.perf_counter() - started - (self.stats.model_seconds - waited)
+        return self.due_events()
 
     def close(self) -> None:
         """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""
         for request_id in list(self.requests):
             self.cancel(request_id)
+        self._flights.clear()
         if self.kv.tree is not None:
             self.kv.tree.clear()
         self.steps.close()
         self.runner.close()
 
-    @contextmanager
-    def _restarting_on_error(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Yields `requests`; those left in it when an error comes are computed anew, if they have recurrent state: unlike KV, which the
-        next try writes over, a state that has advanced can not be taken back."""
+    def _launch(self) -> bool:
+        """Start the next step, if there is one to run."""
+        self.last_scheduled = ()
+        scheduled = self.scheduler.schedule(drained=not self._flights)
+        self.last_scheduled = tuple(s.request for s in scheduled)
+        if not scheduled:
+            assert self._flights or not self.requests, (
+                f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
+            )
+            return False
+        parts, shares = lay_out(scheduled)
+        step = self.steps.prepare(shares)
+        sampling = [part.request.sampling for part in parts if part.samples]
+        computed = sum(part.end - part.start for part in parts if not part.request.sampling.num_chosen)
+        before_model = time.perf_counter()
         try:
-            yield requests
+            output = self.steps.run(step)
+            self.stats.model_seconds += time.perf_counter() - before_model
+            chosen = self._choose(output, sampling) if sampling else None
         except BaseException:
-            for request in requests if self.states is not None else []:
+            try:
+                self._collect(0)  # what came before it is not lost
+            finally:
+                self._restart([part.request for part in parts if part.request.finish_reason is None])
+            self.last_scheduled = tuple(s.request for s in scheduled)
+            raise
+        self._flights.append(Flight(parts, chosen))
+        if self.states is not None:
+            for part in parts:
+                self.kv.keep_state(part.request)
+        self.stats.steps += 1
+        self.stats.prompt_tokens += computed
+        return True
+
+    def _choose(self, output: StepOutput, sampling: list[SamplingState]) -> Chosen:
+        chosen = self.sampler.choose(output.logits, sampling, output.tail)
+        if chosen.tokens is not output.tail:
+            self.steps.feed.put(chosen.tokens)
+        return chosen
+
+    def _collect(self, keep: int) -> None:
+        """Take in what the oldest steps chose, until `keep` are left; events go to `_owed`."""
+        while self._flights and (len(self._flights) > keep or not self.requests):
+            if not self.requests:  # nobody waits for what it computes
+                self._flights.clear()
+                return
+            started = time.perf_counter()
+            flight = self._flights[0]
+            self.last_scheduled = flight.requests
+            try:
+                flight.wait()
+            except BaseException:
+                lost = dict.fromkeys(request for late in reversed(self._flights) for request in late.undo())
+                self._flights.clear()
+                self._restart(list(lost))  # when none has a token under way any more
+                raise
+            finally:
+                self.stats.model_seconds += time.perf_counter() - started
+            for (request, _, end, samples), token in flight.land():
+                if request.finish_reason is not None or not samples:
+                    continue  # it ended while this step ran, or has more of its prompt to compute
+                request.num_vouched = min(end, request.num_cached)
+                self._owed.append(self._fail(request) if token is None else self._accept(request, token))
+            self._flights.popleft()
+
+    def _restart(self, requests: list[Request]) -> None:
+        """After an error: what the device counted for them is not to be relied on, and recurrent states are computed anew: unlike KV, which
+        the next try writes over, a state that has advanced can not be taken back."""
+        for request in requests:
+            self.sampler.forget(request.sampling)
+            if self.states is not None and request.num_cached:
                 request.num_vouched = 0  # its state may be ahead of it
                 self.scheduler.preempt(request)
-            raise
 
-    def _share_of(self, scheduled: Scheduled) -> BatchRequest:
-        request, start = scheduled.request, scheduled.request.num_cached
-        tokens = request.tokens[start : start + scheduled.count]
-        return BatchRequest(tokens, request.pages, start, int(scheduled.samples), request.state_slot)
-
-    def _sample(self, output: StepOutput, requests: list[Request]) -> list[SampledToken | NonFiniteLogitsError]:
-        """A token for each request; for rows that are not finite the error, while the others go on."""
-        try:
-            return list(sample(output.logits, [r.sampling for r in requests], output.tail))
-        except NonFiniteLogitsError as error:
-            bad = set(error.rows)
-            good = [i for i in range(len(requests)) if i not in bad]
-            tokens = iter(sample(output.logits[good], [requests[i].sampling for i in good]) if good else [])
-            return [error if i in bad else next(tokens) for i in range(len(requests))]
+    def due_events(self) -> list[TokenEvent]:
+        """Events that the next `step` would return first: of tokens that came before a step failed."""
+        events, self._owed = self._owed, []
+        return events
 
     def _accept(self, request: Request, token: SampledToken) -> TokenEvent:
-        request.num_vouched = request.num_cached
         if not request.sampled:
             self.stats.cached_tokens += request.cached_tokens
         if not request.sampled or request.snapshots:
             self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
         request.tokens.append(token.token_id)
         request.sampled.append(token)
-        request.sampling.observe([token.token_id])
         self.stats.new_tokens += 1
         text = request.detokenizer.append(token.token_id)
         reason: FinishReason | None = None
@@ -230,17 +291,18 @@ class Engine:
             text += self._finish(request, reason).text
         return TokenEvent(request.id, token.token_id, text, reason, token.logprob, token.top_logprobs)
 
-    def _fail(self, request: Request, error: NonFiniteLogitsError) -> TokenEvent:
+    def _fail(self, request: Request) -> TokenEvent:
         request.error = ValueError(
             f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
             "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
         )
-        request.error.__cause__ = error
         return self._finish(request, FinishReason.ERROR)
 
     def _finish(self, request: Request, reason: FinishReason) -> TokenEvent:
         request.finish_reason = reason
         text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
+        self.sampler.forget(request.sampling)
+        self._num_host_bound -= bool(request.params.logits_processors)
         self.scheduler.remove(request, share=bool(request.sampled) and reason is not FinishReason.ERROR)
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)

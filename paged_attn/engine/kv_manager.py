@@ -27,6 +27,7 @@ class KVManager:
         self.allocator = PageAllocator(num_pages, page_size)
         self.page_size = page_size
         self.state_slots = SlotAllocator(slots.running) if states else None
+        self.version = 0  # grows when pages are given back or shared: until then who could not be admitted still can not
         self.snapshots: StateSnapshots | None = None
         self.tree: RadixCache | None = None
         if prefix_cache and states is None:
@@ -73,6 +74,12 @@ class KVManager:
         request.lock, request.pages = match.node, list(match.pages)
         request.num_cached = request.num_locked = match.num_tokens
 
+    def cached_tokens(self, request: Request) -> int:
+        """What `adopt_prefix` would find, in tokens; changes nothing."""
+        if self.tree is None:
+            return 0
+        return self.tree.num_cached(request.tokens, request.namespace, len(request.tokens) - 1, with_payload=self.snapshots is not None)
+
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens; False, and nothing changed, if the pages are not to be had."""
         missing = self.allocator.pages_for(num_tokens) - len(request.pages)
@@ -94,8 +101,8 @@ class KVManager:
                 request.snapshots[point] = slot
 
     def share(self, request: Request) -> None:
-        """Put the request's full pages into the tree, and the states that it kept; where the tree has the same prefix already, its page
-        replaces ours."""
+        """Put the request's full pages, as far as a token vouches for them, into the tree, and the states that it kept; where the tree
+        has the same prefix already, its page replaces ours."""
         self._share_pages(request)
         while request.snapshots:
             assert self.snapshots is not None
@@ -104,25 +111,28 @@ class KVManager:
             self.snapshots.attach(node, slot)
 
     def _share_pages(self, request: Request) -> None:
-        if self.tree is None or request.num_cached // self.page_size * self.page_size <= request.num_locked:
+        if self.tree is None or request.num_vouched // self.page_size * self.page_size <= request.num_locked:
             return
-        inserted = self.tree.insert(request.tokens[: request.num_cached], request.pages, request.namespace)
+        self.version += 1
+        inserted = self.tree.insert(request.tokens[: request.num_vouched], request.pages, request.namespace)
         self.tree.lock(inserted.node)
         self.tree.unlock(request.lock)
         request.lock = inserted.node
-        request.num_locked = request.num_cached // self.page_size * self.page_size
+        request.num_locked = request.num_vouched // self.page_size * self.page_size
         for position, mine, trees in inserted.duplicates:
             request.pages[position] = trees
             self.allocator.free([mine])
 
     def release(self, request: Request, *, share: bool) -> None:
-        """Take all pages from a request; with `share` its full pages stay in the tree for others. Safe to call twice."""
+        """Take all pages from a request; with `share` its vouched full pages stay in the tree for others. Safe to call twice."""
         if share:
             self._share_pages(request)
             self._share_last_state(request)
         for slot in request.snapshots.values():
             assert self.snapshots is not None
             self.snapshots.drop(slot)
+        if request.pages or request.state_slot:
+            self.version += 1
         self.allocator.free(request.pages[request.num_locked // self.page_size :])
         if request.lock is not None:
             assert self.tree is not None

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from paged_attn.capture.progress import bar
+from paged_attn.capture.progress import progress as showing
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.request import Completion, Request, TokenEvent
@@ -29,6 +31,7 @@ class LLM:
         tokenizer: for a loaded model, if prompts or stops are text; a path loads its own.
         dtype, device: for a path; default: the checkpoint's dtype, on the CPU.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
+        progress: bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
 
     Raises:
         ValueError: the path holds no model, or a setting is unknown or out of range.
@@ -45,6 +48,7 @@ class LLM:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         config: EngineConfig | None = None,
+        progress: bool | None = None,
         **settings: Any,
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
@@ -55,14 +59,15 @@ class LLM:
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
                 raise ValueError("dtype and device are for loading from a path; convert a loaded model yourself: model.to(device, dtype)")
-        else:
-            from paged_attn.engine.loading import load_model
+        with showing(progress):
+            if isinstance(model, (str, Path)):
+                from paged_attn.engine.loading import load_model
 
-            model, loaded_tokenizer = load_model(model, dtype, device)
-            tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
-        assert isinstance(model, nn.Module)
-        self.tokenizer = tokenizer
-        self.engine = Engine(model, tokenizer, config)
+                model, loaded_tokenizer = load_model(model, dtype, device)
+                tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
+            assert isinstance(model, nn.Module)
+            self.tokenizer = tokenizer
+            self.engine = Engine(model, tokenizer, config)
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
 
@@ -72,22 +77,29 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: Any = None,
+        priority: int = 0,
+        progress: bool | None = None,
     ) -> list[Completion]:
         """Complete all prompts in one continuous batch; results in the order of the prompts.
 
         Args:
             prompts: texts or lists of token ids, mixed as you like; one alone counts as a list of one.
             params: for all prompts, or one for each.
+            namespace, priority: see `Engine.add_request`.
+            progress: a bar on stderr that counts finished prompts; None shows it on a terminal, if it takes longer than a second.
 
         Raises:
             ValueError, UnsupportedError: a prompt that `Engine.add_request` refuses (then none of them runs), or logits that are not
                 finite (then the others of this call are cancelled).
         """
-        requests = self._add(prompts, params, namespace)
+        requests = self._add(prompts, params, namespace, priority)
         try:
-            while any(r.finish_reason is None for r in requests):
-                self._step()
-                self._raise_errors(requests)
+            with showing(progress), bar(total=len(requests), what="prompts", unit="prompt", delay=0.0 if progress else 1.0) as shown:
+                while any(r.finish_reason is None for r in requests):
+                    self._step()
+                    self._raise_errors(requests)
+                    if not shown.disable:
+                        _show(shown, requests)
             self._raise_errors(requests)  # another thread may have run the last step
         finally:
             self._drop(requests)
@@ -99,14 +111,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         namespace: Any = None,
+        priority: int = 0,
     ) -> Iterator[TokenEvent]:
         """Yield a TokenEvent for every new token as it comes; its `index` tells the prompt. Closing the iterator cancels the rest.
 
         Prompts are checked and queued at the call, not at the first `next`.
         """
-        events = self._events(self._add(prompts, params, namespace))
+        events = self._events(self._add(prompts, params, namespace, priority))
         next(events)  # from here on closing it cancels, even if nothing was read
         return events  # type: ignore[return-value]
+
+    def clear_prefix_cache(self) -> int:
+        """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
+        with self._lock:
+            return 0 if self.engine.kv.tree is None else self.engine.kv.tree.clear()
 
     def close(self) -> None:
         """Cancel what runs and free the KV pages and graphs. The object can be used again, uncaptured; with compile=False it can not, as
@@ -131,7 +149,8 @@ class LLM:
                     inbox = self._inboxes[request.id]
                     while inbox:
                         event = inbox.popleft()
-                        yield TokenEvent(**{**vars(event), "index": index[request.id]})
+                        event.index = index[request.id]
+                        yield event
                 self._raise_errors(requests)
                 if finished:
                     return
@@ -144,6 +163,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         namespace: Any,
+        priority: int,
     ) -> list[Request]:
         listed = _as_list(prompts)
         chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(listed)
@@ -161,7 +181,7 @@ class LLM:
             try:
                 for prompt, tokens, each in zip(listed, ids, chosen, strict=True):
                     text = prompt if isinstance(prompt, str) else None
-                    requests.append(self.engine.add_request(tokens, each, namespace=namespace, prompt=text))
+                    requests.append(self.engine.add_request(tokens, each, namespace=namespace, prompt=text, priority=priority))
             except (ValueError, TypeError) as error:
                 error.add_note(f"(prompt {len(requests)} of {len(listed)})")
                 raise
@@ -178,9 +198,17 @@ class LLM:
 
     def _step(self) -> None:
         with self._lock:
-            for event in self.engine.step():
-                if event.request_id in self._inboxes:
-                    self._inboxes[event.request_id].append(event)
+            try:
+                events = self.engine.step()
+            except BaseException:
+                self._hand_out(self.engine.due_events())  # of requests that ended before the error
+                raise
+            self._hand_out(events)
+
+    def _hand_out(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.request_id in self._inboxes:
+                self._inboxes[event.request_id].append(event)
 
     def _drop(self, requests: list[Request]) -> None:
         with self._lock:
@@ -193,6 +221,12 @@ class LLM:
         for request in requests:
             if request.error is not None:
                 raise request.error
+
+
+def _show(shown: Any, requests: Sequence[Request]) -> None:
+    """Finished prompts and new tokens, on a tqdm bar."""
+    shown.set_postfix_str(f"{sum(len(r.sampled) for r in requests):,} tokens", refresh=False)
+    shown.update(sum(r.finish_reason is not None for r in requests) - shown.n)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from paged_attn.capture.progress import asked, bar
 
 
 def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device | str | None) -> tuple[Any, Any]:
@@ -24,13 +28,37 @@ def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device
             f"no model at {name!r}: not a directory. Give a directory with config.json and safetensors, or a hub id like 'org/name'"
         )
     name = str(Path(name).expanduser()) if looks_local else name
+    with bar(total=3, what=f"loading {Path(name).name}", unit="part") as shown:
+        shown.set_postfix_str("weights")
+        try:
+            with _their_bars():
+                model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
+        model.eval()
+        shown.update()
+        shown.set_postfix_str(f"to {device or 'cpu'}")
+        torch.nn.Module.to(model, device or "cpu")
+        shown.update()
+        shown.set_postfix_str("tokenizer")
+        tokenizer = _tokenizer(AutoTokenizer, name)
+        shown.update()
+    return model, tokenizer
+
+
+@contextmanager
+def _their_bars() -> Iterator[None]:
+    """transformers' own bars are as the user set them, but none is drawn where we are told to draw none."""
+    from transformers.utils import logging
+
+    quiet = asked() is False and logging.is_progress_bar_enabled()
+    if quiet:
+        logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
-    model.eval()
-    torch.nn.Module.to(model, device or "cpu")
-    return model, _tokenizer(AutoTokenizer, name)
+        yield
+    finally:
+        if quiet:
+            logging.enable_progress_bar()
 
 
 def _tokenizer(auto: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.backends.select import Selection, select_for_pool
 from paged_attn.capture.recorder import CudaRecorder, Recorder
@@ -21,8 +22,10 @@ from paged_attn.engine.runner import Runner
 from paged_attn.engine.sampler import best_tokens
 from paged_attn.engine.step_runner import StepRunner
 from paged_attn.options import CompileOptions
+from paged_attn.parallel.local_model import served_locally
 from paged_attn.recurrent.run import RecurrentRunner
 
+MOST_CAPTURED_ROWS = 2048  # a step of more takes the device longer than the host takes to launch it op by op
 SCRATCH_PAGES = 2  # page 0, and one that all tokens of a recording share
 logger = logging.getLogger("paged_attn")
 
@@ -30,10 +33,20 @@ logger = logging.getLogger("paged_attn")
 def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
     """Trace and rewrite the model, or hook its attention, as `config.compile` says."""
     options = CompileOptions(inductor=config.inductor, self_check=config.self_check)
-    if not config.compile:
-        return PatchedRunner(model, options, config.follow_generate)
-    merge = config.merge_linears if config.merge_linears is not None else only_device(model).type == "cuda"
-    return ModelRunner(model, replace(options, merge_linears=merge), config.follow_generate)
+    with served_locally(model) as ranks:
+        if ranks is not None:
+            ranks.check_same("the engine's settings", repr(config).encode())
+        if not config.compile:
+            return PatchedRunner(model, options, config.follow_generate)
+        merge = config.merge_linears if config.merge_linears is not None else only_device(model).type == "cuda"
+        runner = ModelRunner(model, replace(options, merge_linears=merge), config.follow_generate)
+    if ranks is not None and runner.recurrent:
+        runner.close()
+        raise UnsupportedError(
+            f"{type(model).__name__} is sharded over {ranks.size} ranks and has recurrent state in {runner.recurrent[0].spec.module}; "
+            "tensor parallelism is known for attention alone. Run it whole on each device and share out the requests (data parallel)"
+        )
+    return runner
 
 
 def ready_to_step(
@@ -53,6 +66,9 @@ def ready_to_step(
         recorder = CudaRecorder(runner.device)
     if config.graphs == "off":
         recorder = None
+
+    if runner.ranks is not None:
+        num_pages = runner.ranks.least_of(num_pages)  # every rank's pool has room for the same tokens
 
     tail = best_tokens if config.graph_sampling else None
 
@@ -81,8 +97,8 @@ def ready_to_step(
 def capture_settings(config: EngineConfig) -> CaptureSettings:
     return CaptureSettings(
         full=config.graphs in ("auto", "full"),
-        max_requests=min(config.max_requests, max(config.max_batch_tokens, 2)),
-        max_rows=max(config.max_batch_tokens, 2),
+        max_requests=min(config.max_requests, max(config.step_tokens, 2)),
+        max_rows=min(max(config.step_tokens, 2), MOST_CAPTURED_ROWS),
         decode_sizes=config.graph_decode_sizes,
         extend_sizes=config.graph_extend_sizes,
         budget_bytes=int(config.graph_memory_gib * 2**30),

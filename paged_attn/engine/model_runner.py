@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import weakref
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +18,18 @@ from paged_attn.call_signature import plain_inputs, positions_are_optional, take
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
 from paged_attn.engine.merged_weights import bind_merged
 from paged_attn.evaluating import evaluating
+from paged_attn.graph_cache.kept_graphs import KeptGraphs
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.options import CompileOptions
+from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.model_facts import model_dtype
 from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
 from paged_attn.recurrent.wrap import replaced_by_ops
 from paged_attn.rows_apart import check_rows_apart, probe_rows
 from paged_attn.self_check import logits_of
+
+logger = logging.getLogger("paged_attn")
 
 
 class ModelRunner:
@@ -38,13 +46,17 @@ class ModelRunner:
 
     def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
         self.model, self.follow_generate = model, follow_generate
-        self.device = only_device(model)
-        self.dtype = model_dtype(model)
-        try:
-            self._capture_as_it_counts(options)
-        except UnsupportedError as refusal:
-            self._refuse_state_elsewhere(refusal)
-            raise
+        with ExitStack() as undo:
+            self.ranks = undo.enter_context(served_locally(model))
+            self.device = only_device(model)
+            self.dtype = model_dtype(model)
+            try:
+                self._capture_as_it_counts(options)
+            except UnsupportedError as refusal:
+                self._refuse_state_elsewhere(refusal)
+                raise
+            self._leave = weakref.finalize(self, undo.pop_all().close)  # a runner may be dropped without `close`
+            self._leave.atexit = False
 
     def _capture_as_it_counts(self, options: CompileOptions) -> None:
         try:
@@ -67,8 +79,24 @@ class ModelRunner:
     def _capture(self, options: CompileOptions, positions: bool) -> None:
         with evaluating(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
+        with replaced_by_ops(self.recurrent), evaluating(self.model):
+            kept = KeptGraphs.of(self.model, options, positions)
+        if kept is not None and (found := kept.find()) is not None:
+            self.compiled, args, path = found
+            try:
+                self._use(args, options)
+                return
+            except UnsupportedError as refusal:
+                logger.warning("the graph %s gives other numbers than the model, which is traced anew: %s", path, refusal)
+                kept.entries.remove(path)
         with replaced_by_ops(self.recurrent):
             self.compiled, args = capture_model(self.model, options, positions)
+        self._use(args, options)
+        if kept is not None:
+            kept.keep(self.compiled, args)
+
+    def _use(self, args: list[Any], options: CompileOptions) -> None:
+        """Bind the model's tensors to the graph and prove it on numbers."""
         args = bind_merged(args, self.compiled.rewrite.merges)
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
@@ -156,4 +184,5 @@ class ModelRunner:
         return logits if self.takes_logits_rows else logits[logits_rows]
 
     def close(self) -> None:
-        """Merged parameters stay views of one tensor; nothing else of the model was changed."""
+        """Merged parameters stay views of one tensor; a sharded model gets its DTensors back. Again is harmless."""
+        self._leave()

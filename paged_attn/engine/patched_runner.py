@@ -20,6 +20,7 @@ from paged_attn.evaluating import evaluating
 from paged_attn.hf_configs import attention_configs
 from paged_attn.hf_patch import NAME, patch
 from paged_attn.options import CompileOptions
+from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.model_facts import max_positions, model_dtype
 from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.layer import RecurrentLayer
@@ -61,14 +62,15 @@ class PatchedRunner:
         if options.inductor:
             raise ValueError("inductor=True asks for compiled pieces, but with eager breaks nothing is compiled; leave one of them out")
         self.model, self.follow_generate = model, follow_generate
-        self.device = only_device(model)
-        self.dtype = model_dtype(model)
-        self.max_positions = max_positions(model)
-        patched = patch(model, self_check=options.self_check)
-        self._token = token_argument(model)
-        self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
-        refuse_recurrent(model, "an engine with eager breaks")
         with ExitStack() as undo:
+            self.ranks = undo.enter_context(served_locally(model))
+            self.device = only_device(model)
+            self.dtype = model_dtype(model)
+            self.max_positions = max_positions(model)
+            patched = patch(model, self_check=options.self_check)
+            self._token = token_argument(model)
+            self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
+            refuse_recurrent(model, "an engine with eager breaks")
             with evaluating(model):
                 undo.enter_context(patched)
                 self.layers = patched.layers

@@ -7,9 +7,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from paged_attn.engine.chosen import SampledToken
 from paged_attn.engine.detokenizer import IncrementalDetokenizer
-from paged_attn.engine.sampler import SampledToken, SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_state import SamplingState
 
 
 class FinishReason(enum.StrEnum):
@@ -26,10 +27,13 @@ class Request:
     Attributes:
         tokens: prompt and generated ids.
         max_new_tokens: of the params, cut to the model's positions.
-        pages: pages that hold the KV of the first `num_cached` tokens, in order (and maybe room for more).
+        priority: the lower, the more urgent.
+        pages: pages that hold the KV of the first `num_cached` tokens, those of launched steps included (and maybe room for more).
+        num_pending: tokens that were chosen on the device and have not come to the host yet; `tokens` lacks them.
+        feed_row: where the device has the last of them (see `TokenFeed`).
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
         state_slot: of its recurrent state while it runs, 0 if it has none.
-        num_vouched: what `num_cached` was when the last token was sampled: logits were finite, so KV and state up to there are sound.
+        num_vouched: what `num_cached` was when the last known token was sampled: logits were finite, so KV and state up to there are sound.
         snapshot_points: numbers of tokens, ascending, at which a prefill stops so that its state there can be kept.
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
@@ -45,9 +49,12 @@ class Request:
     arrival: int
     namespace: Hashable = None
     prompt: str | None = None
+    priority: int = 0
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_pending: int = 0
+    feed_row: int = 0
     num_locked: int = 0
     lock: Any = None
     state_slot: int = 0
@@ -63,14 +70,19 @@ class Request:
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed, at least 1 while the request runs."""
-        return len(self.tokens) - self.num_cached
+        return len(self.tokens) + self.num_pending - self.num_cached
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether the last token that the request may have was chosen, be it known or not."""
+        return len(self.sampled) + self.num_pending >= self.max_new_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[len(self.prompt_token_ids) :]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: hundreds are made in every step
 class TokenEvent:
     """One new token of one request: what a step returns and `LLM.stream` yields.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.parallel.ranks import Ranks
 from paged_attn.recurrent.layer import RecurrentLayer
 
 
@@ -19,6 +20,7 @@ class Runner(Protocol):
         layers: the attention layers, for a pool.
         max_positions: the longest sequence, None without limit; max_rows: the most tokens of one call, likewise.
         recurrent: the layers with recurrent state.
+        ranks: the processes that hold the shards of the model and run it together; None for a whole one.
         runs_as: for people: how the model is called.
     """
 
@@ -26,6 +28,7 @@ class Runner(Protocol):
     device: torch.device
     dtype: torch.dtype
     max_rows: int | None
+    ranks: Ranks | None
 
     @property
     def layers(self) -> tuple[AttentionSpec, ...]: ...

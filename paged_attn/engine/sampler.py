@@ -1,27 +1,23 @@
-"""Logits to tokens: one batch, every row with its own settings and its own random numbers."""
+"""Logits to tokens: one batch, every row with its own settings and its own random numbers, on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.attn_ops.packed_ints import PackedInts
+from paged_attn.engine.candidates import Filters, at_temperature, draw_from, draw_from_all, filter_scores
+from paged_attn.engine.chosen import Chosen, Logprobs, SampledToken, logprobs_of
+from paged_attn.engine.sampling_state import SamplingState
+from paged_attn.engine.token_counts import TokenCounts, penalised
+from paged_attn.parallel.ranks import Ranks
 
-NEG_INF = float("-inf")
-
-
-class SampledToken(NamedTuple):
-    """A chosen token and, when asked for, log-probabilities of the model's own distribution (before any penalty).
-
-    `top_logprobs` has the most likely token first, the lower id first among equals, and none of probability 0.
-    """
-
-    token_id: int
-    logprob: float | None
-    top_logprobs: tuple[tuple[int, float], ...] | None
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class NonFiniteLogitsError(ValueError):
@@ -35,162 +31,108 @@ class NonFiniteLogitsError(ValueError):
         )
 
 
-class SamplingState:
-    """What sampling remembers of one request; it survives preemption.
+class Sampler:
+    """Chooses tokens step after step; nothing here waits for the device but `Chosen.wait`.
 
-    Attributes:
-        params: the request's settings.
-        seed: the seed in use, drawn from entropy when `params.seed` is None.
-        largest_seen: the largest token id observed while the repetition penalty is on; -1 for none.
-        generator: CPU generator; advances by one float64 per token sampled at temperature > 0, and never otherwise.
+    Args:
+        ranks: the processes that run the model together, which get the same logits and must choose the same tokens.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
-        self.generator = torch.Generator()
-        if params.seed is None:
-            self.seed = self.generator.seed()
-        else:
-            self.seed = params.seed
-            self.generator.manual_seed(params.seed)
-        self.largest_seen = -1
-        self._seen: set[int] = set()
-        self._seen_buf = torch.empty(0, dtype=torch.int64)
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
+        self._counts: TokenCounts | None = None
 
-    def observe(self, token_ids: Iterable[int]) -> None:
-        """Count prompt or generated tokens for the repetition penalty; `sample` does not do so itself.
+    def choose(self, logits: Tensor, states: Sequence[SamplingState], best: Tensor | None = None) -> Chosen:
+        """Choose one token per row; `num_chosen` of every state advances.
 
-        Observing a token twice changes nothing. Raises ValueError for a negative id.
+        Args:
+            logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
+            states: N of them, all different, row by row. A request's tokens depend on its own row, seed and tokens so far only.
+            best: what `best_tokens` says of the logits, where it is known already (a captured graph holds it).
+
+        Raises:
+            ValueError: wrong shapes, or a token so far that the vocabulary does not have.
+
+        Penalties, then the request's own logits processors, temperature, top-k, top-p, min-p; greedy rows are `logits.argmax(-1)`.
+        Source: the order and boundaries of transformers 5.23 (`generation/logits_process.py`).
         """
-        if self.params.repetition_penalty == 1.0:
-            return
-        fresh = set(token_ids) - self._seen
-        if not fresh:
-            return
-        if min(fresh) < 0:
-            raise ValueError(f"token_ids: got {min(fresh)}; allowed: ids >= 0; leave padding out")
-        start, end = len(self._seen), len(self._seen) + len(fresh)
-        if end > len(self._seen_buf):
-            grown = torch.empty(2 * end, dtype=torch.int64)
-            grown[:start] = self._seen_buf[:start]
-            self._seen_buf = grown
-        self._seen_buf[start:end] = torch.tensor(list(fresh), dtype=torch.int64)
-        self._seen |= fresh
-        self.largest_seen = max(self.largest_seen, *fresh)
+        logits = logits.detach()
+        _check(logits, len(states))
+        tokens = best_tokens(logits) if best is None else best
+        changed = [row for row, state in enumerate(states) if not state.is_plain]
+        if changed:
+            tokens = self._choose_changed(logits, tokens, changed, states)
+        asking = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        logprobs: Logprobs | None = None
+        if asking:
+            wanted = [state.params.logprobs for state in states]
+            logprobs = logprobs_of(logits, tokens, wanted, _on_device(asking, logits.device))
+        for state in states:
+            state.num_chosen += 1
+        return Chosen(tokens, logprobs)
 
-    @property
-    def seen_ids(self) -> Tensor:
-        """The distinct tokens observed, [n] int64 on the CPU, in no order; empty when the penalty is 1."""
-        return self._seen_buf[: len(self._seen)]
+    def forget(self, state: SamplingState) -> None:
+        """The request ended, or a step of it is to be done again."""
+        if self._counts is not None:
+            self._counts.forget(state)
 
-    def draw(self) -> float:
-        """The request's next uniform number in [0, 1)."""
-        return torch.rand((), dtype=torch.float64, generator=self.generator).item()
+    def _choose_changed(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Sequence[SamplingState]) -> Tensor:
+        """`best` [N] with the tokens of some rows replaced."""
+        rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn from all, drawn from some
+        states = [all_states[row] for row in rows]
+        counting = [place for place, state in enumerate(states) if state.counts_tokens]
+        count_rows = self._counts_for(logits).rows_of([states[place] for place in counting]) if counting else []
+        numbers = _Numbers.of(rows, states, counting, count_rows, logits)
+        scores = logits.index_select(0, numbers.rows).float()
+        if counting:
+            assert self._counts is not None
+            some = scores.index_select(0, numbers.counting)
+            counts = self._counts.counts.index_select(0, numbers.count_rows)
+            scores.index_copy_(0, numbers.counting, penalised(some, counts, *numbers.penalties))
+        for place, state in enumerate(states):
+            for processor in state.params.logits_processors:
+                scores[place : place + 1] = _processed(processor, state, scores[place : place + 1])
+        chosen = best_tokens(scores)
+        greedy = sum(state.params.is_greedy for state in states)
+        filtered = greedy + numbers.num_unfiltered
+        if greedy < len(states):
+            valid, scores = chosen[greedy:] >= 0, at_temperature(scores[greedy:], numbers.temperature)
+            parts = []
+            if filtered > greedy:
+                parts.append(draw_from_all(scores[: filtered - greedy], numbers.uniform[: filtered - greedy]))
+            if filtered < len(states):
+                candidates = filter_scores(scores[filtered - greedy :], numbers.filters)
+                parts.append(draw_from(candidates, numbers.uniform[filtered - greedy :]))
+            chosen = torch.cat([chosen[:greedy], torch.where(valid, torch.cat(parts), -1)])
+        if self._ranks is not None:  # their logits are equal, but running sums need not round alike on every device
+            self._ranks.take_first(chosen)
+        if counting:
+            assert self._counts is not None
+            self._counts.add(numbers.count_rows, chosen.index_select(0, numbers.counting))
+        finite = best.index_select(0, numbers.rows) >= 0
+        return best.index_copy(0, numbers.rows, torch.where(finite, chosen, -1))
 
-
-class SortedCandidates(NamedTuple):
-    """Each row's tokens from least to most likely; those at and after `first` may be drawn.
-
-    order [N, V] int64 token ids, cumulative [N, V] float64 probabilities (after top-k), first [N, 1] int64.
-    """
-
-    order: Tensor
-    cumulative: Tensor
-    first: Tensor
+    def _counts_for(self, logits: Tensor) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(logits.shape[-1], logits.device)
+        return self._counts
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None = None) -> list[SampledToken]:
-    """Choose one token per row.
-
-    Args:
-        logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
-        states: N of them, row by row. A request's tokens depend on its own row and generator only.
-        best: what `best_tokens` says of the logits, where it is known already (a captured graph holds it).
+    """`Sampler.choose` for once, and wait for the tokens.
 
     Raises:
-        NonFiniteLogitsError: some row is NaN, +inf or all -inf; no generator has advanced.
-        ValueError: wrong shapes, or an observed token that the vocabulary does not have.
-
-    Source: the order and boundaries of transformers 5.23 (`generation/logits_process.py`): repetition penalty,
-    temperature, top-k, top-p, min-p. Greedy rows are `logits.argmax(-1)`.
+        NonFiniteLogitsError: some row is NaN, +inf or all -inf; no state has advanced.
+        ValueError: as `Sampler.choose`.
     """
-    logits = logits.detach()
-    _check(logits, states)
     if not states:
         return []
-    tokens = _checked(best_tokens(logits) if best is None else best)
-    penalised = [row for row, s in enumerate(states) if s.params.is_greedy and s.params.repetition_penalty != 1.0]
-    drawn = [row for row, s in enumerate(states) if not s.params.is_greedy]
-    if penalised:
-        scores = _penalised_scores(logits, penalised, states)
-        for row, token in zip(penalised, scores.argmax(-1).tolist(), strict=True):
-            tokens[row] = token
-    if drawn:
-        row_states = [states[row] for row in drawn]
-        candidates = filter_scores(_penalised_scores(logits, drawn, states), [s.params for s in row_states])
-        for row, token in zip(drawn, _draw(candidates, [s.draw() for s in row_states]), strict=True):
-            tokens[row] = token
-    return _with_logprobs(logits, tokens, [s.params.logprobs for s in states])
-
-
-def filter_scores(scores: Tensor, params: Sequence[SamplingParams]) -> SortedCandidates:
-    """Temperature, top-k, top-p and min-p, each row by its own `params` (all at temperature > 0).
-
-    Args:
-        scores: [N, V] float32, repetition penalty applied; overwritten.
-    """
-    vocab = scores.shape[-1]
-    # 1 - top_p is rounded from float64 once, as in transformers; top-p 1 must not drop underflown tokens
-    rows = [[p.temperature, p.min_p, 1.0 - p.top_p if p.top_p < 1.0 else -1.0] for p in params]
-    temperature, min_p, tail = torch.tensor(rows, dtype=torch.float32).to(scores.device).unsqueeze(-1).unbind(1)
-    scores.div_(temperature).clamp_(max=torch.finfo(torch.float32).max)
-    # stable, so that ties fall the same way whatever else is in the batch
-    values, order = torch.sort(scores, dim=-1, stable=True)
-    first = torch.zeros(len(params), 1, dtype=torch.int64, device=scores.device)
-    if any(p.top_k for p in params):
-        lowest = [[vocab - min(p.top_k or vocab, vocab)] for p in params]
-        dropped = values < values.gather(-1, torch.tensor(lowest, device=scores.device))
-        values.masked_fill_(dropped, NEG_INF)
-        first = dropped.sum(-1, keepdim=True)
-    # float64: what torch's float32 cumsum uses inside on the CPU, and on a GPU the sum then hardly depends on the batch
-    cumulative = values.softmax(-1).cumsum(-1, dtype=torch.float64)
-    if any(p.top_p < 1.0 for p in params):
-        count = (cumulative.float() <= tail).sum(-1, keepdim=True)
-        first = torch.maximum(first, count.clamp_(max=vocab - 1))
-    if any(p.min_p for p in params):
-        ranks = torch.arange(vocab, device=scores.device)
-        dropped = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, ranks < first)
-        probs = scores.masked_fill(dropped, NEG_INF).softmax(-1)
-        count = (probs < min_p * probs.amax(-1, keepdim=True)).sum(-1, keepdim=True)
-        first = torch.maximum(first, count.clamp_(max=vocab - 1))
-    return SortedCandidates(order, cumulative, first)
-
-
-def _draw(candidates: SortedCandidates, uniforms: list[float]) -> list[int]:
-    """Inverse CDF over the allowed tokens, without normalising again."""
-    order, cumulative, first = candidates
-    uniform = torch.tensor(uniforms, dtype=torch.float64).to(order.device).unsqueeze(-1)
-    below = cumulative.gather(-1, (first - 1).clamp(min=0)).masked_fill(first == 0, 0.0)
-    target = below + uniform * (cumulative[:, -1:] - below)
-    rank = torch.searchsorted(cumulative, target, right=True).clamp_(max=order.shape[-1] - 1)
-    return order.gather(-1, torch.maximum(rank, first)).squeeze(-1).tolist()
-
-
-def _check(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    if logits.dim() != 2 or logits.shape[-1] == 0 or not logits.is_floating_point():
-        raise ValueError(
-            f"logits: got shape {tuple(logits.shape)}, {logits.dtype}; allowed: [N, V] with V >= 1, floating point;"
-            " pass the last position's logits"
-        )
-    rows, vocab = logits.shape
-    if rows != len(states):
-        raise ValueError(f"states: got {len(states)} for {rows} rows of logits; allowed: one per row; pass logits[:N]")
-    for row, state in enumerate(states):
-        if state.largest_seen >= vocab:
-            raise ValueError(
-                f"observed tokens of row {row}: got id {state.largest_seen}; allowed: ids below the vocabulary's"
-                f" {vocab}; observe only ids that the model can produce"
-            )
+    tokens = Sampler().choose(logits, states, best).wait()
+    if bad := [row for row, token in enumerate(tokens) if token is None]:
+        for state in states:
+            state.num_chosen -= 1
+        raise NonFiniteLogitsError(bad)
+    return [token for token in tokens if token is not None]
 
 
 def best_tokens(logits: Tensor) -> Tensor:
@@ -199,46 +141,83 @@ def best_tokens(logits: Tensor) -> Tensor:
     return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
 
 
-def _checked(best: Tensor) -> list[int]:
-    tokens: list[int] = best.tolist()
-    if min(tokens) < 0:
-        raise NonFiniteLogitsError([row for row, token in enumerate(tokens) if token < 0])
-    return tokens
+class _Numbers(NamedTuple):
+    """The settings of some rows on the device, from one copy."""
+
+    rows: Tensor
+    counting: Tensor  # places among the rows that have penalties
+    count_rows: Tensor
+    penalties: tuple[Tensor, Tensor, Tensor]
+    uniform: Tensor  # of the drawn rows, and so is the temperature
+    temperature: Tensor
+    filters: Filters  # of those that are drawn from some tokens only
+    num_unfiltered: int
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[int], states: Sequence[SamplingState], counting: Sequence[int], count_rows: Sequence[int], logits: Tensor
+    ) -> _Numbers:
+        vocab = logits.shape[-1]
+        drawn = [state for state in states if not state.params.is_greedy]
+        some = [state.params for state in drawn if state.params.has_filter]
+        counted = [states[place].params for place in counting]
+        packed = PackedInts(
+            (len(rows), len(counting), len(counting), len(drawn), len(some)),
+            (len(counting),) * 3 + (len(drawn), len(some), len(some)),
+            logits.device,
+        )
+        host = packed.host
+        host[0][:], host[1][:], host[2][:] = rows, counting, count_rows
+        host[3].view(np.float64)[:] = [state.uniform for state in drawn]
+        host[4][:] = [vocab - min(p.top_k or vocab, vocab) for p in some]
+        reals: list[list[float]] = [
+            [max(p.repetition_penalty, SMALLEST) for p in counted],  # float32 would make it 0
+            [p.frequency_penalty for p in counted],
+            [p.presence_penalty for p in counted],
+            [state.params.temperature for state in drawn],
+            # 1 - top_p is rounded from float64 once, as in transformers; top-p 1 must not drop underflown tokens
+            [1.0 - p.top_p if p.top_p < 1.0 else -1.0 for p in some],
+            [p.min_p for p in some],
+        ]
+        for memory, values in zip(host[5:], reals, strict=True):
+            memory.view(np.float32)[:] = np.clip(values, -LARGEST, LARGEST)
+        on = packed.to_device()
+        real = [tensor.view(torch.float32) for tensor in on[5:]]
+        any_of = (any(p.top_k for p in some), any(p.top_p < 1.0 for p in some), any(p.min_p for p in some))
+        filters = Filters(on[4], real[4], real[5], *any_of)
+        penalties = (real[0], real[1], real[2])
+        return cls(on[0], on[1], on[2], penalties, on[3].view(torch.float64), real[3], filters, len(drawn) - len(some))
 
 
-def _penalised_scores(logits: Tensor, rows: list[int], states: Sequence[SamplingState]) -> Tensor:
-    """A float32 copy [len(rows), V] of some rows, repetition penalty applied."""
-    scores = logits.index_select(0, torch.tensor(rows, device=logits.device)).float()
-    penalised = [(i, states[row]) for i, row in enumerate(rows) if len(states[row].seen_ids)]
-    if penalised:
-        seen = [state.seen_ids for _, state in penalised]
-        lengths = torch.tensor([len(ids) for ids in seen])
-        row_ids = torch.tensor([i for i, _ in penalised]).repeat_interleave(lengths).to(scores.device)
-        penalties = torch.tensor([s.params.repetition_penalty for _, s in penalised], dtype=torch.float32)
-        penalty = penalties.repeat_interleave(lengths).to(scores.device)
-        token_ids = torch.cat(seen).to(scores.device)
-        old = scores[row_ids, token_ids]
-        scores[row_ids, token_ids] = torch.where(old < 0, old * penalty, old / penalty)
-    return scores
+def _kind(state: SamplingState) -> int:
+    return 0 if state.params.is_greedy else 1 + state.params.has_filter
 
 
-def _with_logprobs(logits: Tensor, tokens: list[int], wanted: list[int | None]) -> list[SampledToken]:
-    sampled = [SampledToken(token, None, None) for token in tokens]
-    counts = {row: k for row, k in enumerate(wanted) if k is not None}
-    if not counts:
-        return sampled
-    rows = list(counts)
-    logprobs = logits.index_select(0, torch.tensor(rows, device=logits.device)).float().log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor([[tokens[row]] for row in rows], device=logits.device)).squeeze(-1).tolist()
-    best: dict[int, list[tuple[int, float]]] = {row: [] for row in rows}
-    largest = min(max(counts.values()), logits.shape[-1])
-    if largest:
-        # topk breaks ties as it likes: take all that tie with the last, and choose by id
-        last = logprobs.topk(largest, dim=-1).values[:, -1:]
-        index, ids = ((logprobs >= last) & (logprobs > NEG_INF)).nonzero(as_tuple=True)
-        for i, token, logprob in zip(index.tolist(), ids.tolist(), logprobs[index, ids].tolist(), strict=True):
-            best[rows[i]].append((token, logprob))
-    for row, logprob in zip(rows, own, strict=True):
-        ranked = sorted(best[row], key=lambda pair: (-pair[1], pair[0]))
-        sampled[row] = SampledToken(tokens[row], logprob, tuple(ranked[: counts[row]]))
-    return sampled
+def _processed(processor: object, state: SamplingState, scores: Tensor) -> Tensor:
+    """What a processor of transformers makes of scores [1, V]."""
+    assert callable(processor)
+    tokens = torch.tensor([state.tokens], dtype=torch.int64, device=scores.device)
+    result = processor(tokens, scores.clone())
+    if not isinstance(result, Tensor) or result.shape != scores.shape:
+        got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
+        raise ValueError(
+            f"the logits processor {processor!r} returned {got}; allowed: scores of shape {tuple(scores.shape)}, as it got: "
+            "processor(input_ids [1, T], scores [1, V]) -> scores [1, V]"
+        )
+    return result
+
+
+def _on_device(rows: Sequence[int], device: torch.device) -> Tensor:
+    packed = PackedInts((len(rows),), (), device)
+    packed.host[0][:] = rows
+    return packed.to_device()[0]
+
+
+def _check(logits: Tensor, num_states: int) -> None:
+    if logits.dim() != 2 or logits.shape[-1] == 0 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits: got shape {tuple(logits.shape)}, {logits.dtype}; allowed: [N, V] with V >= 1, floating point;"
+            " pass the last position's logits"
+        )
+    if len(logits) != num_states:
+        raise ValueError(f"states: got {num_states} for {len(logits)} rows of logits; allowed: one per row; pass logits[:N]")

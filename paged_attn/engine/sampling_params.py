@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
+MAX_PENALTY = 2.0
 MIN_TEMPERATURE = 1e-6  # below this float32 logits / temperature may overflow
 SEED_LIMIT = 2**64
 
@@ -22,7 +25,11 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 turns it off.
         min_p: drop tokens less likely than min_p times the most likely one; 0 turns it off.
         repetition_penalty: logits of tokens in prompt or output are divided (positive) or multiplied (negative) by it.
-        seed: None draws from entropy. Torch's CPU generator looks at the low 32 bits only.
+        frequency_penalty: taken from a token's logit for each time that the output has it.
+        presence_penalty: taken from the logit of every token that the output has.
+        logits_processors: functions of (input_ids [1, T] int64, scores [1, V] float32) that return scores, such as those of transformers;
+            called after the penalties with all tokens so far. They need the host, so that steps do not overlap while one is in use.
+        seed: None draws from entropy. A request's tokens depend on it, and on nothing else in the batch.
         stop_token_ids: a new token among these ends the request.
         stop: text that ends the request; a single str is taken as one stop string.
         ignore_eos: go on after the model's end-of-sequence token.
@@ -32,7 +39,8 @@ class SamplingParams:
         TypeError: a value of the wrong type.
         ValueError: a value outside its range.
 
-    The filters mean what they mean in transformers' `generation/logits_process.py` (5.23).
+    The filters mean what they mean in transformers' `generation/logits_process.py` (5.23); frequency and presence penalties what they mean
+    in OpenAI's API.
     """
 
     max_new_tokens: int = 128
@@ -41,6 +49,9 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logits_processors: tuple[LogitsProcessor, ...] = ()
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -57,6 +68,9 @@ class SamplingParams:
             "repetition_penalty": _number(
                 "repetition_penalty", self.repetition_penalty, "a finite number > 0", "1 turns it off", positive=True
             ),
+            "frequency_penalty": _penalty("frequency_penalty", self.frequency_penalty),
+            "presence_penalty": _penalty("presence_penalty", self.presence_penalty),
+            "logits_processors": _processors(self.logits_processors),
             "seed": None if self.seed is None else _seed(self.seed),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "stop": _stop_strings(self.stop),
@@ -70,6 +84,14 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalty(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def has_filter(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 def _whole(name: str, value: object, hint: str) -> int:
@@ -87,6 +109,24 @@ def _number(name: str, value: object, allowed: str, hint: str, *, positive: bool
     if not math.isfinite(number) or not 0.0 <= number <= high or (positive and number == 0.0):
         raise ValueError(f"{name}: got {number}; allowed: {allowed}; {hint}")
     return number
+
+
+def _penalty(name: str, value: object) -> float:
+    allowed, hint = f"{-MAX_PENALTY} to {MAX_PENALTY}, as in OpenAI's API", "0 turns it off"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: got {value!r} ({type(value).__name__}); allowed: {allowed}; {hint}")
+    number = float(value)
+    if not -MAX_PENALTY <= number <= MAX_PENALTY:  # NaN is not, either
+        raise ValueError(f"{name}: got {number}; allowed: {allowed}; {hint}")
+    return number
+
+
+def _processors(value: object) -> tuple[LogitsProcessor, ...]:
+    if callable(value) and not isinstance(value, (list, tuple)):
+        raise TypeError(f"logits_processors: got {value!r}; allowed: a tuple or list of functions; write (processor,) for one")
+    if not isinstance(value, (tuple, list)) or not all(map(callable, value)):
+        raise TypeError(f"logits_processors: got {value!r}; allowed: a tuple or list of functions (input_ids, scores) -> scores")
+    return tuple(value)
 
 
 def _temperature(value: object) -> float:

@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.step_buffers import StepBuffers
+from paged_attn.attn_ops.step_buffers import MIN_ROWS, StepBuffers
 from paged_attn.backends.base import AttentionBackend
 from paged_attn.capture.addresses import Addresses
 from paged_attn.capture.buckets import Ladder
@@ -22,6 +22,7 @@ from paged_attn.engine.capture_recipes import CaptureRecipes, Output, Tail, exte
 from paged_attn.engine.capture_report import CaptureReport
 from paged_attn.engine.capture_settings import CaptureSettings
 from paged_attn.engine.runner import Runner
+from paged_attn.engine.token_feed import TokenFeed
 from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.run import RecurrentRunner
 
@@ -36,7 +37,7 @@ class Step:
 
 
 class StepOutput(NamedTuple):
-    """logits [num_logits, vocabulary], and the tail's result [num_logits, ...]; the next step of the same runner overwrites both."""
+    """logits [num_logits, vocabulary], and the tail's tokens [num_logits]; the next step of the same runner overwrites both."""
 
     logits: Tensor
     tail: Tensor | None
@@ -48,7 +49,11 @@ class StepRunner:
     Args:
         recorder: makes the graphs; None captures nothing.
         page_size, max_pages: of the pool, and of one request.
-        tail: runs on the logits [N, vocabulary] in the graphs, too (a sampler), and returns a tensor [N, ...].
+        tail: chooses a token for each row of logits [N, vocabulary], -1 for none, in the graphs, too; they go to `feed`.
+
+    Attributes:
+        feed: the tokens of the last step, for whoever launches the next before knowing them (`token_feed.place`). Who chooses otherwise
+            than the tail puts those tokens there.
 
     Raises:
         UnsupportedError: `settings.verify` for a model with recurrent state.
@@ -73,6 +78,7 @@ class StepRunner:
             )
         self.runner, self.settings, self.recurrent, self.tail = runner, settings, recurrent, tail
         self.page_size = page_size
+        self.feed = TokenFeed(max(settings.max_requests, MIN_ROWS), runner.device)
         self.pool: KVPool | None = None
         self.backend: AttentionBackend | None = None
         self.graphs: GraphSet | None = None
@@ -81,7 +87,7 @@ class StepRunner:
         self._pieces, self._full = Ladder(), Ladder()
         self.why_not_full = ""
         if recorder is not None:
-            self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict)
+            self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict, agree=runner.ranks.all_say if runner.ranks else bool)
             most = settings.max_requests + (settings.max_requests < 2)
             self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device)
             self._addresses = Addresses(runner.model, runner.owned.values())
@@ -106,7 +112,11 @@ class StepRunner:
         if self.graphs is None or not keys:
             return 0
         trial = GraphSet(
-            self.graphs.recorder, max(self.graphs.budget - self.graphs.nbytes, 1), self.settings.strict, unsafe=self.graphs.unsafe
+            self.graphs.recorder,
+            max(self.graphs.budget - self.graphs.nbytes, 1),
+            self.settings.strict,
+            unsafe=self.graphs.unsafe,
+            agree=self.graphs.agree,
         )
         mark = trial.recorder.mark()
         for _ in trial.capture([keys[0], *keys[1:][-1:]], recipes.full):
@@ -127,9 +137,13 @@ class StepRunner:
 
     def prepare(self, requests: Sequence[BatchRequest]) -> Step:
         """Lay the requests out for the smallest captured shape that holds them, or as they are."""
+        agree = self.runner.ranks.compare_step(requests) if self.runner.ranks is not None else None
         num_logits = sum(request.num_logits for request in requests)
         step = self._prepared(requests, num_logits) if self.graphs is not None and self.graphs.captured else None
-        return step or Step(Batch.build(requests, self.page_size, self.runner.device), None, num_logits)
+        step = step or Step(Batch.build(requests, self.page_size, self.runner.device), None, num_logits)
+        if agree is not None:
+            agree()
+        return step
 
     def _prepared(self, requests: Sequence[BatchRequest], num_logits: int) -> Step | None:
         """The step for a captured shape, or None if none holds it."""
@@ -159,7 +173,7 @@ class StepRunner:
             assert self._addresses is not None
             self._addresses.check()
             output = self._replay(step.batch, step.captured)
-            if self.settings.verify:
+            if self.settings.verify and step.num_logits:
                 self._verify(step, output[0])
         logits, tail = output
         return StepOutput(logits[: step.num_logits], None if tail is None else tail[: step.num_logits])
@@ -176,7 +190,7 @@ class StepRunner:
 
     def _recipes(self) -> CaptureRecipes:
         assert self.pool is not None and self.backend is not None and self.buffers is not None
-        return CaptureRecipes(self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail)
+        return CaptureRecipes(self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.feed)
 
     def _replay(self, batch: Batch, captured: Captured) -> Output:
         assert self.pool is not None and self.backend is not None
@@ -196,7 +210,7 @@ class StepRunner:
     def _uncaptured(self, batch: Batch) -> Output:
         assert self.pool is not None and self.backend is not None
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
-            return logits_and_tail(self.runner, batch, self.tail)
+            return logits_and_tail(self.runner, batch, self.tail, self.feed)
 
     def _verify(self, step: Step, logits: Tensor) -> None:
         """KV is written twice, with the same numbers."""

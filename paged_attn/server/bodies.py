@@ -22,8 +22,6 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "send several requests with logprobs and compare"),
     "echo": (NOTHING, "put the prompt in front yourself"),
     "suffix": (NOTHING, "put the model's own fill-in-the-middle tokens into the prompt"),
-    "frequency_penalty": (NOTHING, "use repetition_penalty"),
-    "presence_penalty": (NOTHING, "use repetition_penalty"),
     "logit_bias": (NOTHING, "leave it out"),
     "tools": (NOTHING, "leave it out"),
     "tool_choice": ((None, "none", "auto"), "leave it out"),
@@ -60,6 +58,8 @@ class Body(BaseModel):
     top_k: int | None = Field(None, description="extension; 0 turns it off")
     min_p: float | None = Field(None, description="extension")
     repetition_penalty: float | None = Field(None, description="extension")
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = Field(None, description="extension")
@@ -107,7 +107,8 @@ class Body(BaseModel):
         given: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens(room), "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p, "top_k": None if self.top_k is None else min(self.top_k, MAX_TOP_K), "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty, "seed": self.seed, "stop": self._stops(), "ignore_eos": self.ignore_eos,
+            "repetition_penalty": self.repetition_penalty, "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty, "seed": self.seed, "stop": self._stops(), "ignore_eos": self.ignore_eos,
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids), "logprobs": self._logprobs(),
         }  # fmt: skip
         try:

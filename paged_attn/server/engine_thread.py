@@ -7,10 +7,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.request import FinishReason, Request, TokenEvent
+from paged_attn.engine.request import FinishReason, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.errors import ApiError, bad_request
 from paged_attn.server.job import Accepted, Job, Update
@@ -30,7 +31,7 @@ class EngineThread:
         make_engine: called on the thread; may take minutes.
         max_queue: prompts that may wait beyond those that can run.
 
-    A step that raises ends the requests that were running with 500 and the reason; those that wait go on. After that, as soon as the engine
+    A step that raises ends its requests with 500 and the reason; all others go on. After that, as soon as the engine
     is idle, a probe of one token must run, or the engine counts as dead. `submit`, `cancel` and `drain` are for the event loop's thread.
     """
 
@@ -50,6 +51,7 @@ class EngineThread:
         self._stopping = False
         self._failures = 0  # steps in a row
         self._probe_due = False
+        self._events_due = False  # a step failed: the next one brings the events that were due
         self._owners: dict[str, tuple[Job, int]] = {}  # of the engine's requests, by id
         self._started: set[str] = set()  # those with a first token
         self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
@@ -207,29 +209,38 @@ class EngineThread:
         return [(job, error) for job in jobs]
 
     def _step(self, engine: Engine) -> None:
-        running, started = list(engine.scheduler.running), time.perf_counter()
+        started, steps = time.perf_counter(), engine.stats.steps
         try:
             events = engine.step()
         except Exception as error:  # whatever it is, the server goes on and says so
             logger.exception("a step of the engine failed")
             self._failures += 1
-            self._probe_due = True
+            self._probe_due = self._events_due = True
             self._observer.step_failed()
-            jobs = self._jobs_of_failed_step(engine, [*running, *engine.scheduler.running])
-            reason = ApiError(500, f"the step that ran this request failed: {in_words(error)}", code="step_failed")
-            self._send(self._fail(engine, jobs, reason, "error"))
+            self._send(self._fail(engine, self._hit_by_failed_step(engine), _step_failed(in_words(error)), "error"))
             return
         self._failures = 0
         now = time.perf_counter()
-        self._observer.step(now - started)
+        if engine.stats.steps > steps:  # else it only waited for the one before
+            self._observer.step(now - started)
         self._send(update for event in events if (update := self._update_of(event, now)) is not None)
+        self._end_lost(engine)
 
-    def _jobs_of_failed_step(self, engine: Engine, running: Sequence[Request]) -> set[Job]:
-        """Jobs of requests that ran, or ended without an event. A model with recurrent state has all of them waiting again: then the first
-        that waits was among them; so every failed step ends at least one request."""
-        hit = {self._owners[r.id][0] for r in running if r.id in self._owners}
-        hit |= {job for job, index in self._owners.values() if job.requests[index].finish_reason is not None}
-        return hit or {self._owners[r.id][0] for r in list(engine.scheduler.waiting)[:1]}
+    def _end_lost(self, engine: Engine) -> None:
+        """After a failed step all events that were due have come: whoever has ended and was not told is told now."""
+        if self._events_due:
+            self._events_due = False
+            lost = {job for job, index in self._owners.values() if job.requests[index].finish_reason is not None}
+            self._send(self._fail(engine, lost, _step_failed("its last token was lost"), "error"))
+
+    def _hit_by_failed_step(self, engine: Engine) -> set[Job]:
+        """Jobs of the requests of the step that raised. Where there was none yet (the scheduler raised), of all that run; then of the first
+        that waits; then of all: every failed step ends at least one request. Events of those that had ended come with the next step."""
+        owned = [job.requests[index] for job, index in self._owners.values()]
+        for requests in (engine.last_scheduled, engine.scheduler.running, islice(engine.scheduler.waiting, 1), owned):
+            if hit := {self._owners[r.id][0] for r in requests if r.id in self._owners and r.finish_reason is None}:
+                return hit
+        return set()
 
     def _update_of(self, event: TokenEvent, now: float) -> tuple[Job, Update] | None:
         owner = self._owners.get(event.request_id)
@@ -247,6 +258,7 @@ class EngineThread:
 
     def _probe(self, engine: Engine) -> None:
         """One token on an idle engine; what this raises ends the thread."""
+        self._end_lost(engine)
         request = engine.add_request([0], SamplingParams(max_new_tokens=1, ignore_eos=True))
         while engine.has_work:
             engine.step()
@@ -281,6 +293,10 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(_dispatch, listed)
             except RuntimeError:  # the loop was closed by a forced exit: nobody is left to tell
                 self._stopping = True
+
+
+def _step_failed(why: str) -> ApiError:
+    return ApiError(500, f"the step that ran this request failed: {why}", code="step_failed")
 
 
 def _dispatch(updates: list[tuple[Job, Update]]) -> None:

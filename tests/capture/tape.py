@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import import_utils
 
 from paged_attn.attn_ops import op, positions_op
@@ -32,6 +32,8 @@ class Tape:
             raise AssertionError("a freed graph was replayed")
         for function, args, kwargs, results in self.operations:
             new = function(*args, **kwargs)
+            if function.namespace == "_c10d_functional":  # on a stream, what comes next waits by itself
+                new = tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, new)
             for old, tensor in zip(results, tree_leaves(new), strict=True):
                 if isinstance(old, Tensor):
                     old.copy_(tensor)

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from paged_attn.capture import pieces as module
 from paged_attn.capture.artifacts import ArtifactCache
-from paged_attn.capture.pieces import PieceReport, compile_pieces
+from paged_attn.capture.pieces import PieceReport, compile_pieces, load_pieces
 from paged_attn.capture.split import SplitGraph, split_graph
 from paged_attn.capture.split_ops import split_ops
 from paged_attn.passes.graph_tools import value_of
@@ -241,3 +241,38 @@ def test_inductors_work_survives_the_process(tmp_path: Path, monkeypatch: pytest
                 x = torch.randn(rows, 3)
                 assert torch.allclose(function(x), layers(x))
     assert (cold.distinct, cold.loaded, warm.distinct, warm.loaded, len(reports)) == (2, 0, 2, 2, 1)
+
+
+def test_pieces_are_loaded_by_what_was_noted_of_them(tmp_path: Path) -> None:
+    compiler = Eager()
+    cache = ArtifactCache(tmp_path, compiler.load)
+    model = build("llama", num_hidden_layers=4)
+
+    def work(traced: Traced) -> float:
+        result = rewrite(traced.gm, traced.args, model)
+        assert result.gm is not None
+        inputs = [value_of(node) for node in traced.gm.graph.nodes if node.op == "placeholder"]
+        report = compile_pieces(split_graph(result.gm, split_ops()), inputs, cache, compiler)
+        assert report.kept is not None and len(report.kept) == 5 and len({piece.fingerprint for piece in report.kept}) == 3
+        split = split_graph(result.gm, split_ops())
+        changed = (replace(report.kept[0], guards="False"), *report.kept[1:])
+        for other in (report.kept[:-1], changed, (replace(report.kept[0], fingerprint="of another"), *report.kept[1:])):
+            assert load_pieces(split, other, cache) is None
+        assert all(isinstance(getattr(split.gm, name), fx.GraphModule) for name in split.pieces), "nothing was put half"
+        loaded = load_pieces(split, report.kept, cache)
+        assert loaded is not None and (loaded.distinct, loaded.loaded, loaded.pieces, loaded.kept) == (3, 3, 5, report.kept)
+        assert all(name in split.gm.__dict__ for name in split.pieces) and len(compiler.compiled) == 3
+        return ragged_error(model, replace(result, gm=split.gm), traced.args, (5, 24, 13), VOCAB)
+
+    assert trace(model, work, vocabulary=VOCAB, use_cache=False).result < 2e-4
+    assert compiler.calls > 0
+
+
+def test_a_piece_that_can_not_be_kept_is_noted(tmp_path: Path) -> None:
+    compiler = Eager()
+    report, _ = compile_model("llama", compiler, ArtifactCache(tmp_path, compiler.load))
+    assert report.kept is not None
+    report, _ = compile_model("llama", compiler, None)
+    assert report.kept is None, "nothing is on disk"
+    ours = compile_function(lambda x: double(x + 1) * 2, [torch.randn(4, 3)], compiler, ArtifactCache(tmp_path, compiler.load))[0]
+    assert ours.kept is not None and len(ours.kept) == 2, "split ops are no part of a piece"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,11 @@ from paged_attn.engine.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model_runner import ModelRunner
 from paged_attn.engine.request import Request
-from paged_attn.engine.sampler import SamplingState
+from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.options import CompileOptions
 from tests.tiny_models import VOCAB, build
 
+OVERLAP = "PAGED_ATTN_TEST_OVERLAP" in os.environ  # how engines of tests run that do not say: CI runs these tests both ways
 POISON = VOCAB - 1  # `poisoned` makes this token's embedding NaN
 
 
@@ -49,7 +51,7 @@ def make_engine(model: PreTrainedModel | None = None, tokenizer: Any = None, **s
 
 def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> LLM:
     model = model or tiny()
-    config = EngineConfig(**{"page_size": 4, "num_pages": 128, **settings})
+    config = EngineConfig(**{"page_size": 4, "num_pages": 128, "overlap": OVERLAP, **settings})
     with one_capture():
         return LLM(model, tokenizer=tokenizer, config=config)
 

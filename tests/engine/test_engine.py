@@ -175,7 +175,7 @@ def test_cached_tokens_are_whole_pages_and_never_the_last_token() -> None:
     [({"max_requests": 1}, 16), ({"max_batch_tokens": 17}, 16), ({"max_batch_tokens": 5}, 0)],  # 5: begins beside the first's last chunk
 )
 def test_a_prompt_is_shared_within_one_batch_as_soon_as_it_is_done(settings: dict[str, int], cached: int) -> None:
-    llm = make_llm(**settings)
+    llm = make_llm(overlap=False, **settings)
     prompt = random_prompts(5, 17)[0]
     results = llm.generate([prompt, prompt, [*prompt, 9]], GREEDY)
     assert [r.cached_tokens for r in results] == [0, cached, 16]
@@ -184,7 +184,7 @@ def test_a_prompt_is_shared_within_one_batch_as_soon_as_it_is_done(settings: dic
 
 
 def test_equal_prompts_computed_in_one_step_keep_one_copy() -> None:
-    engine = make_engine()
+    engine = make_engine(overlap=False)
     prompt = random_prompts(5, 17)[0]
     requests = [engine.add_request(prompt, GREEDY) for _ in range(4)]
     engine.step()

@@ -165,7 +165,7 @@ def test_poisoned_pages_do_not_stay_in_the_prefix_cache(max_batch_tokens: int) -
 
 
 def test_nan_in_the_middle_of_an_answer_keeps_the_healthy_prefix_only() -> None:
-    engine = make_engine()
+    engine = make_engine(overlap=False)
     run, answer = engine.steps.run, oracle(PROMPTS[1])
     request = engine.add_request(PROMPTS[1], GREEDY)
     for _ in range(7):

@@ -19,7 +19,7 @@ def computed(kv: KVManager, tokens: list[int], namespace: Any = None) -> Request
     request = request_of(tokens, namespace)
     kv.adopt_prefix(request)
     assert kv.reserve(request, len(tokens))
-    request.num_cached = len(tokens)
+    request.num_cached = request.num_vouched = len(tokens)
     return request
 
 
@@ -43,8 +43,9 @@ class PageOwnership(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=14), namespace=st.sampled_from([None, "a"]))
     def adopt(self, tokens: list[int], namespace: Any) -> None:
         request = request_of(tokens, namespace)
+        expected = self.kv.cached_tokens(request)
         self.kv.adopt_prefix(request)
-        assert request.num_cached < len(tokens) and request.num_cached % 2 == 0
+        assert request.num_cached == expected < len(tokens) and request.num_cached % 2 == 0
         self.requests.append(request)
 
     @precondition(lambda self: self.requests)
@@ -72,11 +73,18 @@ class PageOwnership(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
+    def vouch(self, data: st.DataObject) -> None:
+        request = self.pick(data)
+        request.num_vouched = request.num_cached
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         request = self.pick(data)
+        before = request.num_locked
         self.kv.share(request)
         if self.kv.tree is not None:
-            assert request.num_locked == request.num_cached // 2 * 2
+            assert request.num_locked == max(before, request.num_vouched // 2 * 2)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), share=st.booleans(), again=st.booleans())
@@ -131,6 +139,7 @@ def test_the_last_token_is_always_left_to_compute() -> None:
     kv.release(computed(kv, list(range(1, 9))), share=True)
     for length, cached in ((3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)):
         request = request_of(list(range(1, length + 1)))
+        assert kv.cached_tokens(request) == cached
         kv.adopt_prefix(request)
         assert request.num_cached == request.num_locked == cached
         kv.release(request, share=False)
@@ -174,11 +183,13 @@ def test_namespaces_share_nothing(namespace: Any) -> None:
         kv.release(request, share=False)
 
 
-def test_only_computed_tokens_are_shared() -> None:
+def test_only_tokens_that_finite_logits_vouch_for_are_shared() -> None:
     kv = KVManager(20, 4, True)
     request = request_of([5] * 17)
     kv.adopt_prefix(request)
     assert kv.reserve(request, 17)
-    request.num_cached = 9  # the step that would have computed the rest failed
+    request.num_cached, request.num_vouched = 17, 9  # the step with the rest is under way, or gave NaN
+    kv.share(request)
+    assert kv.tree is not None and kv.tree.num_pages == 2 and request.num_locked == 8
     kv.release(request, share=True)
-    assert kv.tree is not None and kv.tree.num_pages == 2
+    assert kv.tree.num_pages == 2

@@ -95,7 +95,7 @@ def spy_on_outputs(engine: Engine) -> list[int]:
 
 
 def test_only_the_rows_that_are_sampled_from_get_logits() -> None:
-    engine = make_engine(max_batch_tokens=16)
+    engine = make_engine(max_batch_tokens=16, overlap=False)
     assert engine.runner.takes_logits_rows
     rows = spy_on_outputs(engine)
     for prompt in random_prompts(0, 6, 5, 40):

@@ -10,8 +10,11 @@ import torch
 from transformers.generation import logits_process as hf
 
 from paged_attn.engine import sampler
-from paged_attn.engine.sampler import NonFiniteLogitsError, SampledToken, SamplingState, sample
+from paged_attn.engine.candidates import SortedCandidates
+from paged_attn.engine.chosen import SampledToken
+from paged_attn.engine.sampler import NonFiniteLogitsError, Sampler, sample
 from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_state import SamplingState
 
 INF = math.inf
 
@@ -34,15 +37,23 @@ def hf_scores(row: torch.Tensor, params: SamplingParams, seen: list[int]) -> tor
 
 
 def state_of(seen: list[int] | None = None, **settings) -> SamplingState:
-    state = SamplingState(SamplingParams(**{"temperature": 1.0, "seed": 0, **settings}))
-    state.observe(seen or [])
-    return state
+    return SamplingState(SamplingParams(**{"temperature": 1.0, "seed": 0, **settings}), seen or [])
 
 
 def allowed_tokens(logits: torch.Tensor, states: list[SamplingState]) -> list[set[int]]:
-    scores = sampler._penalised_scores(logits, list(range(len(states))), states)
-    found = sampler.filter_scores(scores, [state.params for state in states])
-    return [set(order[first:].tolist()) for order, first in zip(found.order, found.first[:, 0].tolist(), strict=True)]
+    """What each row may draw, all of them going through the filters; a filter that one row alone uses must not touch the others."""
+    found: list[SortedCandidates] = []
+
+    def draw(candidates: SortedCandidates, uniform: torch.Tensor) -> torch.Tensor:
+        found.append(candidates)
+        return candidates.order[:, -1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SamplingParams, "has_filter", True)
+        patch.setattr(sampler, "draw_from", draw)
+        Sampler().choose(logits, states)
+    (candidates,) = found
+    return [set(order[first:].tolist()) for order, first in zip(candidates.order, candidates.first[:, 0].tolist(), strict=True)]
 
 
 SETTINGS = [
@@ -97,20 +108,24 @@ def test_repetition_penalty_is_bitwise_that_of_transformers():
     logits = torch.randn(3, 101, generator=torch.Generator().manual_seed(1))
     seen = [[1, 5, 5, 100], [], [7]]
     states = [state_of(ids, repetition_penalty=penalty) for ids, penalty in zip(seen, (1.3, 1.3, 0.8), strict=True)]
-    scores = sampler._penalised_scores(logits, [0, 1, 2], states)
+    scores = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "draw_from_all", lambda scores_, uniform: scores.append(scores_) or scores_.argmax(-1))
+        Sampler().choose(logits, states)
     for row in range(3):
-        assert torch.equal(scores[row : row + 1], hf_scores(logits[row : row + 1], states[row].params, seen[row]))
+        assert torch.equal(scores[0][row : row + 1], hf_scores(logits[row : row + 1], states[row].params, seen[row]))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_draws_follow_the_filtered_distribution(settings):
     draws, vocab, seen = 4000, 12, [0, 3]
     row = torch.randn(1, vocab, generator=torch.Generator().manual_seed(3)) * 1.5
-    state = state_of(seen, **settings)
-    expected = hf_scores(row, state.params, seen).softmax(-1)[0].double() * draws
+    states = [state_of(seen, **{**settings, "seed": seed}) for seed in range(draws // 2)]
+    expected = hf_scores(row, states[0].params, seen).softmax(-1)[0].double() * draws
     counts = torch.zeros(vocab)
-    for token in sample(row.expand(draws, vocab), [state] * draws):
-        counts[token.token_id] += 1
+    for _ in range(2):  # neighbouring seeds, and neighbouring tokens of one
+        for token in sample(row.expand(len(states), vocab), states):
+            counts[token.token_id] += 1
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
     chi_square = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum().item()
@@ -118,12 +133,10 @@ def test_draws_follow_the_filtered_distribution(settings):
     assert chi_square <= freedom + 4 * math.sqrt(2 * freedom) + 4
 
 
-def test_greedy_is_argmax_with_its_tie_break_and_no_generator_moves():
+def test_greedy_is_argmax_with_its_tie_break():
     logits = torch.randint(0, 4, (64, 33), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     states = [SamplingState(SamplingParams(seed=row)) for row in range(64)]
-    before = states[5].generator.get_state()
     assert [token.token_id for token in sample(logits, states)] == logits.argmax(-1).tolist()
-    assert torch.equal(states[5].generator.get_state(), before)
     assert sample(logits, states)[0] == SampledToken(int(logits[0].argmax()), None, None)
 
 
@@ -131,7 +144,7 @@ def test_greedy_with_penalty_follows_transformers():
     logits = torch.tensor([[2.0, 1.9, -1.0], [2.0, 1.9, -1.0], [-1.0, -1.1, -9.0]])
     states = [state_of([0], temperature=0.0, repetition_penalty=penalty) for penalty in (1.5, 1.0, 1.5)]
     assert [token.token_id for token in sample(logits, states)] == [1, 0, 1]
-    states[0].observe([1, 1])
+    states[0].tokens += [1, 1]
     assert sample(logits, states)[0].token_id == 0  # both divided once
 
 
@@ -155,7 +168,7 @@ def generate(members: list[int], steps: int, companions: int = 0) -> dict[int, l
         tokens = sample(torch.stack(extra + rows), others + list(states.values()))[companions:]
         for m, token in zip(members, tokens, strict=True):
             output[m].append(token)
-            states[m].observe([token.token_id])
+            states[m].tokens.append(token.token_id)
     return output
 
 
@@ -180,17 +193,30 @@ def test_state_survives_preemption():
 
 
 def test_seeds():
-    assert state_of(seed=3).draw() == state_of(seed=3).draw() != state_of(seed=4).draw()
+    assert state_of(seed=3).uniform == state_of(seed=3).uniform != state_of(seed=4).uniform
     entropy = [SamplingState(SamplingParams(temperature=1.0)) for _ in range(2)]
-    assert entropy[0].draw() != entropy[1].draw()
+    assert entropy[0].uniform != entropy[1].uniform
     assert state_of(seed=2**64 - 1).seed == 2**64 - 1
     replayed = SamplingState(SamplingParams(temperature=1.0, seed=entropy[0].seed))
-    assert replayed.draw() == torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(entropy[0].seed))
+    assert replayed.uniform == entropy[0].uniform
+
+
+@pytest.mark.parametrize("along", ["seed", "num_chosen"])
+def test_random_numbers_are_uniform_and_do_not_follow_one_another(along):
+    states = [state_of(seed=7) for _ in range(20_000)]
+    for i, state in enumerate(states):
+        setattr(state, along, i)
+    numbers = torch.tensor([state.uniform for state in states], dtype=torch.float64)
+    assert 0 <= numbers.min() and numbers.max() < 1
+    counts = torch.histc(numbers, 50, 0, 1)
+    assert ((counts - 400) ** 2 / 400).sum() < 49 + 5 * math.sqrt(2 * 49)
+    for lag in (1, 2, 3, 64):
+        assert abs(torch.corrcoef(torch.stack([numbers[:-lag], numbers[lag:]]))[0, 1]) < 0.03
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2.0**-53])
 def test_extreme_uniforms_stay_inside_the_allowed_tokens(uniform, monkeypatch):
-    monkeypatch.setattr(SamplingState, "draw", lambda self: uniform)
+    monkeypatch.setattr(SamplingState, "uniform", uniform)
     logits = torch.tensor([[0.0, -INF, 1.0, 200.0, -200.0], [5.0, 4.0, 3.0, -INF, -INF], [0.0, 0.0, 0.0, 0.0, 0.0]])
     states = [state_of(), state_of(top_k=2), state_of(top_p=0.5)]
     for row, (token, allowed) in enumerate(zip(sample(logits, states), allowed_tokens(logits, states), strict=True)):
@@ -216,7 +242,7 @@ def test_logprobs_are_of_the_raw_logits():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_non_finite_rows_are_named_before_any_generator_moves(temperature):
+def test_non_finite_rows_are_named(temperature):
     logits = torch.zeros(6, 8)
     logits[0, :7] = -INF  # legal
     logits[1, 3], logits[2, 3], logits[4] = math.nan, INF, -INF
@@ -225,7 +251,7 @@ def test_non_finite_rows_are_named_before_any_generator_moves(temperature):
     with pytest.raises(NonFiniteLogitsError, match=r"rows \[1, 2, 4, 5\]") as caught:
         sample(logits, states)
     assert caught.value.rows == (1, 2, 4, 5) and isinstance(caught.value, ValueError)
-    assert all(state.draw() == state_of(seed=row).draw() for row, state in enumerate(states))
+    assert all(state.num_chosen == 0 for state in states)
     assert sample(logits[:1], states[:1])[0].token_id == 7
 
 
@@ -252,22 +278,104 @@ def test_refused_calls():
             sample(logits, [state])
     with pytest.raises(ValueError, match="states: got 1 for 2 rows"):
         sample(torch.zeros(2, 9), [state])
-    with pytest.raises(ValueError, match="row 0: got id 8"):
+    with pytest.raises(ValueError, match="tokens so far: got id 8; allowed: 0 to 7"):
         sample(torch.zeros(1, 8), [state])
-    with pytest.raises(ValueError, match="token_ids: got -1"):
-        state.observe([3, -1])
+    with pytest.raises(ValueError, match="got id -1"):
+        sample(torch.zeros(1, 8), [state_of([3, -1], presence_penalty=1.0)])
 
 
-def test_observe_is_free_without_a_penalty():
-    state = state_of([1, 2, -5])
-    assert len(state.seen_ids) == 0
-    penalised = state_of(range(300), repetition_penalty=1.1)
-    for token in range(250, 400):
-        penalised.observe([token])
-    assert sorted(penalised.seen_ids.tolist()) == list(range(400))
+def test_frequency_and_presence_are_of_the_output_alone():
+    logits = torch.tensor([[2.0, 1.9, 1.8, 1.7]])
+    state = state_of([0, 0, 0], temperature=0.0, frequency_penalty=0.3, presence_penalty=0.4)
+    chosen, chooser = [], Sampler()
+    for _ in range(6):
+        (token,) = chooser.choose(logits, [state]).wait()
+        chosen.append(token.token_id)
+        state.tokens.append(token.token_id)
+    expected, counts = [], torch.zeros(4)
+    for _ in range(6):
+        expected.append(int((logits[0] - 0.3 * counts - 0.4 * (counts > 0)).argmax()))
+        counts[expected[-1]] += 1
+    assert chosen == expected and len(set(expected)) == 4
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_penalties_know_the_tokens_that_the_host_does_not(known):
+    """The host may learn of a token a step later: the counts on the device have it."""
+    logits = torch.randn(40, 2, 30, generator=torch.Generator().manual_seed(4))
+    states = [state_of([1], seed=s, repetition_penalty=1.9, frequency_penalty=0.5, temperature=t) for s, t in enumerate((0.0, 1.2))]
+    chooser, late = Sampler(), []
+    for step in logits:
+        chosen = chooser.choose(step, states)
+        if known:
+            late.append(chosen)
+        for done in late:
+            for state, token in zip(states, done.wait(), strict=True):
+                state.tokens.append(token.token_id)
+        late = [] if known else [chosen]
+    reference = [state_of([1], seed=s, repetition_penalty=1.9, frequency_penalty=0.5, temperature=t) for s, t in enumerate((0.0, 1.2))]
+    for step in logits:
+        for state, token in zip(reference, sample(step, reference), strict=True):  # counts made anew from the host each time
+            state.tokens.append(token.token_id)
+    length = len(states[0].tokens)
+    assert length >= 40 and [s.tokens for s in states] == [s.tokens[:length] for s in reference]
+
+
+def test_rows_of_counts_are_cleared_and_more_are_made():
+    chooser = Sampler()
+    logits = torch.zeros(1, 5)
+    logits[0, 3] = 0.1
+    for _ in range(30):
+        state = state_of([], temperature=0.0, presence_penalty=1.0)
+        assert [chooser.choose(logits, [state]).wait()[0].token_id for _ in range(2)] == [3, 0], "the row held another request's counts"
+        chooser.forget(state)
+    assert len(chooser._counts.counts) == 8
+    many = [state_of([], temperature=0.0, presence_penalty=1.0) for _ in range(20)]
+    kept = many[:3]
+    assert [t.token_id for t in chooser.choose(logits.expand(3, 5), kept).wait()] == [3] * 3
+    assert [t.token_id for t in chooser.choose(logits.expand(20, 5), many).wait()] == [0] * 3 + [3] * 17
+
+
+def test_processors_of_transformers_plug_in():
+    logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(2)).repeat(3, 1)
+    no_repeat = hf.NoRepeatNGramLogitsProcessor(2)
+    best = int(logits[0].argmax())
+    tokens = [best, 4, best]
+    penalties = {"temperature": 0.0, "repetition_penalty": 1.1}
+    states = [
+        state_of([4, best, best, 4], logits_processors=(no_repeat,), **penalties),
+        state_of(tokens, **penalties),
+        state_of(temperature=0.0),
+    ]
+    states[0].tokens[-1:] = [best, best]
+    processed = no_repeat(torch.tensor([states[0].tokens]), hf_scores(logits[:1], states[0].params, states[0].tokens))
+    assert processed.argmax() != hf_scores(logits[:1], states[0].params, states[0].tokens).argmax(), "the processor forbids the best one"
+    assert [t.token_id for t in sample(logits, states)] == [
+        int(processed.argmax()),
+        int(hf_scores(logits[:1], states[1].params, tokens).argmax()),
+        best,
+    ]
+
+
+def test_what_a_processor_returns_is_checked():
+    with pytest.raises(ValueError, match=r"the logits processor .* returned a tensor of shape \(5,\); allowed: scores of shape \(1, 5\)"):
+        sample(torch.zeros(1, 5), [state_of(logits_processors=(lambda ids, scores: scores[0],))])
+    with pytest.raises(ValueError, match="returned 'NoneType'"):
+        sample(torch.zeros(1, 5), [state_of(logits_processors=(lambda ids, scores: None,))])
+    with pytest.raises(NonFiniteLogitsError):
+        sample(torch.zeros(1, 5), [state_of(logits_processors=(lambda ids, scores: scores - INF,))])
+
+
+def test_a_row_draws_alike_whatever_the_others_ask_for():
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(6))
+    for settings in SETTINGS:
+        alone = [sample(logits, [state_of([2], seed=s, **settings)])[0] for s in range(20)]
+        crowd = [state_of([3], **other) for other in SETTINGS]
+        together = [sample(logits.expand(len(crowd) + 1, -1), [*crowd, state_of([2], seed=s, **settings)])[-1] for s in range(20)]
+        assert alone == together
 
 
 def test_imports_without_transformers():
-    names = "sampling_params, sampler, detokenizer"
+    names = "sampling_params, sampling_state, token_counts, candidates, chosen, sampler, detokenizer"
     code = f"import sys; from paged_attn.engine import {names}; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

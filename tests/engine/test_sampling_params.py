@@ -12,7 +12,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 def test_defaults_are_greedy():
     params = SamplingParams()
     assert params.is_greedy
-    assert dataclasses.astuple(params) == (128, 0.0, 0, 1.0, 0.0, 1.0, None, (), (), False, None)
+    assert dataclasses.astuple(params) == (128, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), None, (), (), False, None)
 
 
 def test_frozen_and_hashable():
@@ -42,7 +42,17 @@ def test_values_are_normalised():
 
 @pytest.mark.parametrize(
     "edge",
-    [{"max_new_tokens": 0}, {"top_p": 1e-9}, {"top_p": 1}, {"min_p": 1.0}, {"repetition_penalty": 0.1}, {"seed": 0}],
+    [
+        {"max_new_tokens": 0},
+        {"top_p": 1e-9},
+        {"top_p": 1},
+        {"min_p": 1.0},
+        {"repetition_penalty": 0.1},
+        {"seed": 0},
+        {"frequency_penalty": -2},
+        {"presence_penalty": 2.0},
+        {"logits_processors": [max]},
+    ],
 )
 def test_edges_are_allowed(edge):
     SamplingParams(**edge)
@@ -57,6 +67,9 @@ def test_edges_are_allowed(edge):
         ("temperature", math.inf),
         ("temperature", 1e-9),
         ("top_k", -1),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", math.nan),
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_p", math.nan),
@@ -83,6 +96,10 @@ def test_values_out_of_range(name, value):
     ("name", "value"),
     [
         ("max_new_tokens", True),
+        ("frequency_penalty", "1"),
+        ("presence_penalty", True),
+        ("logits_processors", max),
+        ("logits_processors", (3,)),
         ("max_new_tokens", 3.0),
         ("max_new_tokens", None),
         ("temperature", "1"),

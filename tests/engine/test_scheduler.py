@@ -8,41 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn import EngineConfig
-from paged_attn.engine.kv_manager import KVManager
-from paged_attn.engine.request import Request
-from paged_attn.engine.sampler import SampledToken
-from paged_attn.engine.scheduler import Scheduled, Scheduler
+from paged_attn.engine.step_plan import Scheduled, StepPlan
 from tests.engine.models import request_of
-
-
-def scheduler_of(num_pages: int = 100, page_size: int = 4, prefix_cache: bool = False, **config: int) -> Scheduler:
-    return Scheduler(EngineConfig(page_size=page_size, **config), KVManager(num_pages, page_size, prefix_cache))
-
-
-def arrive(scheduler: Scheduler, *lengths: int, tokens: list[int] | None = None) -> list[Request]:
-    requests = []
-    for length in lengths:
-        request = request_of(tokens or [1 + length % 7] * length)
-        request.arrival = len(scheduler.waiting) + len(scheduler.running)
-        request.id = f"r{request.arrival}"
-        scheduler.waiting.append(request)
-        requests.append(request)
-    return requests
-
-
-def run(scheduled: list[Scheduled]) -> None:
-    """What the engine does after a step; no request ends by itself."""
-    for s in scheduled:
-        samples = s.samples
-        s.request.num_cached += s.count
-        if samples:
-            s.request.tokens.append(9)
-            s.request.sampled.append(SampledToken(9, None, None))
-
-
-def counts(scheduled: list[Scheduled]) -> list[tuple[str, int, bool]]:
-    return [(s.request.id, s.count, s.samples) for s in scheduled]
+from tests.engine.scheduling import arrive, collect, counts, launch, run, scheduler_of
 
 
 def test_prompts_are_cut_into_chunks_of_the_budget() -> None:
@@ -64,10 +32,12 @@ def test_prompts_are_cut_into_chunks_of_the_budget() -> None:
 def test_decodes_go_before_older_prefills() -> None:
     scheduler = scheduler_of(max_batch_tokens=6)
     long, short = arrive(scheduler, 20, 2)
-    scheduler.waiting.reverse()  # the short one is admitted first, yet is the younger
+    scheduler.waiting.remove(long)
+    run(scheduler.schedule())
+    scheduler.waiting.append(long)
     run(scheduler.schedule())
     assert counts(scheduler.schedule()) == [("r1", 1, True), ("r0", 5, False)]
-    assert scheduler.running == [long, short], "running is in order of arrival"
+    assert list(scheduler.running) == [long, short], "running is in order of arrival"
 
 
 def test_a_budget_below_the_number_of_decodes_serves_the_oldest() -> None:
@@ -82,7 +52,7 @@ def test_no_more_than_max_requests_run() -> None:
     scheduler = scheduler_of(max_requests=2)
     requests = arrive(scheduler, 3, 3, 3)
     run(scheduler.schedule())
-    assert scheduler.running == requests[:2] and list(scheduler.waiting) == requests[2:]
+    assert list(scheduler.running) == requests[:2] and list(scheduler.waiting) == requests[2:]
     scheduler.remove(requests[0], share=False)
     assert [r.id for r in (s.request for s in scheduler.schedule())] == ["r1", "r2"]
 
@@ -92,11 +62,11 @@ def test_a_request_waits_until_its_whole_prompt_fits_and_those_behind_it_wait_to
     first, large, small = arrive(scheduler, 16, 20, 1)  # 4, 5 and 1 pages
     for _ in range(3):  # in the third there is room for a first chunk, but not for all
         run(scheduler.schedule())
-    assert scheduler.running == [first] and list(scheduler.waiting) == [large, small]
+    assert list(scheduler.running) == [first] and list(scheduler.waiting) == [large, small]
     assert not large.pages and large.num_cached == 0
     scheduler.remove(first, share=False)
     run(scheduler.schedule())
-    assert scheduler.running == [large]
+    assert list(scheduler.running) == [large]
 
 
 def test_when_pages_run_out_the_newest_is_preempted_and_waits_at_its_old_place() -> None:
@@ -104,10 +74,10 @@ def test_when_pages_run_out_the_newest_is_preempted_and_waits_at_its_old_place()
     old, middle, new = arrive(scheduler, 4, 3, 3)
     late = arrive(scheduler, 2)[0]
     run(scheduler.schedule())
-    assert scheduler.running == [old, middle, new]
+    assert list(scheduler.running) == [old, middle, new]
     scheduled = scheduler.schedule()  # the oldest needs its second page
     assert [s.request for s in scheduled] == [old, middle] and scheduler.num_preemptions == 1
-    assert scheduler.running == [old, middle] and list(scheduler.waiting) == [new, late]
+    assert list(scheduler.running) == [old, middle] and list(scheduler.waiting) == [new, late]
     assert (new.pages, new.num_cached, len(new.tokens), len(new.sampled)) == ([], 0, 4, 1), "its tokens stay"
     run(scheduled)
     scheduler.remove(old, share=False)
@@ -130,9 +100,9 @@ def test_a_scheduled_request_that_is_preempted_later_in_the_same_step_does_not_r
     run(scheduler.schedule())
     (new,) = arrive(scheduler, 2)
     assert scheduler.kv.reserve(new, 2)  # the last page
-    scheduler.waiting.clear()
-    scheduler.running.append(new)
-    run([Scheduled(new, 2)])
+    scheduler.waiting.remove(new)
+    scheduler.running.add(new)
+    run([Scheduled(new, 2, True)])
     assert counts(scheduler.schedule()) == [("r0", 4, False)], "the decode came first, but the older prefill took its page"
     assert list(scheduler.waiting) == [new] and not new.pages
 
@@ -145,6 +115,50 @@ def test_a_prompt_that_is_preempted_half_way_is_not_shared() -> None:
     scheduler.preempt(request)
     assert scheduler.kv.tree is not None and scheduler.kv.tree.num_pages == 0
     assert scheduler.kv.allocator.num_free == scheduler.kv.num_usable
+
+
+def test_a_request_whose_token_is_under_way_goes_on_with_it() -> None:
+    scheduler = scheduler_of()
+    arrive(scheduler, 5)
+    launch(scheduler.schedule())
+    assert counts(scheduler.schedule(drained=False)) == [("r0", 1, True)] and not scheduler.wants_drain
+
+
+def test_a_request_whose_last_token_is_under_way_runs_no_more_and_keeps_its_place() -> None:
+    scheduler = scheduler_of(max_requests=2)
+    last, other, third = arrive(scheduler, 3, 3, 3)
+    last.max_new_tokens = 2
+    launch(scheduler.schedule())
+    collect(last, other)
+    launch(scheduler.schedule())
+    assert counts(scheduler.schedule(drained=False)) == [("r1", 1, True)]
+    assert list(scheduler.running) == [last, other] and list(scheduler.waiting) == [third] and not scheduler.wants_drain
+    collect(last, other)
+    assert counts(scheduler.schedule()) == [("r1", 1, True)]
+
+
+def test_nothing_is_preempted_while_a_step_is_under_way() -> None:
+    scheduler = scheduler_of(num_pages=4)  # 3 usable pages of 4
+    old, middle, new = arrive(scheduler, 4, 3, 3)
+    (late,) = arrive(scheduler, 1)
+    launch(scheduler.schedule())
+    scheduled = scheduler.schedule(drained=False)
+    assert [s.request for s in scheduled] == [middle, new] and scheduler.wants_drain, "the oldest lacks a page"
+    assert list(scheduler.running) == [old, middle, new] and list(scheduler.waiting) == [late] and not scheduler.num_preemptions
+    with pytest.raises(AssertionError, match="collect the step"):
+        scheduler.preempt(new)
+    collect(old, middle, new)
+    scheduled = scheduler.schedule()
+    assert [s.request for s in scheduled] == [old, middle] and scheduler.num_preemptions == 1 and not scheduler.wants_drain
+
+
+def test_a_waiting_request_whose_token_is_under_way_is_not_admitted_before_it_has_come() -> None:
+    scheduler = scheduler_of()
+    (request,) = arrive(scheduler, 3)
+    request.num_pending = 1
+    assert not scheduler.schedule(drained=False) and scheduler.wants_drain and list(scheduler.waiting) == [request]
+    request.num_pending = 0
+    assert counts(scheduler.schedule()) == [("r0", 3, True)] and not scheduler.wants_drain
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -204,3 +218,37 @@ def test_every_request_ends_whatever_the_sizes(
                 unfinished.remove(request)
     free = scheduler.kv.allocator.num_free + (scheduler.kv.tree.num_pages if scheduler.kv.tree else 0)
     assert free == scheduler.kv.num_usable
+
+
+def test_who_found_too_few_pages_is_tried_again_when_its_prefix_is_shared() -> None:
+    scheduler = scheduler_of(num_pages=10, prefix_cache=True, prefix_wait_tokens=0)
+    (first,) = arrive(scheduler, 0, tokens=[5] * 20)
+    (second,) = arrive(scheduler, 0, tokens=[5] * 24)
+    run(scheduler.schedule())
+    run(scheduler.schedule())
+    assert list(scheduler.waiting) == [second], "it needs 6 pages, and 3 are free"
+    scheduler.kv.share(first)
+    assert [s.request for s in scheduler.schedule()] == [first, second] and second.num_cached == 20
+
+
+def test_a_plan_gives_the_budget_back_for_what_is_cut_or_dropped() -> None:
+    plan, (first, second, third, decoding) = StepPlan(20), [request_of([1] * 30) for _ in range(4)]
+    plan.add_decodes([Scheduled(decoding, 1, True)])
+    for request in (first, second):
+        request.num_cached = 4
+        plan.add_chunk(request, 6)
+    assert plan.budget == 7
+    plan.cut_chunk(first, 7)
+    plan.cut_chunk(second, 12)
+    plan.cut_chunk(third, 5)
+    assert plan.budget == 10 and [(s.request, s.count) for s in plan.scheduled()] == [(decoding, 1), (first, 3), (second, 6)]
+    plan.drop(third)
+    plan.drop(second)
+    plan.drop(decoding)
+    assert plan.budget == 17 and [(s.request, s.count) for s in plan.scheduled()] == [(first, 3)]
+
+
+def test_a_plan_takes_the_first_decodes_if_the_budget_has_no_room_for_all() -> None:
+    plan, decodes = StepPlan(2), [Scheduled(request_of([1]), 1, True) for _ in range(3)]
+    plan.add_decodes(decodes)
+    assert plan.scheduled() == decodes[:2] and plan.budget == 0

@@ -146,12 +146,12 @@ def test_evicted_pages_take_their_snapshots_along() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_preempted_request_goes_on_from_a_snapshot(page_size: int) -> None:
-    engine = poisoned_engine(page_size=page_size, num_pages=400)
+    engine = poisoned_engine(page_size=page_size, num_pages=400, overlap=False)
     requests = [engine.add_request(STEM + tail, GREEDY) for tail in TAILS]
     for step in range(30):
         engine.step()
         if step % 3 == 2 and engine.scheduler.running:
-            engine.scheduler.preempt(engine.scheduler.running[0])
+            engine.scheduler.preempt(next(iter(engine.scheduler.running)))
     run_all(engine)
     assert [r.output_token_ids for r in requests] == [greedy(recurrent(HYBRID), STEM + tail, NEW) for tail in TAILS]
     assert engine.scheduler.num_preemptions > 3
@@ -191,7 +191,7 @@ def test_a_state_that_no_finite_token_vouches_for_is_not_shared(at: int) -> None
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_a_cancelled_request_gives_its_snapshots_back_or_leaves_them_shared(steps: int) -> None:
-    engine = poisoned_engine(max_batch_tokens=20)
+    engine = poisoned_engine(max_batch_tokens=20, overlap=False)
     request = engine.add_request(STEM, GREEDY)
     for _ in range(steps):
         engine.step()

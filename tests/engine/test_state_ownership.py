@@ -58,8 +58,9 @@ class StateOwnership(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=12), namespace=st.sampled_from([None, "a"]), fits=st.booleans())
     def admit(self, tokens: list[int], namespace: Any, fits: bool) -> None:
         request = request_of(tokens, namespace)
+        expected = self.kv.cached_tokens(request)
         self.kv.adopt_prefix(request)
-        assert request.num_cached < len(tokens) and request.num_cached % self.page_size == 0
+        assert request.num_cached == expected < len(tokens) and request.num_cached % self.page_size == 0
         if not fits:
             self.kv.release(request, share=False)
             return

@@ -34,7 +34,7 @@ def test_tokens_come_with_the_index_of_their_prompt() -> None:
 
 
 def test_the_first_token_comes_before_the_last_is_computed() -> None:
-    llm = make_llm()
+    llm = make_llm(overlap=False)
     stream = llm.stream(PROMPTS[0], GREEDY)
     assert llm.engine.stats.steps == 0, "queued, not run"
     assert next(stream).token_id == oracle(PROMPTS[0])[0]

@@ -49,7 +49,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2}, "n", "n=2 is not supported; send the request n times"),
     ({"n": True}, "n", "n=True is not supported"),
     ({"echo": True}, "echo", "echo=True is not supported"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "use repetition_penalty"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "frequency_penalty: got 2.5; allowed: -2.0 to 2.0"),
+    ({"presence_penalty": float("nan")}, "presence_penalty", "presence_penalty: got nan"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "logit_bias={'5': 1} is not supported"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "allowed only with stream=true"),
     ({"best": 1}, "best", "unknown field 'best'"),
@@ -151,7 +152,8 @@ def test_a_storm_of_random_bodies_leaves_the_server_whole(running: Running) -> N
         {},
     ]
     odd += [{"a": 1}, ["x", "\udfff"], [[95], [1, 2]], [1] * 300, "long text " * 20]
-    names = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "stop_token_ids",
+    names = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+             "seed", "stop", "stop_token_ids",
              "logprobs", "ignore_eos", "cache_salt", "stream", "n", "user", "return_token_ids"]  # fmt: skip
     statuses, failed = set(), running.metric("failed_steps_total")
     for _ in range(400):

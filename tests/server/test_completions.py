@@ -71,7 +71,7 @@ def test_a_stream_ends_with_the_usage_if_asked(running: Running, include: bool) 
 
 
 def test_sampling_settings_reach_the_engine(running: Running) -> None:
-    settings = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+    settings = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "frequency_penalty": 1.2, "presence_penalty": -0.7}
     extra = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2}
     got = complete(running, TEXT, max_tokens=12, extra_body=extra, **settings).choices[0]
     assert got.token_ids == expected(TEXT, max_new_tokens=12, **settings, **extra).token_ids

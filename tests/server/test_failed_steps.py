@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -61,6 +62,67 @@ def test_a_failed_step_ends_what_ran_and_what_waited_goes_on() -> None:
         assert tokens(post(running)) == oracle([4, 5, 6], 8)
 
 
+def test_a_request_that_runs_but_was_not_in_the_step_that_failed_goes_on() -> None:
+    """Two requests run until pages run out; the step that fails is the one for which the second was preempted."""
+    prompts = [[4 + i, 5, 6, 7, 8, 9] for i in range(2)]
+    make = functools.partial(make_engine, tokenizer=chat_tokenizer(), num_pages=14, prefix_cache=False)
+    with serving(make) as running, ThreadPoolExecutor(2) as pool:
+        run, failed = running.engine.steps.run, threading.Event()
+
+        def failing(*args: Any) -> Any:
+            if running.engine.scheduler.num_preemptions and not failed.is_set():
+                failed.set()
+                raise RuntimeError("the device coughed")
+            return run(*args)
+
+        running.engine.steps.run = failing  # type: ignore[method-assign]
+        with held(running.engine):
+            replies = []
+            for i, prompt in enumerate(prompts):
+                replies.append(pool.submit(post, running, prompt=prompt, max_tokens=30))
+                wait_for(lambda n=i: running.engine.has_work and running.server.state.thread._pending == n)  # type: ignore[misc]
+        assert replies[0].result().status_code == 500 and "the device coughed" in replies[0].result().text
+        assert tokens(replies[1].result()) == oracle(prompts[1], 30)
+        running.wait_idle()
+
+
+def test_a_scheduler_that_raises_ends_what_runs_and_what_waits_goes_on() -> None:
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer(), max_requests=1)) as running, ThreadPoolExecutor(2) as pool:
+        schedule, calls = running.engine.scheduler.schedule, iter(range(10**9))
+
+        def failing(*args: Any, **settings: Any) -> Any:
+            if next(calls) == 3:
+                raise ZeroDivisionError("no share")
+            return schedule(*args, **settings)
+
+        running.engine.scheduler.schedule = failing  # type: ignore[method-assign]
+        with held(running.engine):
+            replies = [pool.submit(post, running)]
+            wait_for(lambda: running.engine.has_work)
+            replies.append(pool.submit(post, running, prompt=[7, 8]))
+            wait_for(lambda: running.server.state.thread._pending == 1)
+        assert replies[0].result().status_code == 500 and "ZeroDivisionError: no share" in replies[0].result().text
+        assert tokens(replies[1].result()) == oracle([7, 8], 8)
+        running.wait_idle()
+
+
+def test_an_end_that_the_engine_never_tells_of_is_told_by_the_server() -> None:
+    """A step fails and takes the last event of a request with it."""
+    with serving() as running, ThreadPoolExecutor(2) as pool:
+        step, calls = running.engine.step, iter(range(10**9))
+
+        def failing() -> Any:
+            events = step()
+            if any(event.finish_reason for event in events) and next(calls) == 0:
+                raise RuntimeError("events lost")
+            return events
+
+        running.engine.step = failing  # type: ignore[method-assign]
+        replies = [pool.submit(post, running, prompt=[4 + i, 5, 6], max_tokens=4 + 4 * i) for i in range(2)]
+        assert 500 in [reply.result().status_code for reply in replies]
+        running.wait_idle()
+
+
 def test_a_stream_that_fails_halfway_ends_with_the_error() -> None:
     with serving() as running:
         fail_once(running.engine, MemoryError("no room"), at_call=4)
@@ -73,8 +135,8 @@ def test_a_stream_that_fails_halfway_ends_with_the_error() -> None:
         running.wait_idle()
 
 
-def test_a_step_that_fails_with_its_requests_all_done_ends_them_too() -> None:
-    """Of three requests that sample their only token in one step the second raises; the first has ended, and its event is lost."""
+def test_what_ended_in_the_step_that_failed_keeps_its_answer() -> None:
+    """Of three requests that sample their only token in one step the second raises; the first has ended."""
     with serving() as running, ThreadPoolExecutor(4) as pool:
         accept, calls = running.engine._accept, iter(range(10**9))
 
@@ -87,10 +149,12 @@ def test_a_step_that_fails_with_its_requests_all_done_ends_them_too() -> None:
         with held(running.engine):
             replies = [pool.submit(post, running, prompt=[7, 7], max_tokens=1)]
             wait_for(lambda: running.engine.has_work)
-            replies += [pool.submit(post, running, prompt=[4 + i, 5], max_tokens=1) for i in range(3)]
-            wait_for(lambda: running.server.state.thread._pending == 3)
-        assert [reply.result().status_code for reply in replies] == [200, 500, 500, 500]
-        assert all("IndexError: no such piece" in reply.result().text for reply in replies[1:])
+            for i in range(3):
+                replies.append(pool.submit(post, running, prompt=[4 + i, 5], max_tokens=1))
+                wait_for(lambda n=i: running.server.state.thread._pending == n + 1)  # type: ignore[misc]
+        assert [reply.result().status_code for reply in replies] == [200, 200, 500, 500]
+        assert tokens(replies[1].result()) == oracle([4, 5], 1)
+        assert all("IndexError: no such piece" in reply.result().text for reply in replies[2:])
         running.wait_idle()
         assert tokens(post(running)) == oracle([4, 5, 6], 8)
 
@@ -193,3 +257,27 @@ def test_while_the_model_loads_health_says_so() -> None:
         loaded.set()
         wait_for(lambda: running.http.get("/health").status_code == 200)
         assert tokens(post(running)) == oracle([4, 5, 6], 8)
+
+
+def test_a_step_whose_tokens_never_come_ends_its_own_requests_and_not_those_of_the_next() -> None:
+    with serving(lambda: make_engine(tokenizer=chat_tokenizer(), overlap=True)) as running, ThreadPoolExecutor(2) as pool:
+        choose, calls = running.engine.sampler.choose, iter(range(10**9))
+
+        def waiting() -> Any:
+            raise RuntimeError("the copy failed")
+
+        def choosing(*args: Any) -> Any:
+            chosen = choose(*args)
+            if next(calls) == 0:
+                chosen.wait = waiting
+            return chosen
+
+        running.engine.sampler.choose = choosing  # type: ignore[method-assign]
+        with held(running.engine):
+            replies = [pool.submit(post, running)]
+            wait_for(lambda: running.engine.has_work)
+            replies.append(pool.submit(post, running, prompt=[7, 8]))
+            wait_for(lambda: running.server.state.thread._pending == 1)
+        assert replies[0].result().status_code == 500 and "the copy failed" in replies[0].result().text
+        assert tokens(replies[1].result()) == oracle([7, 8], 8)
+        running.wait_idle()

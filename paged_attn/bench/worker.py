@@ -1,0 +1,52 @@
+"""One system in a process of its own: `python -m paged_attn.bench.worker JOB LOG`. Events go to LOG as they come."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from paged_attn.bench.job import Job, Log
+from paged_attn.bench.machine import device_used_bytes, host_peak_bytes
+from paged_attn.bench.measure import measure
+from paged_attn.bench.systems import SYSTEMS
+from paged_attn.cuda_modules import load_kernels_at_start
+
+
+def run(job: Job, log: Log) -> None:
+    """Start the system, run the tasks that it can, and say what came of each."""
+    entry = SYSTEMS[job.system]
+    before = device_used_bytes(job.model.device)
+    started = time.perf_counter()
+    system = entry.start(job)
+    log.write("started", seconds=time.perf_counter() - started, facts=system.facts())
+    for task in job.tasks:
+        name = task.workload.name
+        if why := entry.refuses(task.workload):
+            log.write("skipped", workload=name, why=why)
+            continue
+        log.write("running", workload=name)
+        try:
+            timed = measure(system, task, job.repeat, job.max_seconds, job.system)
+        except (RuntimeError, ValueError) as error:  # out of memory, say; the next workload may fit
+            traceback.print_exc()
+            log.write("failed", workload=name, why=f"{type(error).__name__}: {error}")
+        else:
+            log.write("timed", workload=name, **timed.as_dict())
+    after = device_used_bytes(job.model.device)
+    used = None if after is None or before is None else after - before
+    log.write("done", facts=system.facts(), host_peak_bytes=host_peak_bytes(), device_bytes=used)
+    system.close()
+
+
+def main(argv: Sequence[str]) -> None:
+    job = Job.read(Path(argv[0]))
+    if job.system == "paged_attn":  # peers find the environment as it is
+        load_kernels_at_start()
+    run(job, Log(Path(argv[1])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,97 @@
+"""What a step chose, on its way from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+LOW_BITS = 0xFFFFFFFF
+
+
+class SampledToken(NamedTuple):
+    """A chosen token and, when asked for, log-probabilities of the model's own distribution (before any penalty).
+
+    `top_logprobs` has the most likely token first, the lower id first among equals, and none of probability 0.
+    """
+
+    token_id: int
+    logprob: float | None
+    top_logprobs: tuple[tuple[int, float], ...] | None
+
+
+class Logprobs(NamedTuple):
+    """rows: which of the step's; own [L] float32, top_ids and top [L, K], of which row i wants the first counts[i]."""
+
+    rows: list[int]
+    counts: list[int]
+    own: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+class Chosen:
+    """Tokens [N] int64 of one step, -1 where logits were not finite, and log-probabilities. The copy to the host starts at once.
+
+    `tokens` may lie in memory that the next step overwrites.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
+        tensors = [tokens] if logprobs is None else [tokens, logprobs.own, logprobs.top_ids, logprobs.top]
+        self.tokens = tokens
+        self._logprobs = logprobs
+        self._copies = [_host_copy(tensor) for tensor in tensors]
+        self._event = None
+        if tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[SampledToken | None]:
+        """A token for each row, None where logits were not finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._copies[0].tolist()
+        sampled: list[SampledToken | None] = [SampledToken(token, None, None) for token in tokens]
+        if tokens and min(tokens) < 0:
+            sampled = [each if each is not None and each.token_id >= 0 else None for each in sampled]
+        if self._logprobs is not None:
+            rows, counts = self._logprobs.rows, self._logprobs.counts
+            for row, count, own, ids, values in zip(rows, counts, *(copy.tolist() for copy in self._copies[1:]), strict=True):
+                if tokens[row] >= 0:
+                    top = tuple((i, value) for i, value in zip(ids[:count], values[:count], strict=True) if value > NEG_INF)
+                    sampled[row] = SampledToken(tokens[row], own, top)
+        return sampled
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A copy that nothing waits for; on the CPU, too, as a captured step's memory is the next one's."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None], rows_on_device: Tensor) -> Logprobs:
+    """Log-probabilities of the chosen tokens [N] and of the most likely ones.
+
+    Args:
+        logits: [N, V]; wanted: how many of the most likely each row asks for, None for no log-probability at all.
+        rows_on_device: [L] int64, the rows that ask.
+    """
+    rows = [row for row, count in enumerate(wanted) if count is not None]
+    counts = [count for count in wanted if count is not None]
+    logprobs = logits.index_select(0, rows_on_device).float().log_softmax(-1)
+    own = logprobs.gather(-1, tokens.index_select(0, rows_on_device).clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    ids = _most_likely(logprobs, min(max(counts), logits.shape[-1]))
+    return Logprobs(rows, counts, own, ids, logprobs.gather(-1, ids))
+
+
+def _most_likely(values: Tensor, count: int) -> Tensor:
+    """values [L, V] float32 -> ids [L, count], the largest value first and the lower id first among equals; topk alone breaks ties as it
+    likes, so it gets whole numbers that are all different: the value in the high bits, the id in the low ones."""
+    bits = values.contiguous().view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    ids = torch.arange(values.shape[-1], device=values.device)
+    best = ((ordered << 32) | (LOW_BITS - ids)).topk(count, dim=-1).values
+    return LOW_BITS - (best & LOW_BITS)

@@ -1,0 +1,80 @@
+"""Records on disk: one file each, checked when it is read, and replaced as a whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paged_attn.capture.artifacts import VARIABLE
+
+logger = logging.getLogger("paged_attn")
+MOST_TRIED = 8  # entries of one key, newest first: models that differ in tensors only, or in a file that was changed and changed back
+
+
+class Entries:
+    """A folder of files `<key>-<evidence>.graph`: a line with key and checksum, and then JSON.
+
+    Args:
+        folder: is made when first needed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of_user(cls) -> Entries | None:
+        """Those in the folder that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn), or None if that is "none"."""
+        chosen = os.environ.get(VARIABLE) or "~/.cache/paged_attn"
+        return None if chosen.lower() == "none" else cls(Path(chosen).expanduser() / "graphs")
+
+    def read(self, key: str) -> Iterator[tuple[Path, Any]]:
+        """The records of a key, newest first; what is damaged is left out with a warning."""
+        for path in sorted(self.folder.glob(f"{key}-*.graph"), key=_age, reverse=True)[:MOST_TRIED]:
+            try:
+                head, _, body = path.read_bytes().partition(b"\n")
+            except OSError as error:
+                logger.info("the graph %s can not be read: %s", path, error)
+                continue
+            if head.decode(errors="replace") != _head(key, body):
+                logger.warning("the graph %s is damaged: its checksum is wrong. The model is traced anew.", path)
+                continue
+            yield path, json.loads(body)
+
+    def write(self, key: str, evidence: str, record: Any) -> Path | None:
+        """Write a record, in place of any other with the same evidence; None, with a warning, if the disk does not allow that."""
+        body = json.dumps(record, separators=(",", ":")).encode()
+        path = self.folder / f"{key}-{evidence[:16]}.graph"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix="new-") as scratch:
+                written = Path(scratch, "entry")
+                written.write_bytes(_head(key, body).encode() + b"\n" + body)
+                os.replace(written, path)  # whole or not at all, whoever else writes it now
+        except OSError as error:
+            logger.warning("a traced graph is not kept in %s: %s. Set %s to another folder, or to none.", self.folder, error, VARIABLE)
+            return None
+        return path
+
+    def remove(self, path: Path) -> None:
+        """Remove an entry that turned out to be of no use."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("the graph %s can not be removed: %s", path, error)
+
+
+def _head(key: str, body: bytes) -> str:
+    return f"{key} {hashlib.sha256(key.encode() + body).hexdigest()}"
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # another process has removed it
+        return 0.0

@@ -1,0 +1,117 @@
+"""Looking for the graph that an earlier process captured of the same model, and keeping the one that this process captured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.graph_cache.code_files import module_digest, modules_of
+from paged_attn.graph_cache.describe import Indescribable, tensor_digest
+from paged_attn.graph_cache.entries import Entries
+from paged_attn.graph_cache.key import graph_key
+from paged_attn.graph_cache.owned_tensors import OwnedTensors
+from paged_attn.graph_cache.record import record_of, restored
+from paged_attn.options import CompileOptions
+from paged_attn.passes.model_facts import model_device
+
+logger = logging.getLogger("paged_attn")
+_UNUSABLE = (LookupError, ValueError, TypeError, AttributeError)  # an op that nobody has registered in this process, for one
+MOST_EVALUATED_BYTES = 256 << 20  # of the tensors on whose values the proofs rest
+
+
+class KeptGraphs:
+    """The graphs on disk of one model, as it is now, captured with these settings.
+
+    A record is found by a key (`graph_key`), and used if its evidence still holds: the code of every file that the trace went through, and
+    the values of all tensors that the passes evaluated. Whoever uses it compares it with the model on numbers, as after a trace.
+    """
+
+    def __init__(self, entries: Entries, key: str, model: nn.Module, options: CompileOptions) -> None:
+        self.entries, self.key, self.model, self.options = entries, key, model, options
+
+    @classmethod
+    def of(cls, model: nn.Module, options: CompileOptions, positions: bool) -> KeptGraphs | None:
+        """None where nothing may be kept: no cache, no self-check, or a model of which no text says all (then the log says why)."""
+        entries = Entries.of_user()
+        if entries is None or not options.self_check:
+            return None
+        started = time.perf_counter()
+        try:
+            key = graph_key(model, options, positions)
+        except Indescribable as reason:
+            _not_kept(model, reason)
+            return None
+        logger.info("described %s for the cache of graphs in %.2f s", type(model).__name__, time.perf_counter() - started)
+        return cls(entries, key, model, options)
+
+    def find(self) -> tuple[CompiledGraph, list[Any], Path] | None:
+        """A graph, its flat inputs as of the traced call, and its file; None if there is none that can be used."""
+        started = time.perf_counter()
+        for path, record in self.entries.read(self.key):
+            if (changed := self._changed(record["evidence"])) is not None:
+                logger.info("the graph %s is of no use: %s is not what it was", path, changed)
+                continue
+            try:
+                found = restored(record, self.model, model_device(self.model), self.options)
+            except _UNUSABLE as error:
+                logger.warning("the graph %s can not be used: %s: %s. The model is traced anew.", path, type(error).__name__, error)
+                continue
+            if found is None:
+                logger.info("the graph %s is of no use: a compiled piece is gone", path)
+                continue
+            seconds = time.perf_counter() - started
+            found[0].rewrite.seconds["loaded from disk"] = seconds
+            logger.info("loaded the rewritten graph of %s from %s in %.2f s", type(self.model).__name__, path, seconds)
+            return *found, path
+        return None
+
+    def keep(self, compiled: CompiledGraph, args: Sequence[Any]) -> Path | None:
+        """Write a graph that has passed its self-check; None, with the reason logged, if it can not be kept.
+
+        Args:
+            args: the flat inputs of the traced call.
+        """
+        try:
+            if compiled.files is None:
+                raise Indescribable("a trace of which torch does not say what code it went through")
+            owned = OwnedTensors(self.model)
+            record = record_of(compiled, args, owned)
+            evidence = self._evidence(modules_of(compiled.files), [owned.path_of(args[index]) for index in _tensors(compiled)])
+        except Indescribable as reason:
+            _not_kept(self.model, reason)
+            return None
+        name = hashlib.sha256(json.dumps(evidence).encode()).hexdigest()
+        return self.entries.write(self.key, name, {"evidence": evidence, **record})
+
+    def _evidence(self, modules: Sequence[str], tensors: Sequence[Sequence[str]]) -> Any:
+        found = [(module, name, OwnedTensors.at(self.model, [module, name])) for module, name in tensors]
+        if sum(tensor.nbytes for *_, tensor in found) > MOST_EVALUATED_BYTES:
+            raise Indescribable(f"a proof on the values of more than {MOST_EVALUATED_BYTES >> 20} MiB")
+        values = [[module, name, tensor_digest(tensor)] for module, name, tensor in found]
+        return {"code": [[name, module_digest(name)] for name in modules], "tensors": values}
+
+    def _changed(self, evidence: Any) -> str | None:
+        """What of the evidence does not hold any more; None if all of it does."""
+        for name, digest in evidence["code"]:
+            if module_digest(name) != digest:
+                return f"the code or a value in {name}"
+        for module, name, digest in evidence["tensors"]:
+            if tensor_digest(OwnedTensors.at(self.model, [module, name])) != digest:
+                return f"the tensor {name} of {module or 'the model'}"
+        return None
+
+
+def _tensors(compiled: CompiledGraph) -> list[int]:
+    return [index for index in compiled.rewrite.evaluated if compiled.roles[index] == "owned"]
+
+
+def _not_kept(model: nn.Module, reason: Indescribable) -> None:
+    logger.info("the graph of %s is not kept for the next process: %s can not be told by a hash", type(model).__name__, reason)

@@ -1,0 +1,77 @@
+"""The name under which a model's graph is kept: whatever decides what a trace and the passes make of it, but for the code in files."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import paged_attn
+from paged_attn.capture.artifact_key import settings_text
+from paged_attn.capture.split_ops import split_ops
+from paged_attn.graph_cache.describe import Describer
+from paged_attn.graph_cache.model_text import model_text
+from paged_attn.options import CompileOptions
+
+_FOLDERS = ("", "graph_cache", "attn_ops", "passes", "capture")
+_OF_ENGINE = ("capture_model.py", "opaque_modules.py", "plain_buffers.py")  # the others have no part in a capture
+_INSTALLED = (".dist-info", ".egg-info")
+_PLACES = ("debug_dir_root", "base_dir")  # the working directory, and where torch lies
+
+
+def graph_key(model: nn.Module, options: CompileOptions, positions: bool) -> str:
+    """Raises Indescribable for a model of which no text says all."""
+    facts = [
+        f"sources {_SOURCES}", _versions(), f"options {sorted(asdict(options).items())} positions {positions}",
+        f"forward {inspect.signature(model.forward)}", f"inference mode {torch.is_inference_mode_enabled()}",
+        f"split ops {sorted(op.name() for op in split_ops())}", *_devices(), *_dynamo(), *settings_text(), model_text(model),
+    ]  # fmt: skip
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+def _dynamo() -> list[str]:
+    from torch._dynamo import config
+
+    values = config.save_config_portable(ignore_private_configs=False)
+    describer = Describer({}, strict=False)
+    return [f"dynamo {name}={describer.text(values[name])}" for name in sorted(values) if name not in _PLACES]
+
+
+def _devices() -> list[str]:
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"cuda {device.name} {device.major}.{device.minor}" for device in found]
+
+
+def _sources() -> str:
+    """Of all of ours that takes part in a capture."""
+    digest = hashlib.sha256()
+    for folder in _FOLDERS:
+        for path in sorted(file for place in paged_attn.__path__ for file in Path(place, folder).glob("*.py")):
+            digest.update(f"{folder}/{path.name}\n".encode() + path.read_bytes())
+    for name in _OF_ENGINE:
+        digest.update(f"engine/{name}\n".encode() + Path(paged_attn.__file__).with_name("engine").joinpath(name).read_bytes())
+    return digest.hexdigest()
+
+
+_SOURCES = _sources()  # when they are imported, and not when they may have been edited under a running process
+
+
+@functools.cache
+def _versions() -> str:
+    """Of Python, torch and all packages that are installed: transformers asks which there are."""
+    names = {name for place in sys.path for name in _listed(place or ".") if name.endswith(_INSTALLED)}
+    return f"python {sys.version_info[:3]} torch {torch.__version__} {torch.version.git_version} {sorted(names)}"
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # an archive, or nothing at all
+        return []

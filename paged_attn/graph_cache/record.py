@@ -1,0 +1,111 @@
+"""A captured graph as a record for the disk: the rewritten graph, what the passes found, and where its inputs come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.capture.artifacts import ArtifactCache
+from paged_attn.capture.pieces import KeptPiece, load_pieces
+from paged_attn.capture.split import split_graph
+from paged_attn.capture.split_ops import split_ops
+from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.graph_cache.describe import Indescribable
+from paged_attn.graph_cache.graph_data import Data, graph_data, graph_of
+from paged_attn.graph_cache.owned_tensors import OwnedTensors
+from paged_attn.options import CompileOptions
+from paged_attn.passes.call_form import CallForm
+from paged_attn.passes.merge_linears import Merge
+from paged_attn.passes.runner import LayerReport, Rewrite
+
+PROBE_TOKENS = 3  # of the token ids that stand for those of the traced call
+_PER_CALL = ("tokens", "input_ids", "position_ids", "logits_rows", "num_logits")
+
+
+def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors) -> Data:
+    """Raises Indescribable where the graph, its layers or its inputs are no plain data, or a compiled piece is not on disk.
+
+    Args:
+        args: the flat inputs of the traced call.
+    """
+    found = compiled.rewrite
+    if found.gm is None or any(type(spec) is not AttentionSpec for spec in compiled.specs) or compiled.recurrent:
+        raise Indescribable("a graph with layers of its own kind")
+    if compiled.pieces is not None and compiled.pieces.kept is None:
+        raise Indescribable("a graph of which some piece is compiled in each process")
+    return {
+        "graph": graph_data(found.gm),
+        "inputs": [_input(role, arg, owned) for role, arg in zip(compiled.roles, args, strict=True)],
+        "max_tokens": found.form.max_tokens,
+        "layers": [asdict(layer) for layer in found.layers],
+        "merges": [[list(merge.inputs), list(merge.rows)] for merge in found.merges],
+        "nodes": [found.nodes_before, found.nodes_after],
+        "positions_redirected": found.positions_redirected,
+        "max_positions": found.max_positions,
+        "evaluated": list(found.evaluated),
+        "pieces": None if compiled.pieces is None else [asdict(piece) for piece in compiled.pieces.kept or ()],
+    }
+
+
+def restored(record: Data, model: nn.Module, device: torch.device, options: CompileOptions) -> tuple[CompiledGraph, list[Any]] | None:
+    """The graph and its inputs, of this model; None if a compiled piece is gone.
+
+    Raises:
+        LookupError, ValueError, TypeError, AttributeError: for what `record_of` did not write.
+    """
+    gm = graph_of(record["graph"], device)
+    split = split_graph(gm, split_ops())
+    pieces = None
+    if record["pieces"] is not None:
+        cache = ArtifactCache.of_user()
+        pieces = (
+            None
+            if cache is None
+            else load_pieces(split, [KeptPiece(**{**piece, "arguments": tuple(piece["arguments"])}) for piece in record["pieces"]], cache)
+        )
+        if pieces is None:
+            return None
+    found = _found(record, gm)
+    args = [_argument(each, model, device) for each in record["inputs"]]
+    return CompiledGraph(None, found, split, pieces, model, options), args
+
+
+def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    roles = {node: str(each["role"]) for node, each in zip(placeholders, record["inputs"], strict=True)}
+    before, after = record["nodes"]
+    return Rewrite(
+        CallForm("T", roles, "", record["max_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
+        nodes_before=before, nodes_after=after, positions_redirected=record["positions_redirected"],
+        merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
+        max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]),
+    )  # fmt: skip
+
+
+def _layer(data: Data) -> LayerReport:
+    spec = dict(data["spec"])
+    if spec["alibi_slopes"] is not None:
+        spec["alibi_slopes"] = tuple(spec["alibi_slopes"])
+    return LayerReport(**{**data, "spec": AttentionSpec(**spec), "original_order": tuple(data["original_order"])})
+
+
+def _input(role: str, arg: Any, owned: OwnedTensors) -> Data:
+    if role in _PER_CALL:
+        return {"role": role}
+    if role != "owned" or not isinstance(arg, Tensor):
+        raise Indescribable(f"a graph that takes a {type(arg).__name__} as {role}")
+    return {"role": role, "tensor": owned.path_of(arg)}
+
+
+def _argument(data: Data, model: nn.Module, device: torch.device) -> Any:
+    ids = torch.arange(PROBE_TOKENS, device=device)
+    if data["role"] == "owned":
+        return OwnedTensors.at(model, data["tensor"])
+    return {
+        "tokens": PROBE_TOKENS, "input_ids": ids[None], "position_ids": ids[None], "logits_rows": ids, "num_logits": PROBE_TOKENS
+    }[data["role"]]  # fmt: skip

@@ -1,0 +1,88 @@
+"""What each style of transformers' tensor parallelism computes, on a rank's own tensors and with ops that can be traced and captured."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.parallel.collectives import from_first, gathered, sum_over
+from paged_attn.parallel.ranks import Ranks
+
+Forward = Callable[..., Any]
+AS_IT_IS = {"colwise", "packed_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj"}
+
+
+def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: bool) -> Forward:
+    """The forward of a module whose parameters are a rank's own.
+
+    Args:
+        style: as transformers' tp_plan calls it.
+        cut: whether any of the module's parameters is a shard.
+
+    Raises:
+        UnsupportedError: a style, or a style for such a module, that is not known.
+    """
+    whole = types.MethodType(type(module).forward, module)
+    if style in AS_IT_IS and not isinstance(module, nn.Embedding):
+        return whole
+    if style in ("colwise_gather_output", "colwise_rep") and isinstance(module, nn.Linear):
+        return _gathered(whole, module.out_features, ranks)
+    if style in ("rowwise", "rowwise_split_input", "rowwise_rep") and isinstance(module, nn.Linear):
+        return _summed_linear(module, ranks, slices_input=style != "rowwise")
+    if style in ("embedding_rowwise", "embedding_colwise") and isinstance(module, nn.Embedding) and module.max_norm is None:
+        if style == "embedding_colwise" or module.weight.shape[1] < module.embedding_dim:
+            return _gathered(whole, module.embedding_dim, ranks)
+        return _summed_embedding(whole, module, ranks)
+    if style in ("moe_tp_experts", "all_reduce"):
+        return _summed(whole, ranks) if cut or style == "all_reduce" else whole
+    if style == "moe_identity_expert":
+        return lambda x, *args, **kwargs: whole(x / ranks.size, *args, **kwargs)
+    raise UnsupportedError(
+        f"{name} ({type(module).__name__}) has the tensor-parallel style {style!r}, which is not known for such a module; give "
+        "from_pretrained a tp_plan without it"
+    )
+
+
+def equal_on_all_ranks(forward: Forward, ranks: Ranks) -> Forward:
+    """`forward` with the first rank's result on all of them."""
+    return lambda *args, **kwargs: from_first(forward(*args, **kwargs), ranks.name)
+
+
+def _gathered(whole: Forward, width: int, ranks: Ranks) -> Forward:
+    size, group = ranks.size, ranks.name
+    return lambda *args, **kwargs: gathered(whole(*args, **kwargs), width, size, group)
+
+
+def _summed(whole: Forward, ranks: Ranks) -> Forward:
+    group = ranks.name
+    return lambda *args, **kwargs: sum_over(whole(*args, **kwargs), group)
+
+
+def _summed_linear(module: nn.Linear, ranks: Ranks, slices_input: bool) -> Forward:
+    group = ranks.name
+    start = ranks.rank * -(-module.in_features // ranks.size)
+
+    def forward(x: Tensor) -> Tensor:
+        if slices_input:
+            x = x.narrow(-1, start, module.weight.shape[1])
+        output = sum_over(functional.linear(x, module.weight), group)
+        return output if module.bias is None else output + module.bias
+
+    return forward
+
+
+def _summed_embedding(whole: Forward, module: nn.Embedding, ranks: Ranks) -> Forward:
+    """Each rank looks up the ids of its own rows; the others add zeros."""
+    group, rows = ranks.name, module.weight.shape[0]
+    start = ranks.rank * -(-module.num_embeddings // ranks.size)
+
+    def forward(ids: Tensor) -> Tensor:
+        mine = (ids >= start) & (ids < start + rows)
+        return sum_over(whole((ids - start).where(mine, 0)).where(mine[..., None], 0), group)
+
+    return forward

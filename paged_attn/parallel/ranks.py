@@ -1,0 +1,110 @@
+"""The processes that run one sharded model: what they must agree on, and how they find out that they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paged_attn.attn_ops.batch import BatchRequest
+
+DIGEST_BITS = 62  # so that its negative is an int64, too
+_controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+class DivergedError(RuntimeError):
+    """The ranks of a sharded model were about to compute different things. No rank goes on."""
+
+
+class Ranks:
+    """The ranks of one tensor-parallel group. Each method that talks to the others must be called by all of them, in the same order.
+
+    Control messages go over gloo on the CPU, so that they neither wait for the device nor enter a captured graph.
+
+    Args:
+        group: the ranks that hold the shards.
+
+    Attributes:
+        rank, size: this process's place in the group, and how many there are.
+        name: of the group, as functional collectives take it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.name = group, group.group_name
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        members = dist.get_process_group_ranks(group)
+        self.leader = members[0]
+        if group not in _controls:  # one for all engines: making and ending one takes all ranks
+            _controls[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        self._control = _controls[group]
+
+    def least(self, number: int) -> int:
+        """The smallest `number` of all ranks."""
+        return -self._largest([-number])[0]
+
+    def least_of(self, count: Callable[[int], int]) -> Callable[[int], int]:
+        """`count` with the smallest result of all ranks."""
+        return lambda argument: self.least(count(argument))
+
+    def all_say(self, yes: bool) -> bool:
+        """Whether every rank says yes."""
+        return bool(self.least(int(yes)))
+
+    def check_same(self, what: str, data: bytes) -> None:
+        """Raises DivergedError, on every rank, unless all ranks give the same `data`; `what` says what that is of."""
+        self._compare(what, data)()
+
+    def compare_step(self, requests: Sequence[BatchRequest]) -> Callable[[], None]:
+        """Ask whether every rank is about to compute the same tokens at the same places. Call what this returns before computing them: it
+        waits for the answer, and raises DivergedError, on every rank, if it is no."""
+        return self._compare("the next step", _signature(requests))
+
+    def _compare(self, what: str, data: bytes) -> Callable[[], None]:
+        digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> (64 - DIGEST_BITS)
+        extremes = torch.tensor([digest, -digest])
+        asked = self._among_ranks(what, lambda: dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._control, async_op=True))
+
+        def settle() -> None:
+            self._among_ranks(what, asked.wait)
+            largest, smallest = extremes.tolist()
+            if largest != -smallest:
+                raise DivergedError(
+                    f"the {self.size} ranks of this model do not agree on {what} (this is rank {self.rank}). Under tensor parallelism "
+                    "every rank runs the same program: the same settings, the same requests in the same order and as many steps. Nothing "
+                    "was computed."
+                )
+
+        return settle
+
+    def _among_ranks(self, what: str, talk: Callable[[], Any]) -> Any:
+        try:
+            return talk()
+        except RuntimeError as error:
+            raise DivergedError(
+                f"rank {self.rank} of {self.size} waited for the others to compare {what}, and one of them is gone or busy with something "
+                f"else: {error}"
+            ) from error
+
+    def take_first(self, tensor: Tensor) -> None:
+        """Write the first rank's numbers over everyone's; on a GPU that is enqueued and not waited for."""
+        dist.broadcast(tensor, self.leader, group=self.group)
+
+    def _largest(self, numbers: list[int]) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control)
+        return tensor.tolist()
+
+
+def _signature(requests: Sequence[BatchRequest]) -> bytes:
+    """All that a step depends on, apart from pages before a request's last one: those were in the signatures of earlier steps."""
+    numbers = array("q")
+    for request in requests:
+        numbers.extend((request.num_cached, request.num_logits, len(request.tokens), len(request.pages), request.pages[-1]))
+        numbers.extend(request.tokens)
+    return numbers.tobytes()

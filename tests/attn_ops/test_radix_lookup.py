@@ -1,0 +1,50 @@
+"""RadixCache.num_cached: what match would find, without leaving a trace."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paged_attn.attn_ops.page_allocator import PageAllocator
+from paged_attn.attn_ops.radix_cache import RadixCache
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6))
+def test_it_says_what_match_finds(seed: int) -> None:
+    rng = random.Random(seed)
+    allocator = PageAllocator(200, rng.choice([1, 2, 3]))
+    tree = RadixCache(allocator)
+
+    def tokens() -> list[int]:
+        return [rng.choice([1, 2]) for _ in range(rng.randint(0, 14))]
+
+    for _ in range(rng.randint(0, 8)):
+        inserted, namespace = tokens(), rng.choice([None, "a"])
+        pages = allocator.allocate(allocator.pages_for(len(inserted)))
+        result = tree.insert(inserted, pages, namespace)
+        allocator.free([d.callers_page for d in result.duplicates] + pages[len(inserted) // allocator.page_size :])
+        if result.node.parent is not None and rng.random() < 0.5:
+            tree.attach(result.node, "state")
+    tree.evict(rng.choice([0, 0, 1, 3]))
+    for _ in range(10):
+        asked, namespace = tokens(), rng.choice([None, "a", "b"])
+        limit = rng.choice([None, rng.randint(0, 14)])
+        plain = tree.num_cached(asked, namespace, limit)
+        with_payload = tree.num_cached(asked, namespace, limit, with_payload=True)
+        match = tree.match(asked[:limit], namespace)
+        assert plain == match.num_tokens and with_payload == tree.cut_to_payload(match).num_tokens
+
+
+def test_it_neither_splits_nodes_nor_marks_them_as_used() -> None:
+    allocator = PageAllocator(10, 2)
+    tree = RadixCache(allocator)
+    for first in (1, 2):
+        tree.insert([first] * 6, allocator.allocate(3))
+    nodes = [tree.match([first] * 6).node for first in (1, 2)]
+    assert tree.num_cached([1] * 4 + [3] * 2) == 4 and tree.num_cached([1] * 5) == 4 and tree.num_cached([3] * 6) == 0
+    assert len(nodes[0].pages) == 3 and nodes[0].last_access < nodes[1].last_access
+    tree.evict(3)
+    assert nodes[0].is_evicted, "it is still the least recently used"

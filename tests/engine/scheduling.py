@@ -1,0 +1,56 @@
+"""Schedulers without a model: requests that arrive, and what an engine does with the steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged_attn import EngineConfig
+from paged_attn.engine.chosen import SampledToken
+from paged_attn.engine.kv_manager import KVManager
+from paged_attn.engine.request import Request
+from paged_attn.engine.scheduler import Scheduler
+from paged_attn.engine.step_plan import Scheduled
+from tests.engine.models import request_of
+
+
+def scheduler_of(num_pages: int = 100, page_size: int = 4, prefix_cache: bool = False, **config: Any) -> Scheduler:
+    return Scheduler(EngineConfig(page_size=page_size, **config), KVManager(num_pages, page_size, prefix_cache))
+
+
+def arrive(
+    scheduler: Scheduler, *lengths: int, tokens: list[int] | None = None, namespace: Any = None, priority: int = 0, new: int = 1000
+) -> list[Request]:
+    """A request per length; its id is r and its number by arrival."""
+    requests = []
+    for length in lengths:
+        request = request_of(tokens or [1 + length % 7] * length, namespace)
+        request.arrival = max((r.arrival for r in (*scheduler.waiting, *scheduler.running)), default=-1) + 1
+        request.id, request.max_new_tokens, request.priority = f"r{request.arrival}", new, priority
+        scheduler.waiting.append(request)
+        requests.append(request)
+    return requests
+
+
+def run(scheduled: list[Scheduled]) -> None:
+    """What the engine does after a step; no request ends by itself."""
+    launch(scheduled)
+    collect(*(s.request for s in scheduled if s.samples))
+
+
+def launch(scheduled: list[Scheduled]) -> None:
+    """What the engine does when a step is on its way and its tokens are not known yet."""
+    for s in scheduled:
+        s.request.num_cached += s.count
+        s.request.num_pending += s.samples
+
+
+def collect(*requests: Request) -> None:
+    """The token under way of each request has come."""
+    for request in requests:
+        request.num_pending, request.num_vouched = request.num_pending - 1, len(request.tokens)
+        request.tokens.append(9)
+        request.sampled.append(SampledToken(9, None, None))
+
+
+def counts(scheduled: list[Scheduled]) -> list[tuple[str, int, bool]]:
+    return [(s.request.id, s.count, s.samples) for s in scheduled]

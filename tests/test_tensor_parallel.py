@@ -1,0 +1,206 @@
+"""Sharded models in two gloo processes: the tokens of one process, on both ranks; what they must agree on; what is refused."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from paged_attn import LLM
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.parallel.lead import first_rank_leads
+from paged_attn.parallel.local_model import enter_local
+from paged_attn.parallel.plan import plan_of
+from paged_attn.parallel.ranks import Ranks
+from paged_attn.parallel.shard import shard
+from tests import two_ranks
+from tests.oracle import greedy
+from tests.two_ranks import CASES, PROMPTS, SETTINGS, whole
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
+RECORDED_TOKENS = 12  # what tests/engine/test_captured_steps.py asks for
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw of every case, from one start of two processes."""
+    out = tmp_path_factory.mktemp("ranks") / "seen"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.two_ranks", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([*command, *CASES], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+
+
+def on_both(seen: list[dict[str, Any]], case: str) -> Any:
+    """What a case gave, which must be the same on both ranks."""
+    assert seen[0][case] == seen[1][case]
+    return seen[0][case]
+
+
+@functools.cache
+def _expected(name: str, new_tokens: int, overrides: tuple[tuple[str, Any], ...]) -> list[list[int]]:
+    model = whole(name, **dict(overrides))
+    return [greedy(model, prompt, new_tokens) for prompt in PROMPTS]
+
+
+def expected(name: str, new_tokens: int = 8, **overrides: Any) -> list[list[int]]:
+    """The whole model's own `generate`."""
+    return _expected(name, new_tokens, tuple(overrides.items()))
+
+
+@pytest.mark.parametrize("case", ["llama hooked", "qwen3 hooked", "qwen3_moe hooked", "qwen3_moe rewritten"])
+def test_two_ranks_give_the_tokens_of_the_whole_model(seen: list[dict[str, Any]], case: str) -> None:
+    """Ragged, in chunks, with shared prefixes, cold and warm; each rank keeps its own KV heads only."""
+    got = on_both(seen, case)
+    assert got["runs"] == [expected(case.split()[0])] * 2
+    assert got["heads"] == [[2, 1]] * 2 and got["pool heads"] == 1
+    assert got["cached"] >= 5 * 4
+
+
+def test_captured_steps_hold_the_collectives(seen: list[dict[str, Any]]) -> None:
+    got = on_both(seen, "qwen3 rewritten and captured")
+    assert got["tokens"] == expected("qwen3", RECORDED_TOKENS) and got["modes"] == ["full", "pieces"]
+
+
+def test_the_model_is_left_as_it_was_found(seen: list[dict[str, Any]]) -> None:
+    """Two engines at once; linears were merged, and the DTensors lie where the merged weights do."""
+    got = on_both(seen, "llama rewritten and merged")
+    assert got.pop("tokens") == [expected("llama")] * 2
+    assert got.pop("merges") > 0
+    assert all(got.values()), got
+
+
+def test_ranks_capture_the_same_shapes(seen: list[dict[str, Any]]) -> None:
+    """Rank 0 has room for more; a shape that rank 1 runs padded and rank 0 not would mix up their sums."""
+    got = on_both(seen, "unequal budgets")
+    assert got["captured"] == ["pieces 16", "pieces 24"] and "full 2" in got["refused"]
+    assert got["tokens"] == expected("llama", RECORDED_TOKENS) and "pieces" in got["modes"]
+
+
+def test_every_rank_has_as_many_pages_as_the_least(seen: list[dict[str, Any]]) -> None:
+    assert on_both(seen, "unequal memory") == SETTINGS["num_pages"] - 17
+
+
+def test_unseeded_requests_draw_the_same_everywhere_and_not_twice_the_same(seen: list[dict[str, Any]]) -> None:
+    """In "pushed", rank 1 draws other tokens on purpose: rank 0's count, with and without overlap."""
+    got = on_both(seen, "sampling")
+    assert len(set(map(tuple, got["free"]))) == 3
+    assert all(len(tokens) == 8 for run in got["pushed"] for tokens in run)
+
+
+def test_logits_are_equal_bit_for_bit_whatever_the_hidden_states(seen: list[dict[str, Any]]) -> None:
+    got = on_both(seen, "equal logits")
+    assert set(got) == {"whole head", "sharded head"} and got["whole head"] != got["sharded head"]
+
+
+def test_tied_embeddings_stay_tied_where_both_are_cut_alike(seen: list[dict[str, Any]]) -> None:
+    got = on_both(seen, "tied")
+    assert got["same"] and got["parted"]
+    assert got["tokens"] == [expected("qwen3", tie_word_embeddings=True)] * 2
+
+
+def test_a_vocabulary_that_does_not_divide(seen: list[dict[str, Any]]) -> None:
+    assert on_both(seen, "uneven vocabulary") == expected("llama", vocab_size=97)
+
+
+def test_styles_beyond_the_models_own_plans(seen: list[dict[str, Any]]) -> None:
+    got = on_both(seen, "other styles")
+    assert list(got.values()) == [expected("llama")] * len(got)
+
+
+def test_biases_are_added_once(seen: list[dict[str, Any]]) -> None:
+    assert on_both(seen, "biases") == expected("llama", attention_bias=True, mlp_bias=True)
+
+
+def test_a_model_that_transformers_read_in_shards(seen: list[dict[str, Any]]) -> None:
+    got = on_both(seen, "read in shards")
+    if got is None:
+        pytest.skip("from_pretrained(tp_plan=...) needs accelerate: pip install 'paged-attn[tp]'")
+    assert got == expected("llama")
+
+
+def test_the_first_rank_leads_and_the_others_do_as_it_does(seen: list[dict[str, Any]]) -> None:
+    leader, follower = seen[0]["led"], seen[1]["led"]
+    assert leader["leader"] == {"first": expected("llama")[:3], "refused": "ValueError", "second": expected("llama")}
+    assert follower["leader"] == {} and leader["ended"] == follower["ended"] and leader["ended"]["left"] == 0
+    assert leader["together"] == follower["together"] == expected("llama")[:2]
+
+
+def test_only_sharded_models_are_led() -> None:
+    with LLM(whole("llama"), **SETTINGS, compile=False) as llm, pytest.raises(ContextError, match="use it as it is"):
+        with first_rank_leads(llm):
+            pass
+
+
+def test_the_example_says_in_two_processes_what_it_says_in_one(seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert on_both(seen, "example") == importlib.import_module("examples.tensor_parallel").main()
+
+
+@pytest.mark.parametrize("what", ["settings", "prompt", "number of requests", "parameters"])
+def test_ranks_that_do_different_things_are_stopped(seen: list[dict[str, Any]], what: str) -> None:
+    subject = "the engine's settings" if what == "settings" else "the next step"
+    for rank in range(2):
+        kind, words = seen[rank]["divergence"][what]
+        assert kind == "DivergedError" and f"this is rank {rank}" in words
+        assert f"do not agree on {subject} (" in words
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("cut heads", "k_proj has 1 heads of 8, which 2 ranks can not share"),
+        ("logits in slices", "lm_head leaves each rank with a slice of the logits"),
+        ("unknown style", "model.norm (LlamaRMSNorm) has the tensor-parallel style 'sequence_parallel'"),
+        ("other sharding", "fsdp_size=2"),
+    ],
+)
+def test_what_is_not_served_says_so(seen: list[dict[str, Any]], what: str, words: str) -> None:
+    kind, message = on_both(seen, "refusals")[what]
+    assert kind == "UnsupportedError" and words in message
+
+
+def test_a_rank_whose_peer_is_gone_says_so(seen: list[dict[str, Any]]) -> None:
+    kind, words = seen[0]["one rank leaves"]
+    assert kind == "DivergedError" and "one of them is gone" in words
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_one_rank_is_no_tensor_parallelism(alone: None) -> None:
+    model = shard(whole("llama"))
+    assert plan_of(model) is None and enter_local(model) is None
+    with LLM(model, **SETTINGS, compile=False) as llm:
+        assert llm.engine.runner.ranks is None
+        assert [c.token_ids for c in llm.generate(PROMPTS[:1], two_ranks.GREEDY)] == expected("llama")[:1]
+
+
+def test_engines_of_one_group_share_its_control_messages(alone: None) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    first, second = Ranks(world), Ranks(world)
+    assert first._control is second._control is not world
+    assert first.least(3) == 3 and second.all_say(True) and not second.all_say(False)
+    first.check_same("something", b"1")
+
+
+def test_shard_needs_a_process_group_and_a_plan() -> None:
+    with pytest.raises(RuntimeError, match="torchrun"):
+        shard(whole("llama"))
