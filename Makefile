@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One OpenMP thread per process: test workers on few cores spin against each other otherwise.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: demo test examples lint types fast docs clean
+.PHONY: demo test overlap soak examples lint types fast docs clean
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,14 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations 10 $(ARGS)
+
+# The tests of the engine again, with each step launched before the tokens of the one before it are known, as on a GPU.
+overlap: $(VENV)/.dev
+	PAGED_ATTN_TEST_OVERLAP=1 $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations 5 tests/engine tests/server $(ARGS)
+
+MINUTES ?= 60
+soak: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 fast: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 -m "not slow" tests/passes tests/attn_ops tests/backends tests/capture $(ARGS)

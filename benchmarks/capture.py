@@ -2,8 +2,7 @@
 
 python benchmarks/capture.py [--modes eager eager_break eager_full full full_merged ...] [--batches 1 8 32 128] [--context 512]
     [--out benchmarks/results/capture.json]
-CUDA_MODULE_LOADING=EAGER python benchmarks/capture.py --startup full_merged [--out FILE]
-    seconds from the model to the first token; once cold, once more for warm. `paged-attn` sets that variable itself.
+python benchmarks/capture.py --startup full_merged [--out FILE]     seconds from the model to the first token; once cold, once more for warm
 
 The model has Llama-3.1-8B's shape, random weights and bfloat16 (`--smoke`: a tiny one, on the CPU, without graphs). A decode step is timed
 from its batch to its logits and their argmax, 40 steps in a row without waiting in between; host is the time until the last of them was

@@ -12,7 +12,6 @@ from paged_attn.bench.job import Job, Log
 from paged_attn.bench.machine import device_used_bytes, host_peak_bytes
 from paged_attn.bench.measure import measure
 from paged_attn.bench.systems import SYSTEMS
-from paged_attn.cuda_modules import load_kernels_at_start
 
 
 def run(job: Job, log: Log) -> None:
@@ -42,10 +41,7 @@ def run(job: Job, log: Log) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    job = Job.read(Path(argv[0]))
-    if job.system == "paged_attn":  # peers find the environment as it is
-        load_kernels_at_start()
-    run(job, Log(Path(argv[1])))
+    run(Job.read(Path(argv[0])), Log(Path(argv[1])))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from paged_attn import __version__
 from paged_attn.cli import backends, bench, demo, doctor, explain, generate, serve, tune, warmup
-from paged_attn.cuda_modules import load_kernels_at_start
 
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -37,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from argparse, for --help (0) and for arguments that do not parse (2).
     """
     args = build_parser().parse_args(argv)
-    if args.run is not bench.run:  # the peers that it starts shall find the environment as it is
-        load_kernels_at_start()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding has not
     try:

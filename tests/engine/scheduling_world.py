@@ -176,7 +176,7 @@ class World:
         scheduler, chosen = self.scheduler, [s.request for s in scheduled]
         assert len(set(chosen)) == len(chosen) <= len(scheduler.running) <= self.config.max_requests
         assert all(request in scheduler.running for request in chosen)
-        assert sum(s.count for s in scheduled) <= self.config.max_batch_tokens and all(s.count > 0 for s in scheduled)
+        assert sum(s.count for s in scheduled) <= self.config.step_tokens and all(s.count > 0 for s in scheduled)
         for s in scheduled:
             assert len(s.request.pages) * self.page_size >= s.request.num_cached + s.count
             assert s.samples == (s.count == s.request.num_remaining) and not s.request.has_all_tokens
