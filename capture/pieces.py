@@ -18,6 +18,7 @@ from paged_attn.capture.artifacts import Artifact, ArtifactCache, Compiled, tagg
 from paged_attn.capture.fingerprint import fingerprint, portable
 from paged_attn.capture.sizes import Sizes
 from paged_attn.capture.split import SplitGraph
+from paged_attn.capture.triton_cache import pin_triton_cache
 
 logger = logging.getLogger("paged_attn")
 
@@ -88,6 +89,7 @@ def compile_pieces(
     Must run inside the Dynamo backend call, whose tracing context knows which sizes are symbolic.
     """
     started = time.perf_counter()
+    pin_triton_cache()
     pieces = _found(split, traced)
     distinct = len({piece.fingerprint or piece.name for piece in pieces})
     logger.info("compiling %d distinct pieces of %d; the first takes longest", distinct, len(pieces))
@@ -120,6 +122,7 @@ def load_pieces(split: SplitGraph, kept: Sequence[KeptPiece], cache: ArtifactCac
         kept: of the same split graph, as `compile_pieces` reported it in another process.
     """
     started = time.perf_counter()
+    pin_triton_cache()
     computing = [name for name in split.pieces if _computes(getattr(split.gm, name))]
     if computing != [piece.name for piece in kept]:
         return None

@@ -131,6 +131,18 @@ def run_all(engine: Engine) -> list[Any]:
     return events
 
 
+def run_past_errors(engine: Engine) -> tuple[list[Any], int]:
+    """As `run_all`, going on after each RuntimeError; all events, and how many errors there were."""
+    events, raised = [], 0
+    while engine.has_work:
+        try:
+            events += engine.step()
+        except RuntimeError:
+            raised += 1
+            assert not engine._flights and all(request.num_pending == 0 for request in engine.requests.values())
+    return events, raised
+
+
 def fail_once(engine: Engine, error: BaseException, at_call: int = 1) -> None:
     """Let the model raise in its `at_call`-th step from now on, after it has run."""
     run, calls = engine.steps.run, iter(range(1, 10**9))

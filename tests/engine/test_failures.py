@@ -19,6 +19,7 @@ from tests.engine.models import (
     poisoned,
     random_prompts,
     run_all,
+    run_past_errors,
     tiny,
     tokenizer,
 )  # fmt: skip
@@ -54,12 +55,7 @@ def test_an_engine_can_step_on_after_an_exception(at_call: int, num_pages: int) 
         engine.add_request(p, SamplingParams(max_new_tokens=12, temperature=t, seed=1)) for p, t in zip(PROMPTS, (0, 0, 1), strict=True)
     ]
     fail_once(engine, RuntimeError("once"), at_call)
-    events, raised = [], 0
-    while engine.has_work:
-        try:
-            events += engine.step()
-        except RuntimeError:
-            raised += 1
+    events, raised = run_past_errors(engine)
     assert raised == 1
     (seeded,) = make_llm().generate(PROMPTS[2], SamplingParams(max_new_tokens=12, temperature=1, seed=1))
     expected = [oracle(PROMPTS[0]), oracle(PROMPTS[1]), seeded.token_ids]

@@ -21,6 +21,7 @@ from tests.engine.models import (
     poisoned,
     random_prompts,
     run_all,
+    run_past_errors,
     tokenizer,
 )  # fmt: skip
 
@@ -164,13 +165,7 @@ def test_a_launch_that_fails_loses_no_token_of_the_step_before(at_call: int) -> 
         engine.add_request(p, SamplingParams(max_new_tokens=12, temperature=t, seed=1)) for p, t in zip(PROMPTS, (0, 0, 1), strict=True)
     ]
     fail_once(engine, RuntimeError("once"), at_call)
-    events, raised = [], 0
-    while engine.has_work:
-        try:
-            events += engine.step()
-        except RuntimeError:
-            raised += 1
-            assert not engine._flights
+    events, raised = run_past_errors(engine)
     (seeded,) = [engine.add_request(PROMPTS[2], SamplingParams(max_new_tokens=12, temperature=1, seed=1))]
     run_all(engine)
     expected = [oracle(PROMPTS[0]), oracle(PROMPTS[1]), seeded.output_token_ids]
@@ -193,13 +188,7 @@ def test_tokens_that_do_not_come_are_computed_again(at_call: int, monkeypatch: p
         return wait(self)
 
     monkeypatch.setattr(Chosen, "wait", failing)
-    events, raised = [], 0
-    while engine.has_work:
-        try:
-            events += engine.step()
-        except RuntimeError:
-            raised += 1
-            assert all(r.num_pending == 0 for r in requests)
+    events, raised = run_past_errors(engine)
     alone = make_engine(overlap=False)
     reference = alone.add_request(PROMPTS[2], penalised)
     monkeypatch.setattr(Chosen, "wait", wait)
