@@ -130,12 +130,13 @@ def _capture(
     model: nn.Module, options: CompileOptions, length: int, positions: bool, limited: bool = False
 ) -> tuple[CompiledGraph, list[Any]]:
     captured: list[tuple[CompiledGraph, list[Any]]] = []
+    wanted = [(model, options, limited)]  # emptied below: Dynamo keeps every backend that it was ever given, and all that it refers to
 
     def stop(*_: Any) -> NoReturn:
         raise _Captured
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        captured.append((CompiledGraph.of_trace(gm, example_inputs, model, options, limited), list(example_inputs)))
+        captured.append((CompiledGraph.of_trace(gm, example_inputs, *wanted[0]), list(example_inputs)))
         return stop
 
     # Dynamo counts recompiles per code object; a copy keeps engines from using up each other's limit.
@@ -146,7 +147,7 @@ def _capture(
         with evaluating(model), plain_buffers(model), settings, unwrapped_refusals():
             torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
     except _Captured:
-        return captured[0]
+        return captured.pop()
     except torch._dynamo.exc.BackendCompilerFailed:
         raise
     except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as failure:
@@ -154,6 +155,8 @@ def _capture(
             f"{type(model).__name__} can not be captured as one graph, which serving needs; torch.compile says:\n{failure}\n"
             "`paged_attn.patch(model)` runs models that can not be traced."
         ) from failure
+    finally:
+        wanted.clear()
     raise UnsupportedError(f"{type(model).__name__}.forward computes nothing that torch.compile can capture")
 
 
