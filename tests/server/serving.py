@@ -59,6 +59,7 @@ class Running:
         """Until no request is left; then nothing may be held."""
         wait_for(lambda: self.metric("requests", 'state="running"') + self.metric("requests", 'state="waiting"') == 0)
         wait_for(lambda: self.metric("kv_pages", 'state="used"') == 0)
+        wait_for(lambda: not self.server.state.thread._probe_due and not self.engine.has_work)  # after a failed step, a probe runs
         assert_idle(self.engine)
         assert not self.server.state.thread._owners and not self.server.state.thread._started
 
