@@ -45,6 +45,12 @@ class _Damaged(Exception):
     """An entry is not what was written."""
 
 
+def user_folder(kind: str) -> Path | None:
+    """Where files of a kind lie in the cache that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn); None if that is "none"."""
+    chosen = os.environ.get(VARIABLE) or "~/.cache/paged_attn"
+    return None if chosen.lower() == "none" else Path(chosen).expanduser() / kind
+
+
 class ArtifactCache:
     """A folder of entries `<key>.piece`: a line of JSON and then torch's own format.
 
@@ -59,9 +65,9 @@ class ArtifactCache:
 
     @classmethod
     def of_user(cls) -> ArtifactCache | None:
-        """The cache that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn), or None if that is "none"."""
-        chosen = os.environ.get(VARIABLE) or "~/.cache/paged_attn"
-        return None if chosen.lower() == "none" else cls(Path(chosen).expanduser() / "pieces")
+        """Those of the user (`user_folder`), or None if nothing is to be kept."""
+        folder = user_folder("pieces")
+        return None if folder is None else cls(folder)
 
     def load(self, key: str) -> Compiled | None:
         """The entry, or None if there is none or, with a warning, if it can not be used."""

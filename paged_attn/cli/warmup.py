@@ -56,12 +56,12 @@ def coming(config: EngineConfig, device: str) -> list[str]:
     inductor = config.compile and (cuda if config.inductor is None else config.inductor)
     lines = ["loading the weights"]
     if config.compile:
-        lines.append(f"tracing the model and proving each attention layer: seconds; kept in {_folder_of_graphs()}")
+        lines.append(f"tracing the model and proving each attention layer: seconds; kept in {_folder('graphs')}")
         lines.append("comparing with the model: about a second, in each process anew")
     if inductor:
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-        lines.append(f"Inductor compiles the pieces of the graph: up to minutes; kept in {_pieces_folder()} and {cache_dir()}")
+        lines.append(f"Inductor compiles the pieces of the graph: up to minutes; kept in {_folder('pieces')} and {cache_dir()}")
     if cuda:
         lines.append("kernels of the attention backend, compiled by Triton or others: up to minutes, kept in their own caches")
         if config.graphs != "off":
@@ -97,19 +97,11 @@ def summary(llm: LLM, seconds: dict[str, float]) -> list[str]:
     return lines + llm.engine.steps.report().lines()
 
 
-def _pieces_folder() -> str:
-    from paged_attn.capture.artifacts import VARIABLE, ArtifactCache
+def _folder(kind: str) -> str:
+    from paged_attn.capture.artifacts import VARIABLE, user_folder
 
-    cache = ArtifactCache.of_user()
-    return f"no folder of ours ({VARIABLE} is 'none')" if cache is None else str(cache.folder)
-
-
-def _folder_of_graphs() -> str:
-    from paged_attn.capture.artifacts import VARIABLE
-    from paged_attn.graph_cache.entries import Entries
-
-    entries = Entries.of_user()
-    return f"no folder of ours ({VARIABLE} is 'none')" if entries is None else str(entries.folder)
+    folder = user_folder(kind)
+    return f"no folder of ours ({VARIABLE} is 'none')" if folder is None else str(folder)
 
 
 def _num_sizes(config: EngineConfig) -> int:

@@ -196,7 +196,7 @@ class Engine:
         """Start the next step, if there is one to run."""
         self.last_scheduled = ()
         scheduled = self.scheduler.schedule(drained=not self._flights)
-        self.last_scheduled = tuple(s.request for s in scheduled)
+        self.last_scheduled = requests = tuple(s.request for s in scheduled)
         if not scheduled:
             assert self._flights or not self.requests, (
                 f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
@@ -216,7 +216,7 @@ class Engine:
                 self._collect(0)  # what came before it is not lost
             finally:
                 self._restart([part.request for part in parts if part.request.finish_reason is None])
-            self.last_scheduled = tuple(s.request for s in scheduled)
+            self.last_scheduled = requests
             raise
         self._flights.append(Flight(parts, chosen))
         if self.states is not None:

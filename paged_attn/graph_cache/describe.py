@@ -176,10 +176,14 @@ def class_items(kind: type) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
+def tensor_bytes(value: Tensor) -> bytes:
+    """A dense tensor's values, row by row."""
+    return value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def tensor_digest(value: Tensor) -> str:
     """A hash of a dense tensor's values."""
-    flat = value.detach().contiguous().cpu().flatten().view(torch.uint8)
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor_bytes(value)).hexdigest()
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:

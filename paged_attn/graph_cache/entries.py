@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paged_attn.capture.artifacts import VARIABLE
+from paged_attn.capture.artifacts import VARIABLE, user_folder
 
 logger = logging.getLogger("paged_attn")
 MOST_TRIED = 8  # entries of one key, newest first: models that differ in tensors only, or in a file that was changed and changed back
@@ -29,9 +29,9 @@ class Entries:
 
     @classmethod
     def of_user(cls) -> Entries | None:
-        """Those in the folder that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn), or None if that is "none"."""
-        chosen = os.environ.get(VARIABLE) or "~/.cache/paged_attn"
-        return None if chosen.lower() == "none" else cls(Path(chosen).expanduser() / "graphs")
+        """Those of the user (`user_folder`), or None if nothing is to be kept."""
+        folder = user_folder("graphs")
+        return None if folder is None else cls(folder)
 
     def read(self, key: str) -> Iterator[tuple[Path, Any]]:
         """The records of a key, newest first; what is damaged is left out with a warning."""

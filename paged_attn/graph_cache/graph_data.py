@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.capture.split_ops import overloads_of
-from paged_attn.graph_cache.describe import Indescribable
+from paged_attn.graph_cache.describe import Indescribable, tensor_bytes
 
 MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
 _OURS = (UNIFIED_ATTENTION, BATCH_POSITIONS)  # others go by numbers of this process
@@ -161,8 +161,7 @@ def _held(gm: fx.GraphModule, name: str) -> Tensor:
 
 
 def _tensor_data(value: Tensor) -> Data:
-    content = value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
-    return {"dtype": str(value.dtype), "shape": list(value.shape), "bytes": base64.b64encode(content).decode()}
+    return {"dtype": str(value.dtype), "shape": list(value.shape), "bytes": base64.b64encode(tensor_bytes(value)).decode()}
 
 
 def _tensor_of(data: Data) -> Tensor:
