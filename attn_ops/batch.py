@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch_checks import integers, refuse, refuse_extensions
+from paged_attn.attn_ops.batch_requests import BatchRequest, RequestColumns
 from paged_attn.attn_ops.packed_ints import PackedInts, write_joined, write_table
 from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape, fields
+
+__all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns"]
 
 
 class ForwardMode(enum.Enum):
@@ -24,24 +27,6 @@ class ForwardMode(enum.Enum):
     IDLE = "idle"
     TARGET_VERIFY = "target_verify"
     DRAFT_EXTEND = "draft_extend"
-
-
-class BatchRequest(NamedTuple):
-    """One request's share of a step. (A named tuple: hundreds are made in every step.)
-
-    Attributes:
-        tokens: the new token ids, at least one; any sequence of integers, numpy arrays included.
-        pages: pages that hold its KV in order (likewise, and int32 arrays are fastest), enough for `num_cached + len(tokens)` tokens.
-        num_cached: tokens whose KV is in the pages already.
-        num_logits: how many of the last tokens want logits (0 for a chunk that is not the prompt's last).
-        state_slot: of its recurrent state, for models that have one.
-    """
-
-    tokens: Sequence[int]
-    pages: Sequence[int]
-    num_cached: int = 0
-    num_logits: int = 1
-    state_slot: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,10 +96,10 @@ class Batch:
                 logits than it has tokens; tokens or pages that are not integers; a shape or buffers too small, or no decode steps
                 where the shape asks for them.
         """
-        all_tokens, all_pages, all_cached, all_logits, state_slots = zip(*requests, strict=True) if requests else ((),) * 5
-        query_lens, num_pages = tuple(map(len, all_tokens)), tuple(map(len, all_pages))
-        num_real, num_tokens, num_logits = len(query_lens), sum(query_lens), sum(all_logits)
-        cached, logits, new, counts = integers(all_cached, all_logits, query_lens, num_pages)
+        columns = RequestColumns.of(requests)
+        query_lens, num_pages = columns.num_new, tuple(map(len, columns.pages))
+        num_real, num_tokens, num_logits = len(query_lens), sum(query_lens), sum(columns.num_logits)
+        cached, logits, new, counts = integers(columns.num_cached, columns.num_logits, query_lens, num_pages)
         seq_lens = cached + new
         need = -(-seq_lens // page_size)  # pages
         if ((cached | (new - 1) | (counts - need) | logits | (new - logits)) < 0).any():
@@ -134,8 +119,8 @@ class Batch:
         ids, positions, slots, logits_rows, seq_lens_out, query_lens_out, query_start, flat_table = packed.host
         full_table = flat_table.reshape(num_requests, width)
         table = full_table[:num_real]
-        write_joined(ids[:num_tokens], all_tokens, "tokens")
-        write_table(table, all_pages, "pages")
+        write_joined(ids[:num_tokens], columns.tokens, "tokens")
+        write_table(table, columns.pages, "pages")
         if np.count_nonzero(table > 0) < sum(num_pages) and ((table < 1) & (np.arange(width) < need[:, None])).any():
             refuse(requests, page_size)
 
@@ -176,7 +161,7 @@ class Batch:
             logits_rows=rows,
             seq_lens_host=(*seq_lens.tolist(), *ones),
             query_lens_host=query_lens + ones,
-            state_slots_host=state_slots + (0,) * num_dummies,
+            state_slots_host=(*columns.state_slots, *(0,) * num_dummies),
             page_table_host=full_table,
             num_dummies=num_dummies,
         )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paged_attn.attn_ops.batch_requests import BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.step_buffers import StepShape
-
-if TYPE_CHECKING:
-    from paged_attn.attn_ops.batch import BatchRequest
 
 
 def integers(*rows: Sequence[int]) -> NDArray[np.int64]:

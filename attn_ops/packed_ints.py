@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 ALIGNMENT = 128  # bytes; kernels that load by 16 bytes, or through TMA, may take any field
 _WORDS = ALIGNMENT // 8
 _PLAIN = frozenset({list, tuple, bytes, range})
+_ARRAYS, _TYPECODE = frozenset({array}), attrgetter("typecode")
 
 
 class PackedInts:
@@ -34,7 +37,7 @@ class PackedInts:
         self, int64: Sequence[int], int32: Sequence[int], device: torch.device | str = "cpu", into: Tensor | None = None, room: int = 0
     ) -> None:
         self._device, self._into = torch.device(device) if into is None else into.device, into
-        self._wide, self._narrow, size = _layout(int64, int32, room)
+        self._wide, self._narrow, size = _layout(tuple(int64), tuple(int32), room)
         self._buffer = torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         memory = self._buffer.numpy()
         halved = memory.view(np.int32)
@@ -52,10 +55,11 @@ class PackedInts:
 
 def words(int64: Sequence[int], int32: Sequence[int], room: int = 0) -> int:
     """How many int64 the buffer of a `PackedInts` has."""
-    return _layout(int64, int32, room)[2]
+    return _layout(tuple(int64), tuple(int32), room)[2]
 
 
-def _layout(int64: Sequence[int], int32: Sequence[int], room: int) -> tuple[list[slice], list[slice], int]:
+@lru_cache(maxsize=4096)
+def _layout(int64: tuple[int, ...], int32: tuple[int, ...], room: int) -> tuple[list[slice], list[slice], int]:
     """Where the fields lie, in integers of their own width, and the buffer's size in int64."""
     wide, end = _places(int64, 0, _WORDS, 0)
     narrow, halves = _places(int32, 2 * end, 2 * _WORDS, room)
@@ -94,9 +98,13 @@ def write_table(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) 
         ValueError: as `write_joined`.
     """
     try:
-        lengths = list(map(len, rows))
-        if _PLAIN.issuperset(map(type, rows)):  # faster than numpy, which takes 20 ns for an int of a list
-            code, room = target.dtype.char, target.shape[1]
+        lengths, code, room = list(map(len, rows)), target.dtype.char, target.shape[1]
+        if _ARRAYS.issuperset(map(type, rows)) and {code}.issuperset(map(_TYPECODE, rows)):
+            zeros = memoryview(bytes(room * target.itemsize))
+            rest = {length: zeros[length * target.itemsize :] for length in set(lengths)}
+            pieces = chain.from_iterable(zip(rows, map(rest.__getitem__, lengths), strict=True))
+            target[:] = np.frombuffer(b"".join(pieces), target.dtype).reshape(target.shape)
+        elif _PLAIN.issuperset(map(type, rows)):  # faster than numpy, which takes 20 ns for an int of a list
             pack = {length: _packer(length, code, room).pack for length in set(lengths)}
             packed = b"".join([pack[length](*row) for length, row in zip(lengths, rows, strict=True)])
             target[:] = np.frombuffer(packed, target.dtype).reshape(target.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import os
 import sys
@@ -86,6 +87,8 @@ def _engine(args: argparse.Namespace, config: EngineConfig, url: str) -> Engine:
 
     started = time.perf_counter()
     engine = load(args.model, args.dtype, args.device, config).llm.engine
+    gc.collect()
+    gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end
     what = f"{engine.selection.describe()}, {engine.kv.num_usable:,} KV pages of {engine.config.page_size}"
     print(f"ready on {url} after {time.perf_counter() - started:.1f} s: {what}", file=sys.stderr, flush=True)
     return engine

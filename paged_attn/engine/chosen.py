@@ -23,6 +23,17 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] | None
 
 
+class _Plain(dict[int, SampledToken]):
+    """Tokens without log-probabilities: one object each, however often it is chosen."""
+
+    def __missing__(self, token: int) -> SampledToken:
+        self[token] = made = SampledToken(token, None, None)
+        return made
+
+
+PLAIN = _Plain()
+
+
 class Logprobs(NamedTuple):
     """rows: which of the step's; own [L] float32, top_ids and top [L, K], of which row i wants the first counts[i]."""
 
@@ -54,9 +65,11 @@ class Chosen:
         if self._event is not None:
             self._event.synchronize()
         tokens: list[int] = self._copies[0].tolist()
-        sampled: list[SampledToken | None] = [SampledToken(token, None, None) for token in tokens]
+        sampled: list[SampledToken | None]
         if tokens and min(tokens) < 0:
-            sampled = [each if each is not None and each.token_id >= 0 else None for each in sampled]
+            sampled = [PLAIN[token] if token >= 0 else None for token in tokens]
+        else:
+            sampled = [PLAIN[token] for token in tokens]
         if self._logprobs is not None:
             rows, counts = self._logprobs.rows, self._logprobs.counts
             for row, count, own, ids, values in zip(rows, counts, *(copy.tolist() for copy in self._copies[1:]), strict=True):

@@ -16,6 +16,35 @@ class TokenDecoder(Protocol):
     def decode(self, token_ids: Any, /, *, skip_special_tokens: bool) -> Any: ...
 
 
+class WholeText:
+    """One request's output text, decoded when it ends: for those who read it only then, and wait for no stop string.
+
+    Looks like an `IncrementalDetokenizer` whose pieces are all empty but the last.
+
+    Args:
+        tokenizer: anything with `decode(ids, skip_special_tokens=...)`; None gives empty text.
+    """
+
+    stopped: str | None = None
+
+    def __init__(self, tokenizer: TokenDecoder | None) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+
+    def append(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        return ""
+
+    def finish(self) -> str:
+        """The text of all tokens; a second call returns an empty string."""
+        token_ids, self._token_ids = self._token_ids, []
+        if self._tokenizer is None or not token_ids:
+            return ""
+        self.text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self.text
+
+
 class IncrementalDetokenizer:
     """One request's output text, as it grows.
 

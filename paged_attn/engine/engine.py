@@ -17,7 +17,7 @@ from paged_attn.attn_ops.state_pool import StatePool
 from paged_attn.capture.recorder import Recorder
 from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.detokenizer import IncrementalDetokenizer
+from paged_attn.engine.detokenizer import IncrementalDetokenizer, WholeText
 from paged_attn.engine.flight import Flight, lay_out
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.make_steps import make_runner, ready_to_step
@@ -95,7 +95,7 @@ class Engine:
         self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
         self.overlaps = self.config.overlap if self.config.overlap is not None else device.type == "cuda"
         self.sampler = Sampler(self.runner.ranks)
-        self.last_scheduled: tuple[Request, ...] = ()
+        self.last_scheduled: Sequence[Request] = ()
         self._flights: deque[Flight] = deque()  # two at most, the oldest first
         self._owed: list[TokenEvent] = []  # events of the next call of `step`
         self._nothing_to_do: list[Request] = []  # requests that want no token
@@ -116,12 +116,14 @@ class Engine:
         namespace: Hashable = None,
         prompt: str | None = None,
         priority: int = 0,
+        text_at_end: bool = False,
     ) -> Request:
         """Queue a request; `step` will run it.
 
         Args:
             namespace: requests share cached prefixes only within one (adapter, tenant, salt); those of equal priority are admitted in turn.
             priority: a lower value is more urgent: admitted first and preempted last.
+            text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
 
         Raises:
             ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, or an id in use.
@@ -143,7 +145,7 @@ class Engine:
         tokens = list(ids)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new,
-            sampling=SamplingState(params, tokens), detokenizer=IncrementalDetokenizer(self.tokenizer, params.stop),
+            sampling=SamplingState(params, tokens), detokenizer=self._detokenizer(params, text_at_end),
             arrival=arrival, namespace=namespace, prompt=prompt, priority=priority, tokens=tokens,
         )  # fmt: skip
         self.requests[request_id] = request
@@ -196,16 +198,16 @@ class Engine:
         """Start the next step, if there is one to run."""
         self.last_scheduled = ()
         scheduled = self.scheduler.schedule(drained=not self._flights)
-        self.last_scheduled = requests = tuple(s.request for s in scheduled)
+        self.last_scheduled = requests = [s.request for s in scheduled]
         if not scheduled:
             assert self._flights or not self.requests, (
                 f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
             )
             return False
-        parts, shares = lay_out(scheduled)
-        step = self.steps.prepare(shares)
-        sampling = [part.request.sampling for part in parts if part.samples]
-        computed = sum(part.end - part.start for part in parts if not part.request.sampling.num_chosen)
+        parts, columns = lay_out(scheduled)
+        step = self.steps.prepare(columns)
+        sampling = [request.sampling for request, samples in zip(requests, parts.samples, strict=True) if samples]
+        computed = sum(new for request, new in zip(requests, columns.num_new, strict=True) if not request.sampling.num_chosen)
         before_model = time.perf_counter()
         try:
             output = self.steps.run(step)
@@ -215,13 +217,13 @@ class Engine:
             try:
                 self._collect(0)  # what came before it is not lost
             finally:
-                self._restart([part.request for part in parts if part.request.finish_reason is None])
+                self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
         self._flights.append(Flight(parts, chosen))
         if self.states is not None:
-            for part in parts:
-                self.kv.keep_state(part.request)
+            for request in requests:
+                self.kv.keep_state(request)
         self.stats.steps += 1
         self.stats.prompt_tokens += computed
         return True
@@ -250,10 +252,10 @@ class Engine:
                 raise
             finally:
                 self.stats.model_seconds += time.perf_counter() - started
-            for (request, _, end, samples), token in flight.land():
-                if request.finish_reason is not None or not samples:
-                    continue  # it ended while this step ran, or has more of its prompt to compute
-                request.num_vouched = min(end, request.num_cached)
+            for request, end, token in flight.land():
+                if request.finish_reason is not None:
+                    continue  # it ended while this step ran
+                request.num_vouched = end if end < request.num_cached else request.num_cached
                 self._owed.append(self._fail(request) if token is None else self._accept(request, token))
             self._flights.popleft()
 
@@ -272,24 +274,26 @@ class Engine:
         return events
 
     def _accept(self, request: Request, token: SampledToken) -> TokenEvent:
-        if not request.sampled:
+        """Called for every request of every step: no frills."""
+        token_id, sampled, detokenizer = token.token_id, request.sampled, request.detokenizer
+        if not sampled:
             self.stats.cached_tokens += request.cached_tokens
-        if not request.sampled or request.snapshots:
+        if not sampled or request.snapshots:
             self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
-        request.tokens.append(token.token_id)
-        request.sampled.append(token)
+        request.tokens.append(token_id)
+        sampled.append(token)
         self.stats.new_tokens += 1
-        text = request.detokenizer.append(token.token_id)
+        text = detokenizer.append(token_id)
         reason: FinishReason | None = None
-        if request.detokenizer.stopped is not None:
-            reason, request.stop_reason = FinishReason.STOP, request.detokenizer.stopped
-        elif token.token_id in request.stop_token_ids:
-            reason, request.stop_reason = FinishReason.STOP, token.token_id
-        elif len(request.sampled) >= request.max_new_tokens:
+        if detokenizer.stopped is not None:
+            reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
+        elif token_id in request.stop_token_ids:
+            reason, request.stop_reason = FinishReason.STOP, token_id
+        elif len(sampled) >= request.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             text += self._finish(request, reason).text
-        return TokenEvent(request.id, token.token_id, text, reason, token.logprob, token.top_logprobs)
+        return TokenEvent(request.id, token_id, text, reason, token.logprob, token.top_logprobs)
 
     def _fail(self, request: Request) -> TokenEvent:
         request.error = ValueError(
@@ -306,6 +310,10 @@ class Engine:
         self.scheduler.remove(request, share=bool(request.sampled) and reason is not FinishReason.ERROR)
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)
+
+    def _detokenizer(self, params: SamplingParams, text_at_end: bool) -> IncrementalDetokenizer | WholeText:
+        at_end = not params.stop and (text_at_end or self.tokenizer is None)
+        return WholeText(self.tokenizer) if at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
 
     def _check_fits(self, prompt: int, new: int) -> None:
         # The last new token is sampled but never attended to, so that its KV needs no slot.

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from paged_attn.attn_ops.batch import BatchRequest
+from paged_attn.attn_ops.batch_requests import RequestColumns
 from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.request import Request
 from paged_attn.engine.step_plan import Scheduled
 from paged_attn.engine.token_feed import place
 
 
-class Part(NamedTuple):
-    """One request's share: tokens start to end of it are computed; `samples`: the next one is chosen."""
+class Parts(NamedTuple):
+    """Of each request of a step the tokens from `starts` to `ends` are computed; where it `samples`, the next one is chosen.
 
-    request: Request
-    start: int
-    end: int
-    samples: bool
+    Columns, as in `RequestColumns`: an object for each request would take longer to make than all that is done with it.
+    """
+
+    requests: list[Request]
+    starts: list[int]
+    ends: list[int]
+    samples: list[bool]
 
 
-def lay_out(scheduled: Iterable[Scheduled]) -> tuple[list[Part], list[BatchRequest]]:
-    """What each request's share of a step is, and what the batch is made of. Called for every request of every step: no frills."""
-    parts, shares = [], []
-    for each in scheduled:
-        request, count, samples = each.request, each.count, each.samples
-        tokens, start = request.tokens, request.num_cached
-        if count > 1:
-            new: Sequence[int] = tokens[start : start + count]
-            if len(new) < count:
-                new = [*new, place(request.feed_row)]
-        else:
-            new = (tokens[start] if start < len(tokens) else place(request.feed_row),)
-        parts.append(Part(request, start, start + count, samples))
-        shares.append(BatchRequest(new, request.pages, start, int(samples), request.state_slot))
-    return parts, shares
+def lay_out(scheduled: Sequence[Scheduled]) -> tuple[Parts, RequestColumns]:
+    """What each request's share of a step is, and what the batch is made of."""
+    requests = [each.request for each in scheduled]
+    samples = [each.samples for each in scheduled]
+    starts = [request.num_cached for request in requests]
+    ends = [request.num_cached + each.count for request, each in zip(requests, scheduled, strict=True)]
+    tokens = [request.tokens[start:end] for request, start, end in zip(requests, starts, ends, strict=True)]
+    for request, new, end in zip(requests, tokens, ends, strict=True):
+        if len(request.tokens) < end:
+            new.append(place(request.feed_row))
+    pages, slots = [request.pages for request in requests], [request.state_slot for request in requests]
+    return Parts(requests, starts, ends, samples), RequestColumns(tokens, pages, starts, list(map(int, samples)), slots)
 
 
 class Flight:
@@ -46,13 +45,14 @@ class Flight:
         chosen: a row for each part that samples, in order; None if none does.
     """
 
-    def __init__(self, parts: Iterable[Part], chosen: Chosen | None) -> None:
+    def __init__(self, parts: Parts, chosen: Chosen | None) -> None:
         self.chosen = chosen
-        self.parts = deque(parts)
-        self.requests = tuple(part.request for part in self.parts)
-        self._tokens: deque[SampledToken | None] | None = None
+        self.parts = parts
+        self.requests = parts.requests
+        self._num_landed = 0
+        self._tokens: list[SampledToken | None] | None = None
         row = 0
-        for request, _, end, samples in self.parts:
+        for request, end, samples in zip(parts.requests, parts.ends, parts.samples, strict=True):
             request.num_cached = end
             if samples:
                 request.num_pending += 1
@@ -62,30 +62,31 @@ class Flight:
     def wait(self) -> None:
         """Until the tokens are there."""
         if self._tokens is None:
-            self._tokens = deque(self.chosen.wait() if self.chosen is not None else ())
+            chosen = iter(self.chosen.wait() if self.chosen is not None else ())
+            self._tokens = [next(chosen) if samples else None for samples in self.parts.samples]
 
-    def land(self) -> Iterator[tuple[Part, SampledToken | None]]:
-        """Each part with its token (None: it samples none, or logits were not finite), once. What an exception of the caller leaves over
-        comes at the next call."""
+    def land(self) -> Iterator[tuple[Request, int, SampledToken | None]]:
+        """Each request that samples, up to where it was computed, and its token (None: logits were not finite), once. What an exception of
+        the caller leaves over comes at the next call."""
         self.wait()
         assert self._tokens is not None
-        while self.parts:
-            part = self.parts.popleft()
-            token = None
-            if part.samples:
-                token = self._tokens.popleft()
-                part.request.num_pending -= 1
-            yield part, token
+        for index in range(self._num_landed, len(self.requests)):
+            self._num_landed = index + 1
+            if self.parts.samples[index]:
+                request = self.requests[index]
+                request.num_pending -= 1
+                yield request, self.parts.ends[index], self._tokens[index]
 
     def undo(self) -> list[Request]:
         """The step did not happen, nor did any after it; the requests that it was for."""
         requests = []
-        while self.parts:
-            request, start, _, samples = self.parts.pop()
-            if samples:
+        for index in range(len(self.requests) - 1, self._num_landed - 1, -1):
+            request = self.requests[index]
+            if self.parts.samples[index]:
                 request.num_pending -= 1
                 request.sampling.num_chosen -= 1
             if request.finish_reason is None:
-                request.num_cached = min(request.num_cached, start)
+                request.num_cached = min(request.num_cached, self.parts.starts[index])
                 requests.append(request)
+        self._num_landed = len(self.requests)
         return requests

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from paged_attn.attn_ops.page_allocator import PageAllocator
 from paged_attn.attn_ops.radix_cache import RadixCache
 from paged_attn.attn_ops.state_pool import SlotAllocator, StatePool
@@ -71,7 +73,7 @@ class KVManager:
             worth = {last, fork} if fork - match.num_tokens >= MIN_FORK else {last}
             request.snapshot_points = sorted(point for point in worth if point > match.num_tokens)
         self.tree.lock(match.node)
-        request.lock, request.pages = match.node, list(match.pages)
+        request.lock, request.pages = match.node, array("i", match.pages)
         request.num_cached = request.num_locked = match.num_tokens
 
     def cached_tokens(self, request: Request) -> int:
@@ -89,7 +91,7 @@ class KVManager:
             return False
         if self.tree is not None and missing > self.allocator.num_free:
             self.tree.evict(missing - self.allocator.num_free)
-        request.pages += self.allocator.allocate(missing)
+        request.pages.extend(self.allocator.allocate(missing))
         return True
 
     def keep_state(self, request: Request) -> None:
@@ -114,7 +116,7 @@ class KVManager:
         if self.tree is None or request.num_vouched // self.page_size * self.page_size <= request.num_locked:
             return
         self.version += 1
-        inserted = self.tree.insert(request.tokens[: request.num_vouched], request.pages, request.namespace)
+        inserted = self.tree.insert(request.tokens[: request.num_vouched], request.pages.tolist(), request.namespace)
         self.tree.lock(inserted.node)
         self.tree.unlock(request.lock)
         request.lock = inserted.node
@@ -140,7 +142,7 @@ class KVManager:
         if request.state_slot:
             assert self.state_slots is not None
             self.state_slots.free(request.state_slot)
-        request.pages, request.num_cached, request.num_locked, request.lock, request.state_slot = [], 0, 0, None, 0
+        request.pages, request.num_cached, request.num_locked, request.lock, request.state_slot = array("i"), 0, 0, None, 0
         request.num_vouched, request.snapshot_points, request.snapshots = 0, [], {}
 
     def _share_last_state(self, request: Request) -> None:

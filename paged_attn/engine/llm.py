@@ -92,7 +92,7 @@ class LLM:
             ValueError, UnsupportedError: a prompt that `Engine.add_request` refuses (then none of them runs), or logits that are not
                 finite (then the others of this call are cancelled).
         """
-        requests = self._add(prompts, params, namespace, priority)
+        requests = self._add(prompts, params, namespace, priority, streamed=False)
         try:
             with showing(progress), bar(total=len(requests), what="prompts", unit="prompt", delay=0.0 if progress else 1.0) as shown:
                 while any(r.finish_reason is None for r in requests):
@@ -117,7 +117,7 @@ class LLM:
 
         Prompts are checked and queued at the call, not at the first `next`.
         """
-        events = self._events(self._add(prompts, params, namespace, priority))
+        events = self._events(self._add(prompts, params, namespace, priority, streamed=True))
         next(events)  # from here on closing it cancels, even if nothing was read
         return events  # type: ignore[return-value]
 
@@ -164,6 +164,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         namespace: Any,
         priority: int,
+        streamed: bool,
     ) -> list[Request]:
         listed = _as_list(prompts)
         chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(listed)
@@ -181,11 +182,15 @@ class LLM:
             try:
                 for prompt, tokens, each in zip(listed, ids, chosen, strict=True):
                     text = prompt if isinstance(prompt, str) else None
-                    requests.append(self.engine.add_request(tokens, each, namespace=namespace, prompt=text, priority=priority))
+                    added = self.engine.add_request(
+                        tokens, each, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed
+                    )
+                    requests.append(added)
             except (ValueError, TypeError) as error:
                 error.add_note(f"(prompt {len(requests)} of {len(listed)})")
                 raise
-            self._inboxes.update({request.id: deque() for request in requests})
+            if streamed:
+                self._inboxes.update({request.id: deque() for request in requests})
             undo.pop_all()
         return requests
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from paged_attn.engine.chosen import SampledToken
-from paged_attn.engine.detokenizer import IncrementalDetokenizer
+from paged_attn.engine.detokenizer import IncrementalDetokenizer, WholeText
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.sampling_state import SamplingState
 
@@ -45,13 +46,13 @@ class Request:
     stop_token_ids: frozenset[int]
     max_new_tokens: int
     sampling: SamplingState
-    detokenizer: IncrementalDetokenizer
+    detokenizer: IncrementalDetokenizer | WholeText
     arrival: int
     namespace: Hashable = None
     prompt: str | None = None
     priority: int = 0
     tokens: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))
     num_cached: int = 0
     num_pending: int = 0
     feed_row: int = 0

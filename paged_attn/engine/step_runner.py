@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch import Batch, BatchRequest, RequestColumns
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
@@ -137,25 +137,26 @@ class StepRunner:
 
     def prepare(self, requests: Sequence[BatchRequest]) -> Step:
         """Lay the requests out for the smallest captured shape that holds them, or as they are."""
-        agree = self.runner.ranks.compare_step(requests) if self.runner.ranks is not None else None
-        num_logits = sum(request.num_logits for request in requests)
-        step = self._prepared(requests, num_logits) if self.graphs is not None and self.graphs.captured else None
-        step = step or Step(Batch.build(requests, self.page_size, self.runner.device), None, num_logits)
+        columns = RequestColumns.of(requests)
+        agree = self.runner.ranks.compare_step(columns) if self.runner.ranks is not None else None
+        num_logits = sum(columns.num_logits)
+        step = self._prepared(columns, num_logits) if self.graphs is not None and self.graphs.captured else None
+        step = step or Step(Batch.build(columns, self.page_size, self.runner.device), None, num_logits)
         if agree is not None:
             agree()
         return step
 
-    def _prepared(self, requests: Sequence[BatchRequest], num_logits: int) -> Step | None:
+    def _prepared(self, requests: RequestColumns, num_logits: int) -> Step | None:
         """The step for a captured shape, or None if none holds it."""
         assert self.graphs is not None and self.backend is not None and self.pool is not None
         device = self.runner.device
         size = self._full.fit(max(len(requests), 2))
-        if size is not None and all(map(_decodes, requests)):
+        if size is not None and requests.all_decode:
             batch = Batch.build(requests, self.page_size, device, full_shape(size), self.buffers)
             key = GraphKey("full", size, self.backend.graph_variant(batch, self.pool))
             if key in self.graphs.captured:
                 return Step(batch, self.graphs.captured[key], num_logits)
-        size = self._pieces.fit(sum(len(request.tokens) for request in requests))
+        size = self._pieces.fit(sum(requests.num_new))
         if size is None or num_logits > (shape := extend_shape(size, self.settings)).logits:
             return None
         batch = Batch.build(requests, self.page_size, device, shape, self.buffers)
@@ -224,7 +225,3 @@ class StepRunner:
                 f"step of {step.batch.num_tokens} tokens; something in the model changed since the capture, or can not be captured. "
                 "Set graphs='off' and please report it."
             )
-
-
-def _decodes(request: BatchRequest) -> bool:
-    return len(request.tokens) == 1 and request.num_cached > 0 and request.num_logits == 1

@@ -183,7 +183,9 @@ class EngineThread:
             return None
         try:
             for prompt in job.prompts:
-                request = engine.add_request(prompt.token_ids, job.params, namespace=job.namespace, prompt=prompt.text)
+                request = engine.add_request(
+                    prompt.token_ids, job.params, namespace=job.namespace, prompt=prompt.text, text_at_end=job.text_at_end
+                )
                 self._owners[request.id] = (job, len(job.requests))
                 job.requests.append(request)
         except (ValueError, TypeError) as error:  # UnsupportedError is a ValueError

@@ -33,13 +33,16 @@ class Job:
 
     The engine's thread fills `requests` and sends updates; all else belongs to the event loop.
 
+    Args:
+        text_at_end: the text is read when a request has ended, and not with each token.
+
     Attributes:
         requests: one per prompt, from acceptance on; to be read once a request has finished.
         cancelled: the engine shall not begin it, or has been told to stop.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, namespace: Hashable = None) -> None:
-        self.prompts, self.params, self.namespace = prompts, params, namespace
+    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, namespace: Hashable = None, *, text_at_end: bool = False) -> None:
+        self.prompts, self.params, self.namespace, self.text_at_end = prompts, params, namespace, text_at_end
         self.created = time.perf_counter()
         self.requests: list[Request] = []
         self.cancelled = False

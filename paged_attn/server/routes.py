@@ -54,7 +54,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete one or several prompts."""
     state, engine, texts = _ready(request, body)
     prompts = await texts.prompts(body.prompt)
-    job = Job(prompts, body.sampling_params(_room(engine, prompts)), body.cache_salt)
+    job = Job(prompts, body.sampling_params(_room(engine, prompts)), body.cache_salt, text_at_end=not body.stream)
     return await _answer(request, job, CompletionReply(job, body, texts, state.settings.model_name))
 
 
@@ -63,7 +63,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     """The next message of a conversation."""
     state, engine, texts = _ready(request, body)
     prompt = await texts.chat(body.plain_messages(), body.chat_template_kwargs or {})
-    job = Job([prompt], body.sampling_params(_room(engine, [prompt])), body.cache_salt)
+    job = Job([prompt], body.sampling_params(_room(engine, [prompt])), body.cache_salt, text_at_end=not body.stream)
     return await _answer(request, job, ChatReply(job, body, texts, state.settings.model_name))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest, ForwardMode
+from paged_attn.attn_ops.batch import Batch, BatchRequest, ForwardMode, RequestColumns
 from paged_attn.attn_ops.errors import UnsupportedError
 
 
@@ -95,6 +95,24 @@ def test_arrays_equal_lists(page_dtype):
     expected, got = Batch.build(lists, 4), Batch.build(arrays, 4)
     for name, value in vars(expected).items():
         assert np.array_equal(value, getattr(got, name)), name
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_columns_are_the_requests(count):
+    rows = [request(c, n, 4, first_page=f) for c, n, f in ((3, 1, 1), (7, 1, 9), (30, 1, 11))][:count]
+    columns = RequestColumns.of(rows)
+    assert list(columns) == rows and len(columns) == count and RequestColumns.of(columns) is columns
+    assert list(columns[1:]) == rows[1:] and columns.all_decode == (count > 0)
+    expected, got = Batch.build(rows, 4), Batch.build(columns, 4)
+    for name, value in vars(expected).items():
+        assert np.array_equal(value, getattr(got, name)), name
+
+
+@pytest.mark.parametrize("other", [(3, 2, 1), (0, 1, 1), (3, 1, 0)])
+def test_a_step_that_is_no_decode(other):
+    cached, new, logits = other
+    rows = [request(7, 1, 4), request(cached, new, 4, first_page=9)._replace(num_logits=logits)]
+    assert RequestColumns.of(rows[:1]).all_decode and not RequestColumns.of(rows).all_decode
 
 
 def test_a_decode_batch_makes_as_many_torch_calls_for_64_requests_as_for_2():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import types
 import xml.etree.ElementTree as ElementTree
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from paged_attn.bench import measure as measuring
 from paged_attn.bench.chart import draw
 from paged_attn.bench.compare import agreement, record
 from paged_attn.bench.job import Task
@@ -88,7 +89,7 @@ class Clockwork:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float, free: bool = False, lost: int = 0) -> None:
         self.now, self.seconds, self.stamps_are_free, self.lost = 100.0, list(seconds), free, lost
         self.runs: list[tuple[int, bool]] = []
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(measuring, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
 
     @contextmanager
     def ready(self, prompts, new, *, stamped):

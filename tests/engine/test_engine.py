@@ -80,7 +80,7 @@ def test_cancel_at_any_time(victim: int, steps: int) -> None:
     before = list(requests[victim].output_token_ids)
     assert engine.cancel(requests[victim].id)
     assert not engine.cancel(requests[victim].id), "the second time it is unknown"
-    assert (requests[victim].finish_reason, requests[victim].pages) == ("cancelled", [])
+    assert (requests[victim].finish_reason, list(requests[victim].pages)) == ("cancelled", [])
     run_all(engine)
     for i, (request, prompt) in enumerate(zip(requests, PROMPTS, strict=False)):
         assert request.output_token_ids == (before if i == victim else oracle(prompt))

@@ -181,8 +181,8 @@ def _end_elsewhere(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are run to their end, as by another thread, between being queued and being waited for."""
     add = llm._add
 
-    def added(*args):
-        requests = add(*args)
+    def added(*args, **settings):
+        requests = add(*args, **settings)
         while any(r.finish_reason is None for r in requests):
             llm._step()
         return requests

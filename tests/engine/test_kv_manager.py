@@ -58,7 +58,7 @@ class PageOwnership(RuleBasedStateMachine):
         fits = self.kv.reserve(request, end)
         assert fits == (missing <= before[2])
         if not fits:
-            assert before == (request.pages, self.kv.allocator.num_free, self.kv.num_available)
+            assert before == (list(request.pages), self.kv.allocator.num_free, self.kv.num_available)
             return
         for position in range(request.num_cached, end):
             self.content[request.pages[position // 2], position % 2] = self.belongs(request, position)
@@ -91,7 +91,7 @@ class PageOwnership(RuleBasedStateMachine):
     def release(self, data: st.DataObject, share: bool, again: bool) -> None:
         request = self.pick(data)
         self.kv.release(request, share=share)
-        assert (request.pages, request.num_cached, request.num_locked, request.lock) == ([], 0, 0, None)
+        assert (list(request.pages), request.num_cached, request.num_locked, request.lock) == ([], 0, 0, None)
         if again:
             self.kv.release(request, share=share)
         self.requests.remove(request)
@@ -152,7 +152,7 @@ def test_a_second_copy_of_a_prefix_gives_its_pages_back_and_uses_the_first() -> 
     kv.share(first)
     free, own_tail = kv.allocator.num_free, second.pages[2]
     kv.share(second)
-    assert second.pages == [*first.pages[:2], own_tail]
+    assert list(second.pages) == [*first.pages[:2], own_tail]
     assert kv.allocator.num_free == free + 2
 
 

@@ -35,6 +35,27 @@ def test_it_equals_the_models_own_generate(name: str, max_batch_tokens: int, pag
     assert tokens(llm, PROMPTS[2:4]) == expected[2:4], "after close"
 
 
+def test_text_that_is_read_at_the_end_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(tokenizer=tokenizer())
+    whole = [tokenizer().decode(oracle(p, 12), skip_special_tokens=True) for p in PROMPTS]
+    calls: list[int] = []
+    decode = type(llm.tokenizer).decode
+    monkeypatch.setattr(
+        type(llm.tokenizer), "decode", lambda self, ids, **settings: calls.append(len(ids)) or decode(self, ids, **settings)
+    )
+    assert [c.text for c in llm.generate(PROMPTS, GREEDY)] == whole
+    assert calls == [12] * len(PROMPTS)
+    assert "".join(event.text for event in llm.stream(PROMPTS[3], GREEDY)) == whole[3]
+    stopped = llm.generate(PROMPTS[3], SamplingParams(max_new_tokens=12, stop=(whole[3][4:6],)))[0]
+    assert stopped.text == whole[3][: whole[3].index(whole[3][4:6])] and stopped.finish_reason == "stop"
+    cancelled = llm.engine.add_request(PROMPTS[3], GREEDY, text_at_end=True)
+    while len(cancelled.sampled) < 5:
+        llm.engine.step()
+    llm.engine.cancel(cancelled.id)
+    assert cancelled.detokenizer.text == tokenizer().decode(oracle(PROMPTS[3], 12)[: len(cancelled.sampled)], skip_special_tokens=True)
+    assert_nothing_left(llm)
+
+
 @pytest.mark.parametrize("max_requests", [1, 2, 5])
 def test_fewer_places_than_prompts(max_requests: int) -> None:
     llm = make_llm(max_requests=max_requests, max_batch_tokens=16)

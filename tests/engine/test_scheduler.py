@@ -78,7 +78,7 @@ def test_when_pages_run_out_the_newest_is_preempted_and_waits_at_its_old_place()
     scheduled = scheduler.schedule()  # the oldest needs its second page
     assert [s.request for s in scheduled] == [old, middle] and scheduler.num_preemptions == 1
     assert list(scheduler.running) == [old, middle] and list(scheduler.waiting) == [new, late]
-    assert (new.pages, new.num_cached, len(new.tokens), len(new.sampled)) == ([], 0, 4, 1), "its tokens stay"
+    assert (list(new.pages), new.num_cached, len(new.tokens), len(new.sampled)) == ([], 0, 4, 1), "its tokens stay"
     run(scheduled)
     scheduler.remove(old, share=False)
     scheduled = scheduler.schedule()

@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -218,6 +220,11 @@ def test_an_outcome_that_is_not_the_expected_one_is_refused() -> None:
         replace(case, nan=True).check(good)
 
 
+def clock(minutes: Iterator[int]) -> types.SimpleNamespace:
+    """The script's alone: the `time` module's own clock belongs to every event loop in the process."""
+    return types.SimpleNamespace(monotonic=lambda: 60.0 * next(minutes))
+
+
 @pytest.mark.parametrize("number_that_fails", [None, 2])
 def test_the_script_says_what_it_covered_and_what_failed(
     number_that_fails: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -229,7 +236,7 @@ def test_the_script_says_what_it_covered_and_what_failed(
     rounds = itertools.count()
     monkeypatch.setattr(run, "DRIVERS", {"engine": drive})
     monkeypatch.setattr(run.Memory, "check", lambda _: next(rounds))
-    monkeypatch.setattr(script.time, "monotonic", lambda: 60.0 * next(rounds))
+    monkeypatch.setattr(script, "time", clock(rounds))
     monkeypatch.setattr(sys, "argv", ["soak", "--seed", "3", "--minutes", "8", "--kind", "engine", "--turns", "7"])
     assert script.main() == (number_that_fails is not None)
     printed = capsys.readouterr().out
@@ -243,7 +250,7 @@ def test_the_script_fails_if_something_never_happened(monkeypatch: pytest.Monkey
     monkeypatch.setattr(run, "DRIVERS", dict.fromkeys(("engine", "threads", "server"), lambda _: seen))
     monkeypatch.setattr(run.Memory, "note", lambda _: 0.0)
     monkeypatch.setattr(run, "Watch", lambda warm: contextlib.nullcontext())
-    monkeypatch.setattr(script.time, "monotonic", lambda: 60.0 * next(minutes))
+    monkeypatch.setattr(script, "time", clock(minutes))
     monkeypatch.setattr(sys, "argv", ["soak", "--seed", "3", "--minutes", "60"])
     assert script.main() == 0
     del seen["preemptions"]

@@ -45,6 +45,13 @@ class Running:
         assert engine is not None
         return engine
 
+    @property
+    def num_prompts(self) -> int:
+        """Those that were submitted and have not ended, as far as the engine's thread has said."""
+        thread = self.server.state.thread
+        with thread._condition:  # else one that moves on in between counts twice
+            return thread._pending + thread.snapshot.waiting + thread.snapshot.running
+
     def stop(self) -> None:
         """As a signal does, but without waiting."""
         self.server.should_exit = True

@@ -54,7 +54,7 @@ def test_a_client_that_leaves_while_it_waits_never_runs(narrow: Running, stream:
         threads = [threading.Thread(target=leave, args=(narrow, {**BODY, "stream": stream})) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_for(lambda: narrow.server.state.thread._pending == 3)
+        wait_for(lambda: narrow.num_prompts == 4)
         permits.release(1)
         wait_for(lambda: narrow.metric("requests", 'state="waiting"') == 3)
         for thread in threads:

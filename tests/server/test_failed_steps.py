@@ -46,7 +46,7 @@ def test_a_failed_step_ends_what_ran_and_what_waited_goes_on() -> None:
             replies = []
             for number in range(4):  # the first runs alone in a step that waits; then two run and two wait
                 replies.append(pool.submit(post, running, prompt=[4 + number, 5, 6]))
-                wait_for(lambda n=number: running.server.state.thread._pending == n and running.engine.has_work)  # type: ignore[misc]
+                wait_for(lambda n=number: running.num_prompts == n + 1 and running.engine.has_work)  # type: ignore[misc]
             permits.release(1)
             wait_for(lambda: running.metric("requests", 'state="waiting"') == 3)
         failed = [reply.result() for reply in replies[:2]]
@@ -80,7 +80,7 @@ def test_a_request_that_runs_but_was_not_in_the_step_that_failed_goes_on() -> No
             replies = []
             for i, prompt in enumerate(prompts):
                 replies.append(pool.submit(post, running, prompt=prompt, max_tokens=30))
-                wait_for(lambda n=i: running.engine.has_work and running.server.state.thread._pending == n)  # type: ignore[misc]
+                wait_for(lambda n=i: running.engine.has_work and running.num_prompts == n + 1)  # type: ignore[misc]
         assert replies[0].result().status_code == 500 and "the device coughed" in replies[0].result().text
         assert tokens(replies[1].result()) == oracle(prompts[1], 30)
         running.wait_idle()
@@ -100,7 +100,7 @@ def test_a_scheduler_that_raises_ends_what_runs_and_what_waits_goes_on() -> None
             replies = [pool.submit(post, running)]
             wait_for(lambda: running.engine.has_work)
             replies.append(pool.submit(post, running, prompt=[7, 8]))
-            wait_for(lambda: running.server.state.thread._pending == 1)
+            wait_for(lambda: running.num_prompts == 2)
         assert replies[0].result().status_code == 500 and "ZeroDivisionError: no share" in replies[0].result().text
         assert tokens(replies[1].result()) == oracle([7, 8], 8)
         running.wait_idle()
@@ -151,7 +151,7 @@ def test_what_ended_in_the_step_that_failed_keeps_its_answer() -> None:
             wait_for(lambda: running.engine.has_work)
             for i in range(3):
                 replies.append(pool.submit(post, running, prompt=[4 + i, 5], max_tokens=1))
-                wait_for(lambda n=i: running.server.state.thread._pending == n + 1)  # type: ignore[misc]
+                wait_for(lambda n=i: running.num_prompts == n + 2)  # type: ignore[misc]
         assert [reply.result().status_code for reply in replies] == [200, 200, 500, 500]
         assert tokens(replies[1].result()) == oracle([4, 5], 1)
         assert all("IndexError: no such piece" in reply.result().text for reply in replies[2:])
@@ -214,7 +214,7 @@ def test_while_steps_fail_in_a_row_nothing_new_is_let_in_and_then_all_goes_on() 
         running.engine.steps.run = failing  # type: ignore[method-assign]
         with held(running.engine):
             replies = [pool.submit(post, running, prompt=[4 + i, 5, 6]) for i in range(6)]
-            wait_for(lambda: running.server.state.thread._pending == 5)
+            wait_for(lambda: running.num_prompts == 6)
         statuses = sorted(reply.result().status_code for reply in replies)
         assert statuses.count(500) >= 3 and statuses.count(200) >= 1
         running.wait_idle()
@@ -277,7 +277,7 @@ def test_a_step_whose_tokens_never_come_ends_its_own_requests_and_not_those_of_t
             replies = [pool.submit(post, running)]
             wait_for(lambda: running.engine.has_work)
             replies.append(pool.submit(post, running, prompt=[7, 8]))
-            wait_for(lambda: running.server.state.thread._pending == 1)
+            wait_for(lambda: running.num_prompts == 2)
         assert replies[0].result().status_code == 500 and "the copy failed" in replies[0].result().text
         assert tokens(replies[1].result()) == oracle([7, 8], 8)
         running.wait_idle()

@@ -71,7 +71,7 @@ def test_beyond_the_queue_requests_get_429_and_none_is_lost() -> None:
             posts = []
             for number in range(5):  # two run, three wait
                 posts.append(pool.submit(running.http.post, "/v1/completions", json={**BODY, "prompt": [4 + number, 5]}))
-                wait_for(lambda n=number: running.server.state.thread._pending == min(n, 4) if n else running.engine.has_work)  # type: ignore[misc]
+                wait_for(lambda n=number: running.num_prompts == n + 1 and running.engine.has_work)  # type: ignore[misc]
             reply = running.http.post("/v1/completions", json=BODY)
             assert reply.status_code == 429 and reply.headers["Retry-After"] == "1"
             assert reply.json()["error"]["type"] == "rate_limit_error" and "at most 3 may wait" in reply.json()["error"]["message"]

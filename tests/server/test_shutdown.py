@@ -58,7 +58,7 @@ def test_what_runs_and_waits_finishes_and_nothing_new_is_taken() -> None:
             stream = running.client.completions.create(model=MODEL, prompt=[4, 5, 6], max_tokens=100, temperature=0, stream=True)
             permits.release(2)
             waiting = pool.submit(post, running, prompt=[7, 8])
-            wait_for(lambda: running.server.state.thread._pending + running.server.state.thread.snapshot.waiting == 1)
+            wait_for(lambda: running.num_prompts == 2)
             running.stop()
             wait_for(lambda: refuses(running))
         text = "".join(chunk.choices[0].text for chunk in stream)
@@ -77,7 +77,7 @@ def test_after_drain_seconds_everyone_is_told() -> None:
             stream = iter(running.client.completions.create(model=MODEL, prompt=[4, 5, 6], max_tokens=100, temperature=0, stream=True))
             next(stream)
             waiting = pool.submit(post, running, prompt=[7, 8])
-            wait_for(lambda: running.server.state.thread._pending + running.server.state.thread.snapshot.waiting == 1)
+            wait_for(lambda: running.num_prompts == 2)
             running.stop()
             wait_for(lambda: running.server.state.thread._everything is not None)
         with pytest.raises(openai.APIError, match="the server shut down before the request was complete"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import functools
 import gc
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from tests.capture.tape import Tape
 MIB = 2**20
 MAX_GROWTH_MIB = 64.0  # of memory over a whole run, once every kind of round was seen
 WARM_ROUNDS = 24
+SYMBOLIC = ("sympy.", "torch.utils._sympy.", "torch.fx.experimental.")
 STAY = ("tqdm_monitor",)  # a thread that a library makes once and keeps
 
 
@@ -120,6 +122,14 @@ class Watch:
         return watched
 
 
+def _empty_symbol_caches() -> None:
+    """What torch's symbolic shapes and sympy remember of their functions' results, some of it whole traces: they forget the oldest one day,
+    and what they hold until then is no leak."""
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper and str(getattr(each, "__module__", "")).startswith(SYMBOLIC):
+            each.cache_clear()
+
+
 class Memory:
     """The process's memory, round by round; it may not grow by more than MAX_GROWTH_MIB after WARM_ROUNDS rounds."""
 
@@ -128,6 +138,7 @@ class Memory:
 
     def note(self) -> float:
         gc.collect()
+        _empty_symbol_caches()
         _give_back_freed_memory()
         self.mib.append(Footprint.now().rss / MIB)
         return self.mib[-1]
