@@ -59,7 +59,6 @@ class RequestColumns(Sequence[BatchRequest]):
     @overload
     def __getitem__(self, index: slice) -> RequestColumns: ...
     def __getitem__(self, index: int | slice) -> BatchRequest | RequestColumns:
-        columns = (self.tokens, self.pages, self.num_cached, self.num_logits, self.state_slots)
         if isinstance(index, slice):
-            return RequestColumns(*(column[index] for column in columns))
-        return BatchRequest(*(column[index] for column in columns))
+            return RequestColumns.of(list(self)[index])
+        return BatchRequest(self.tokens[index], self.pages[index], self.num_cached[index], self.num_logits[index], self.state_slots[index])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -102,7 +102,7 @@ def write_table(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) 
         if _ARRAYS.issuperset(map(type, rows)) and {code}.issuperset(map(_TYPECODE, rows)):
             zeros = memoryview(bytes(room * target.itemsize))
             rest = {length: zeros[length * target.itemsize :] for length in set(lengths)}
-            pieces = chain.from_iterable(zip(rows, map(rest.__getitem__, lengths), strict=True))
+            pieces: Iterable[Any] = chain.from_iterable(zip(rows, map(rest.__getitem__, lengths), strict=True))
             target[:] = np.frombuffer(b"".join(pieces), target.dtype).reshape(target.shape)
         elif _PLAIN.issuperset(map(type, rows)):  # faster than numpy, which takes 20 ns for an int of a list
             pack = {length: _packer(length, code, room).pack for length in set(lengths)}

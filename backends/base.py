@@ -22,6 +22,7 @@ class AttentionCall:
 
     query [T, q_heads, qk_dim], key [T, kv_heads, qk_dim], value [T, kv_heads, v_dim], any strides; output [T, q_heads, v_dim];
     sinks [q_heads] or None; lse_out [T, q_heads] float32 or None; bias [q_heads, N] or None, read as `spec.bias_index` says.
+    Where this step's K and V were written by another op (save_kv_cache=False) only the pool has them: key is then not rotated.
     """
 
     layer_id: int

@@ -1,6 +1,8 @@
-"""Host time of an engine step: what scheduling, building the batch and sampling cost, next to the model. Writes JSON.
+"""Host time of a decode step: scheduling, laying out the batch, choosing and taking in tokens, with a model that computes nothing.
 
-python benchmarks/host_time.py [--requests 8 64 256] [--out benchmarks/results/host_time.json]
+The steps overlap as on a GPU, and lie in the buffers of captured graphs; on a GPU one copy to it is added. Writes JSON.
+
+python benchmarks/host_time.py [--requests 1 32 128 256] [--prompt 512] [--text] [--out F]
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ import argparse
 import datetime
 import json
 import platform
+import random
+import statistics
+import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,45 +21,77 @@ import torch
 import transformers
 
 from paged_attn import LLM, SamplingParams
+from paged_attn.attn_ops.batch import Batch, RequestColumns
+from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.step_runner import Step, StepOutput
+
+PAGE_SIZE = 16
 
 
-def measure(requests: int, new_tokens: int) -> dict[str, float]:
-    """Milliseconds per step over a whole run of `requests` prompts of 16 to 79 bytes, greedy."""
-    llm = LLM(files("paged_attn.demo_model"), dtype=torch.float32)
-    text = Path(__file__).with_name("host_time.py").read_bytes()
-    prompts = [list(text[i : i + 16 + i % 64]) for i in range(requests)]
-    llm.generate(prompts[:2], SamplingParams(max_new_tokens=2))
-    stats = llm.engine.stats
-    steps, model, host = stats.steps, stats.model_seconds, stats.host_seconds
-    llm.generate(prompts, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
-    count = stats.steps - steps
-    return {
-        "requests": requests,
-        "steps": count,
-        "host_ms_per_step": (stats.host_seconds - host) / count * 1e3,
-        "model_ms_per_step": (stats.model_seconds - model) / count * 1e3,
-    }
+def without_model(engine: Engine, requests: int, rows: int, pages: int) -> None:
+    """Let steps be laid out as for captured graphs, and give every request token 65."""
+    buffers = StepBuffers(rows, max(requests, 2), max(requests, 2), pages, engine.runner.device)
+    logits, tokens = torch.zeros(rows, 8, device=engine.runner.device), torch.full((rows,), 65, device=engine.runner.device)
+    size = max(requests, 2)
+
+    def prepare(columns: RequestColumns) -> Step:
+        shape = StepShape(size, size, size) if columns.all_decode else None
+        batch = Batch.build(columns, PAGE_SIZE, engine.runner.device, shape, buffers if shape else None)
+        return Step(batch, None, sum(columns.num_logits))
+
+    engine.steps.prepare = prepare  # type: ignore[method-assign,assignment]
+    engine.steps.run = lambda step: StepOutput(logits[: step.num_logits], tokens[: step.num_logits])  # type: ignore[method-assign]
+
+
+def measure(requests: int, prompt: int, steps: int, text: bool) -> list[float]:
+    """Microseconds of each step in which all requests decode."""
+    pages = -(-(prompt + steps + 200) // PAGE_SIZE)
+    tokens = requests * prompt
+    llm = LLM(
+        files("paged_attn.demo_model"), num_pages=requests * pages + 1, page_size=PAGE_SIZE, max_batch_tokens=8192, max_requests=requests,
+        overlap=True, graphs="off", backend="torch_native",
+    )  # fmt: skip
+    engine, rng = llm.engine, random.Random(0)
+    engine.limits = type(engine.limits)(None, None, frozenset())  # the demo model knows fewer positions
+    without_model(engine, requests, max(tokens, 8192), pages)
+    for _ in range(requests):
+        ids = [rng.randrange(200) for _ in range(prompt)]
+        engine.add_request(ids, SamplingParams(max_new_tokens=steps + 100, ignore_eos=True), text_at_end=not text)
+    while not all(request.sampled for request in engine.requests.values()):
+        engine.step()
+    for _ in range(10):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - started) * 1e6)
+    llm.close()
+    return sorted(times)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "host_time.json")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 128, 256])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--text", action="store_true", help="decode each token's text at once, as a stream needs it")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rows = [measure(count, args.new_tokens) for count in args.requests]
-    record = {
-        "date": datetime.date.today().isoformat(),
-        "machine": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "model": "embedded demo model, float32, CPU",
-        "rows": rows,
-    }
-    args.out.write_text(json.dumps(record, indent=2) + "\n")
-    for row in rows:
-        print(f"{row['requests']:4} requests: host {row['host_ms_per_step']:.3f} ms, model {row['model_ms_per_step']:.3f} ms per step")
+    torch.set_num_threads(1)
+    rows = []
+    for count in args.requests:
+        times = measure(count, args.prompt, args.steps, args.text)
+        row = {"requests": count, "median_us": statistics.median(times), "least_us": times[0], "p99_us": times[len(times) * 99 // 100]}
+        print(f"{count:4} requests: median {row['median_us']:.0f} us, least {row['least_us']:.0f}, 99th of 100 {row['p99_us']:.0f}")
+        rows.append(row)
+    if args.out:
+        record = {
+            "date": datetime.date.today().isoformat(), "machine": platform.processor() or platform.machine(), "torch": torch.__version__,
+            "transformers": transformers.__version__, "prompt": args.prompt, "text": args.text, "rows": rows,
+        }  # fmt: skip
+        args.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

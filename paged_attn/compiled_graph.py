@@ -95,7 +95,7 @@ class CompiledGraph:
         Raises:
             UnsupportedError: see `rewrite`.
         """
-        found = rewrite(gm, example_inputs, model, limited, options.merge_linears)
+        found = rewrite(gm, example_inputs, model, limited, options.passes)
         split: SplitGraph | None = None
         pieces: PieceReport | None = None
         if found.gm is None:

@@ -16,6 +16,8 @@ from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.passes.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.constants import specialise_numbers
+from paged_attn.passes.early_rows import select_rows_early
+from paged_attn.passes.emit_rope import use_rope_and_store
 from paged_attn.passes.equal_heads import has_equal_heads
 from paged_attn.passes.find_attention import find_attention
 from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, shape_of
@@ -47,6 +49,24 @@ class LayerReport:
     op_node: str
 
 
+@dataclass(frozen=True)
+class OptionalPasses:
+    """What makes a paged graph faster, each alone or all together.
+
+    Attributes:
+        merge_linears: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
+        rope_and_store: rotate q and k and write K and V in one op, where the rotation is found.
+        early_rows: pick the rows whose logits are wanted as early as is proved.
+    """
+
+    merge_linears: bool = False
+    rope_and_store: bool = False
+    early_rows: bool = False
+
+
+NO_PASSES = OptionalPasses()
+
+
 @dataclass
 class Rewrite:
     """The rewritten graph of a paged call, or the reason why this call is not one (`gm` is None)."""
@@ -60,6 +80,8 @@ class Rewrite:
     nodes_after: int = 0
     positions_redirected: int = 0
     merges: tuple[Merge, ...] = ()
+    rotated_layers: tuple[int, ...] = ()  # whose q and k the op rotates
+    early_rows: int = 0  # nodes that compute the wanted rows only
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
 
@@ -73,13 +95,13 @@ def rewrite(
     example_inputs: Sequence[Any],
     model: nn.Module | None,
     limited: bool = False,
-    merge: bool = False,
+    optional: OptionalPasses = NO_PASSES,
 ) -> Rewrite:
     """Rewrite a copy of a Dynamo graph; `gm` itself stays as it is.
 
     Args:
         limited: see `find_call_form`.
-        merge: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
+        optional: what else shall be done.
 
     Raises:
         UnsupportedError: the model has an attention that can not be proved or replaced; the message names it.
@@ -87,7 +109,7 @@ def rewrite(
     form = find_call_form(gm.graph, limited)
     result = Rewrite(form, not_paged=form.reason, nodes_before=len(gm.graph.nodes))
     try:
-        _rewrite_into(result, gm, example_inputs, model, merge)
+        _rewrite_into(result, gm, example_inputs, model, optional)
     except CallNotPaged as reason:
         result.not_paged = result.not_paged or str(reason)
         result.layers.clear()
@@ -99,7 +121,7 @@ def _rewrite_into(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     model: nn.Module | None,
-    merge: bool,
+    optional: OptionalPasses,
 ) -> None:
     clock = _Clock(result.seconds)
     copied = copy_graph_module(gm)
@@ -124,16 +146,22 @@ def _rewrite_into(
     clock.lap("replace attention")
     remove_dead_code(copied.graph)
     result.positions_redirected, result.max_positions = use_own_positions(copied.graph, form, values)
+    if optional.rope_and_store:
+        result.rotated_layers = use_rope_and_store(copied.graph, form, values, result.specs)
+        clock.lap("rope and store")
     limits = [result.max_positions, *(proof.max_tokens for proof in proofs if isinstance(proof, AttentionProof))]
     result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(copied.graph)
     result.evaluated = tuple(index for index, node in enumerate(placeholders) if node in values.read)
-    if merge:
+    clock.lap("positions and dead code")
+    if optional.early_rows:
+        result.early_rows = select_rows_early(copied.graph, form, values)
+        clock.lap("pick rows early")
+    if optional.merge_linears:
         result.merges = merge_linears(copied.graph, form, values, model)
         clock.lap("merge linears")
     copied.graph.lint()
     copied.recompile()
-    clock.lap("positions and dead code")
     result.gm, result.nodes_after = copied, len(copied.graph.nodes)
     logger.info("rewrote %d attention layers in %.2f s", len(sites), sum(result.seconds.values()))
 

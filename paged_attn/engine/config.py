@@ -58,6 +58,12 @@ class EngineConfig:
         None,
         "one matrix product for q, k and v, one for gate and up; their parameters become views of one tensor; default: on CUDA only",
     )
+    rope_and_store: bool = _setting(
+        False, "rotate q and k and write K and V in one kernel, in layers where the rotation is found and proved; not with MLA"
+    )
+    early_rows: bool = _setting(
+        True, "after the last attention compute only the tokens whose logits are wanted, where that is proved to change nothing"
+    )
     graphs: str = _setting(
         "auto",
         "capture steps in CUDA graphs: full (decode whole, other steps in pieces), pieces, off; auto: full on CUDA",

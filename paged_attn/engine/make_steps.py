@@ -23,6 +23,7 @@ from paged_attn.engine.sampler import best_tokens
 from paged_attn.engine.step_runner import StepRunner
 from paged_attn.options import CompileOptions
 from paged_attn.parallel.local_model import served_locally
+from paged_attn.passes.runner import OptionalPasses
 from paged_attn.recurrent.run import RecurrentRunner
 
 MOST_CAPTURED_ROWS = 2048  # a step of more takes the device longer than the host takes to launch it op by op
@@ -39,7 +40,8 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         if not config.compile:
             return PatchedRunner(model, options, config.follow_generate)
         merge = config.merge_linears if config.merge_linears is not None else only_device(model).type == "cuda"
-        runner = ModelRunner(model, replace(options, merge_linears=merge), config.follow_generate)
+        passes = OptionalPasses(merge_linears=merge, early_rows=config.early_rows, rope_and_store=config.rope_and_store)
+        runner = ModelRunner(model, replace(options, passes=passes), config.follow_generate)
     if ranks is not None and runner.recurrent:
         runner.close()
         raise UnsupportedError(

@@ -26,10 +26,12 @@ from paged_attn.graph_cache import entries, key
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.graph_cache.kept_graphs import KeptGraphs
 from paged_attn.options import CompileOptions
+from paged_attn.passes.runner import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
-OPTIONS = CompileOptions(merge_linears=True)
+MERGED = OptionalPasses(merge_linears=True)
+OPTIONS = CompileOptions(passes=MERGED)
 ROOT = Path(__file__).parents[2]
 
 
@@ -193,9 +195,9 @@ def test_nor_is_one_of_another_config(cache: Path, config: dict[str, Any]) -> No
 
 
 def test_settings_are_in_the_key(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_found(mistral(), CompileOptions(merge_linears=True))
+    assert is_found(mistral(), CompileOptions(passes=MERGED))
     assert not is_found(mistral(), CompileOptions())
-    assert not is_found(mistral(), CompileOptions(merge_linears=True, inductor=True))
+    assert not is_found(mistral(), CompileOptions(passes=MERGED, inductor=True))
     assert not is_found(mistral(), positions=False)
     with torch._dynamo.config.patch(specialize_float=True):
         assert not is_found(mistral())
@@ -285,7 +287,7 @@ def test_what_no_text_says_all_of_is_not_kept(cache: Path, said: Callable[[int],
 
 
 def test_without_a_self_check_or_a_cache_nothing_is_looked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert KeptGraphs.of(mistral(), CompileOptions(merge_linears=True, self_check=False), True) is None
+    assert KeptGraphs.of(mistral(), CompileOptions(passes=MERGED, self_check=False), True) is None
     monkeypatch.setenv("PAGED_ATTN_CACHE", "none")
     assert KeptGraphs.of(mistral(), OPTIONS, True) is None
 

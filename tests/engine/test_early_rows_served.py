@@ -1,0 +1,120 @@
+"""Served models compute the end of their last layer for the wanted rows only, and give their own tokens: in chunks, ragged, in decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from paged_attn import LLM, SamplingParams
+from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.graph_cache.graph_data import graph_data, graph_of
+from paged_attn.options import CompileOptions
+from paged_attn.passes.graph_tools import depends_on, value_of
+from paged_attn.passes.runner import OptionalPasses
+from paged_attn.passes.token_data import name_of
+from tests.oracle import greedy, random_prompts
+from tests.recurrent_models import RECURRENT, recurrent
+from tests.tiny_models import ARCHITECTURES, COMMON, build
+
+PROMPTS = random_prompts((3, 30, 8, 17))
+GREEDY = SamplingParams(max_new_tokens=8)
+MORE: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8},
+    "phi": {}, "gptj": {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "n_inner": 48}, "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+    },
+}  # fmt: skip
+PRODUCTS = ("linear", "addmm", "matmul", "bmm", "grouped_mm_fallback")
+LAST = {  # products from the last attention's output on, all of which run on N rows: o_proj, the MLP and the head
+    "llama": 5, "qwen2": 5, "qwen3": 5, "mistral": 5, "gemma2": 5, "gemma3_text": 5, "phi3": 4, "gpt_neox": 4, "gpt2": 4, "opt": 4,
+    "falcon": 4, "olmo2": 5, "granite": 5, "cohere2": 5, "mixtral": 5, "qwen3_moe": 5, "llama4_text": 5, "deepseek_v3": 8,
+    "starcoder2": 4, "stablelm": 5, "phi": 4, "gptj": 4, "gpt_oss": 5, "falcon_h1": 5, "lfm2": 4, "bamba": 4, "jamba": 4, "mamba": 1,
+    "mamba2": 1, "qwen3_next": 4,
+}  # fmt: skip
+
+
+def model_of(name: str) -> PreTrainedModel:
+    if name in RECURRENT:
+        return recurrent(name)
+    if name in ARCHITECTURES:
+        return build(name, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **{**COMMON, "tie_word_embeddings": False, **MORE[name]})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def expected(model: PreTrainedModel) -> list[list[int]]:
+    return [greedy(model, prompt, 8) for prompt in PROMPTS]
+
+
+def tokens_of(model: PreTrainedModel, **settings: Any) -> tuple[list[list[int]], LLM]:
+    llm = LLM(model, **{"page_size": 4, "num_pages": 200, "max_batch_tokens": 16, **settings})
+    assert llm.engine.runner.compiled.rewrite.early_rows > 0
+    return [c.token_ids for c in llm.generate(PROMPTS, GREEDY)], llm
+
+
+def on_chosen_rows(llm: LLM) -> list[fx.Node]:
+    """Products that do not depend on the number of tokens."""
+    rewrite = llm.engine.runner.compiled.rewrite
+    nodes = [n for n in rewrite.gm.graph.nodes if name_of(n) in PRODUCTS and isinstance(value_of(n), Tensor)]
+    return [n for n in nodes if not any(depends_on(size, rewrite.form.num_tokens) for size in value_of(n).shape)]
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_tokens_are_those_of_the_model(name: str) -> None:
+    model = model_of(name)
+    got, llm = tokens_of(model)
+    assert got == expected(model)
+    assert len(on_chosen_rows(llm)) == LAST[name]
+
+
+def test_the_last_mlp_sees_as_many_rows_as_are_sampled_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    linear, seen = F.linear, list[tuple[int, int]]()
+
+    def counting(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append((x.numel() // x.shape[-1], weight.shape[0]))
+        return linear(x, weight, bias)
+
+    llm = LLM(model, page_size=4, num_pages=200, max_batch_tokens=64)
+    graph = llm.engine.runner.compiled.eager_paged.graph  # type: ignore[union-attr]
+    for node in graph.nodes:
+        node.target = counting if node.target is linear else node.target
+    llm.engine.runner.compiled._run_paged = fx.GraphModule(llm.engine.runner.compiled.eager_paged, graph).forward  # type: ignore[arg-type]
+    llm.generate([PROMPTS[1], PROMPTS[3]], SamplingParams(max_new_tokens=1))
+    rows = [rows for rows, width in seen if width == 48]
+    assert rows == [47, 47] * 2 + [2, 2], "gate and up of three layers, for two prompts of 30 and 17 tokens"
+    assert [rows for rows, _ in seen[-5:]] == [2] * 5
+
+
+@pytest.mark.parametrize(("name", "products"), [("llama", 4), ("deepseek_v3", 7)])
+def test_merged_linears_take_the_chosen_rows(name: str, products: int) -> None:
+    model = model_of(name)
+    want = expected(model)
+    got, llm = tokens_of(model, merge_linears=True)
+    assert got == want and llm.engine.runner.compiled.rewrite.merges
+    assert len(on_chosen_rows(llm)) == products
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_such_a_graph_can_be_kept(name: str) -> None:
+    gm = ModelRunner(model_of(name), CompileOptions(passes=OptionalPasses(early_rows=True))).compiled.rewrite.gm
+    assert gm is not None
+    again = graph_of(graph_data(gm), torch.device("cpu"))
+    assert [node.name for node in again.graph.nodes] == [node.name for node in gm.graph.nodes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi"])
+def test_pieces_that_inductor_compiled_take_both_kinds_of_rows(name: str) -> None:
+    model = model_of(name)
+    got, llm = tokens_of(model, inductor=True)
+    assert got == expected(model)
+    report = llm.engine.runner.compiled.pieces
+    assert report is not None and report.distinct == report.pieces - 1, "pieces between attentions stay equal"
