@@ -38,7 +38,7 @@ class Soak:
         try:
             with Watch(warm=self.rounds[plan.kind] > 0):
                 seen = DRIVERS[plan.kind](plan)
-            mib = self.memory.note()
+            mib = self.memory.note(plan.own_capture)
             self.memory.check()
         except Exception:  # noqa: BLE001 - whatever it is, it is reported with its seed
             self.failed.append(plan)
