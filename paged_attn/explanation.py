@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paged_attn.capture.pieces import PieceReport
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.passes.runner import LayerReport
+from paged_attn.passes.runner import LayerReport, Rewrite
 from paged_attn.recurrent.layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class GraphExplanation:
     """One graph that Dynamo captured: what was rewritten in it, or why it is not paged (`not_paged` is then not empty).
 
     breaks: how often each op runs between pieces, in the order of the graph.
+    besides: what optional passes did.
     """
 
     layers: tuple[LayerGroup, ...]
@@ -65,6 +66,7 @@ class GraphExplanation:
     recurrent: tuple[RecurrentGroup, ...] = ()
     compiled: PieceReport | None = None
     breaks: dict[str, int] = field(default_factory=dict)
+    besides: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -84,6 +86,7 @@ class GraphExplanation:
             recurrent=group_recurrent(graph.recurrent or ()),
             compiled=graph.pieces,
             breaks=dict(Counter(graph.split.ops)) if graph.split is not None else {},
+            besides=besides(found),
         )
 
     @classmethod
@@ -126,6 +129,7 @@ class Explanation:
                 f"  pieces       {graph.pieces} between {break_words(graph.breaks)}, run as {graph.compiled_by}",
                 *([f"  compiled     {graph.compiled.describe()}"] if graph.compiled is not None else []),
                 f"  graph nodes  {graph.nodes_before} before, {graph.nodes_after} after",
+                *([f"  besides      {', '.join(graph.besides)}"] if graph.besides else []),
                 f"  passes       {total:.3f} s: {passes}",
             ]
         lines.append(f"  backend      {self.backend_reason}")
@@ -218,3 +222,14 @@ def ranges(ids: Sequence[int], separator: str = ", ") -> str:
         else:
             runs.append([each])
     return separator.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def besides(found: Rewrite) -> tuple[str, ...]:
+    """What was done to a graph beyond what paging needs."""
+    linears = sum(len(merge.inputs) for merge in found.merges)
+    done = (
+        (found.early_rows, f"{found.early_rows} operations at the end compute the wanted rows only"),
+        (len(found.rotated_layers), f"{len(found.rotated_layers)} layers rotate and store K and V in one op"),
+        (linears, f"{linears} weights merged into {len(found.merges)}"),
+    )
+    return tuple(words for count, words in done if count)

@@ -88,6 +88,16 @@ def test_explain_says_how_each_layer_was_found_and_proved_and_what_is_not_paged(
     assert explanation(compiled).backend == "torch_native"
 
 
+def test_explain_says_what_passes_did_besides_paging() -> None:
+    llm = LLM(build("llama"), num_pages=8, merge_linears=True, rope_and_store=True)
+    moved = llm.engine.runner.compiled.rewrite.early_rows
+    assert moved > 0
+    rotated, merged = "3 layers rotate and store K and V in one op", "15 weights merged into 6"
+    words = f"{moved} operations at the end compute the wanted rows only, {rotated}, {merged}"
+    assert f"\n  besides      {words}\n" in explain(llm)
+    assert "besides" not in explain(LLM(build("llama"), num_pages=8, early_rows=False))
+
+
 def test_explain_counts_what_runs_between_the_pieces_by_name() -> None:
     mixtral = build("mixtral", num_hidden_layers=2)
     mixtral.set_experts_implementation("eager")  # they loop over their data, each layer's as one op
