@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.graph_tools import bases_of, symbol, value_of, writes_in_place, written_values
-from paged_attn.passes.kv_heads import KVSource, _layout
+from paged_attn.passes.kv_heads import KVSource, head_layout
 from paged_attn.passes.rotation_values import RotationValues, Turn
 from paged_attn.passes.token_data import name_of, read_inputs
 
@@ -87,7 +87,7 @@ class RotationFinder:
 
     def _source(self, start: fx.Node, heads: int, dim: int) -> KVSource | None:
         """How `start` is read as [T, heads, dim]."""
-        layout = _layout(start, dim, self.form) if isinstance(value_of(start), Tensor) else None
+        layout = head_layout(start, dim, self.form) if isinstance(value_of(start), Tensor) else None
         if layout is None or layout[2] % heads:
             return None
         return KVSource(start, *layout, layout[2] // heads)

@@ -95,7 +95,7 @@ def _moves_nothing(node: fx.Node) -> bool:
 
 def _proved_source(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form: CallForm) -> KVSource | None:
     heads, dim = int(shape_of(repeated)[1]), int(shape_of(repeated)[3])
-    layout = _layout(base, dim, form)
+    layout = head_layout(base, dim, form)
     if layout is None:
         return None
     squeeze, order, num_heads = layout
@@ -117,7 +117,7 @@ def _proved_source(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form:
     return KVSource(base, squeeze, order, num_heads) if torch.equal(result, expected) else None
 
 
-def _layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+def head_layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     """Unit dims to drop, the order that gives [T, heads, dim], and the number of heads; None if the shape is not of that kind."""
     shape = shape_of(base)
     if symbol(shape[-1]) != dim or len(shape) < 3:
