@@ -31,6 +31,19 @@ def test_inductor_pieces_by_default(name: str) -> None:
         assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=8))] == expected
 
 
+@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3_text", "mixtral", "llama4_text"])
+def test_optional_passes_together(name: str, inductor: bool) -> None:
+    """Heads turned and stored by one kernel, merged linears, the last layer's end for wanted rows only: captured, and in chunks."""
+    model = build(name).cuda()
+    expected = [greedy(model, p, 8) for p in PROMPTS]
+    with LLM(model, inductor=inductor, max_batch_tokens=16, num_pages=64, rope_and_store=True) as llm:
+        rewrite = llm.engine.runner.compiled.rewrite
+        assert rewrite.early_rows > 0 and bool(rewrite.rotated_layers) == (name != "llama4_text")
+        for _ in ("cold", "warm"):
+            assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=8))] == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_models_run_and_pass_their_self_check(dtype: torch.dtype) -> None:
     model = build("qwen3", initializer_range=0.05).to("cuda", dtype)
