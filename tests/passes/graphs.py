@@ -7,7 +7,7 @@ inside the compile backend, where they run in production; `assert_ragged_equals_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.backends.select import select_for_pool
 from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
+from paged_attn.passes.graph_tools import copy_graph_module
 from paged_attn.passes.runner import Rewrite, rewrite
 
 VOCAB = 32
@@ -135,6 +136,14 @@ def trace(
         raise errors[0]
     assert len(found) == 1, f"{len(found)} graphs"
     return found[0]
+
+
+def copied(traced: Traced) -> tuple[fx.GraphModule, CallForm, dict[fx.Node, Any]]:
+    """The graph that is changed; Dynamo runs the other one."""
+    gm = copy_graph_module(traced.gm)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    form = replace(traced.form, roles=dict(zip(placeholders, traced.form.roles.values(), strict=True)))
+    return gm, form, dict(zip(placeholders, traced.args, strict=True))
 
 
 def rewrite_of(module: nn.Module, model: nn.Module | None = None, **how: Any) -> Rewrite:

@@ -15,8 +15,7 @@ from paged_attn.passes.early_rows import select_rows_early
 from paged_attn.passes.graph_tools import value_of
 from paged_attn.passes.row_layout import has_rows
 from paged_attn.passes.token_data import name_of
-from tests.passes.graphs import VOCAB, Traced, trace
-from tests.passes.test_merge_linears import copied
+from tests.passes.graphs import VOCAB, Traced, copied, trace
 
 Use = Callable[[Tensor, Any, Tensor], Any]
 CALLS = ((12, (3, 0, 11)), (13, (5, 5, 1, 5)), (7, (0, 1, 2, 3, 4, 5, 6)), (12, (-1, 2)))  # lengths and rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.engine.merged_weights import bind_merged
-from paged_attn.passes.call_form import CallForm
-from paged_attn.passes.graph_tools import as_traced, copy_graph_module, value_of
+from paged_attn.passes.graph_tools import as_traced, value_of
 from paged_attn.passes.merge_linears import Merge, merge_linears, unmerged
 from paged_attn.passes.mergeable_weights import Memory, lie_in_a_row
-from tests.passes.graphs import VOCAB, Traced, called, trace
+from tests.passes.graphs import VOCAB, Traced, called, copied, trace
 
 _mine = torch.library.Library("merge_test", "DEF")
 _mine.define("reads(Tensor x) -> Tensor")
@@ -46,14 +44,6 @@ class Layers(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.embed(input_ids) * torch.cos(position_ids[..., None] * 0.1)
         return torch.cat([t.reshape(1, x.shape[1], -1).cumsum(-1) for t in self.use(x, self)], -1)
-
-
-def copied(traced: Traced) -> tuple[fx.GraphModule, CallForm, dict[fx.Node, Any]]:
-    """The graph that is changed; Dynamo runs the other one."""
-    gm = copy_graph_module(traced.gm)
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    form = replace(traced.form, roles=dict(zip(placeholders, traced.form.roles.values(), strict=True)))
-    return gm, form, dict(zip(placeholders, traced.args, strict=True))
 
 
 def merged_names(module: nn.Module, model: nn.Module | None = None) -> list[str]:
