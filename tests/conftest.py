@@ -5,8 +5,11 @@ Without a GPU, Triton kernels run in Triton's interpreter; it looks at the varia
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -14,3 +17,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ["PAGED_ATTN_TUNED"] = "none"  # what was measured on this machine must not change what a test selects
 os.environ["PAGED_ATTN_CACHE"] = "none"  # nor what another test compiled what is compiled
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_afterwards() -> Iterator[None]:
+    """What a module of tests leaves behind is not looked through again whenever something collects garbage: engines do, before a capture,
+    and Dynamo keeps so much of every trace that a collection would soon take a second."""
+    yield
+    gc.collect()
+    gc.freeze()
