@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.graph_tools import in_graph_order, writes_in_place, written_values
+from paged_attn.passes.graph_tools import call, in_graph_order, writes_in_place, written_values
 
 MAX_NODES = 4000
 
@@ -67,10 +67,8 @@ def evaluate_all(
             if constant is not None:
                 args = tuple(constant(node, a) for a in args)
                 kwargs = {name: constant(node, a) for name, a in kwargs.items()}
-            if node.op == "call_function":
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            elif node.op == "call_method":
-                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if node.op in ("call_function", "call_method"):
+                values[node] = call(node, args, kwargs)
             elif node.op == "get_attr":
                 values[node] = _attribute(node)
             else:

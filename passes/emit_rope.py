@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.find_rotation import Rotation, RotationFinder
 from paged_attn.passes.graph_tools import call_with_value, remove_dead_code, symbol, value_of
-from paged_attn.passes.kv_heads import KVSource
+from paged_attn.passes.kv_heads import head_rows
 from paged_attn.passes.rotation_values import Turn
 from paged_attn.passes.token_data import name_of, read_inputs
 
@@ -58,16 +59,16 @@ def use_rope_and_store(graph: fx.Graph, form: CallForm, values: dict[fx.Node, An
 
 
 def _emit(op: fx.Node, query: Rotation, key: Rotation, angles: _Angles, form: CallForm) -> None:
-    graph = op.graph
+    graph, with_value = op.graph, partial(call_with_value, op.graph)
     old, _, value, output, layer_id, _ = op.args
     assert isinstance(old, fx.Node)
     with graph.inserting_before(old):
-        rows = _rows(query.source)
-        tokens = call_with_value(graph, aten.sym_size.int, rows, 0)
-        rotated = call_with_value(graph, aten.new_empty.default, rows, [tokens, *value_of(rows).shape[1:]])
+        rows = head_rows(query.source, with_value)
+        tokens = with_value(aten.sym_size.int, rows, 0)
+        rotated = with_value(aten.new_empty.default, rows, [tokens, *value_of(rows).shape[1:]])
     old.replace_all_uses_with(rotated)
     with graph.inserting_before(op):
-        keys = _rows(key.source)
+        keys = head_rows(key.source, with_value)
         cos, sin = angles.of(query.turn)
         arguments = (rows, keys, value, cos, sin, rotated, layer_id)
         rope = graph.call_function(ROPE_AND_STORE_KV, arguments, {"interleaved": query.turn.interleaved})
@@ -92,16 +93,6 @@ def _read_shapes_of_source(rotation: Rotation, form: CallForm) -> None:
 
 def _kind(value: Any) -> Any:
     return [value.dtype, *map(symbol, value.shape)] if isinstance(value, torch.Tensor) else value
-
-
-def _rows(source: KVSource) -> fx.Node:
-    """[T, heads, dim] as a view."""
-    node, graph = source.base, source.base.graph
-    for dim in sorted(source.squeeze, reverse=True):
-        node = call_with_value(graph, aten.select.int, node, dim, 0)
-    if source.order != (0, 1, 2):
-        node = call_with_value(graph, aten.permute.default, node, list(source.order))
-    return node if source.step == 1 else call_with_value(graph, aten.slice.Tensor, node, 1, 0, _TO_THE_END, source.step)
 
 
 class _Angles:

@@ -12,8 +12,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 
 from paged_attn.passes.call_form import CallForm
-from paged_attn.passes.graph_tools import depends_on, symbol, value_of
-from paged_attn.passes.row_layout import MISFITS, call, times, with_tokens
+from paged_attn.passes.graph_tools import call, depends_on, symbol, value_of
+from paged_attn.passes.row_layout import MISFITS, times, with_tokens
 from paged_attn.passes.row_region import Region
 from paged_attn.passes.token_data import shape_at
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -131,6 +131,12 @@ def token_dims(node: Any, token_symbol: Any) -> int:
     """How many dims of a node's tensor depend on the number of tokens; 0 for anything else."""
     value = value_of(node)
     return sum(depends_on(size, token_symbol) for size in value.shape) if isinstance(value, torch.Tensor) else 0
+
+
+def call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> Any:
+    """What a function's or method's node does, or would do with another target."""
+    target = node.target if target is None else target
+    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
 def call_with_value(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

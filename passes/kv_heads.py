@@ -9,7 +9,7 @@ Declines: anything in the chain that computes or is written in place; then the k
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.cone import evaluate
 from paged_attn.passes.graph_tools import depends_on, shape_of, symbol, value_of, writes_in_place, written_values
 
+aten = torch.ops.aten
 _SHAPE_METHODS = {"expand", "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "transpose", "permute", "contiguous",
                   "repeat", "repeat_interleave", "broadcast_to", "expand_as", "swapaxes", "clone", "movedim"}  # fmt: skip
 _SHAPE_FUNCTIONS = {operator.getitem, torch.broadcast_to, torch.repeat_interleave, torch.transpose, torch.unsqueeze, torch.reshape,
@@ -134,6 +135,25 @@ def head_layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ...
     kept = [i for i in range(len(shape)) if i not in squeeze]
     order = (kept.index(token_dims[0]), kept.index(head_dim), kept.index(len(shape) - 1))
     return squeeze, order, int(shape[head_dim])
+
+
+def head_rows(source: KVSource, insert: Callable[..., fx.Node]) -> fx.Node:
+    """[T, heads, dim] as a view of the source.
+
+    Args:
+        insert: makes the node of a function and its arguments.
+    """
+    node = source.base
+    for dim in sorted(source.squeeze, reverse=True):
+        node = insert(aten.select.int, node, dim, 0)
+    if source.order != (0, 1, 2):
+        node = insert(aten.permute.default, node, list(source.order))
+    return node if source.step == 1 else insert(aten.slice.Tensor, node, 1, 0, 2**63 - 1, source.step)
+
+
+def rows_in(tensor: Tensor, source: KVSource) -> Tensor:
+    """The same of a tensor: what `source` reads in its base."""
+    return _squeezed(tensor, source.squeeze).permute(source.order)[:, :: source.step]
 
 
 def _squeezed(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -9,6 +9,8 @@ Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx.node import Argument
@@ -17,7 +19,7 @@ from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.passes.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.graph_tools import value_of
-from paged_attn.passes.kv_heads import KVSource, as_received
+from paged_attn.passes.kv_heads import KVSource, as_received, head_rows
 from paged_attn.passes.prove_attention import AttentionProof
 
 aten = torch.ops.aten
@@ -28,9 +30,13 @@ def replace_attention(
 ) -> tuple[fx.Node, fx.Node]:
     """Rewrite one site in place; returns the op's node, and the one that stands for the old output."""
     graph = site.node.graph
+
+    def plain(function: Any, *args: Argument) -> fx.Node:
+        return graph.call_function(function, args)
+
     with graph.inserting_before(site.node):
-        query = _rows(graph, as_received(site.query, spec.num_q_heads))
-        keys, values = _rows(graph, key), _rows(graph, value)
+        query = head_rows(as_received(site.query, spec.num_q_heads), plain)
+        keys, values = head_rows(key, plain), head_rows(value, plain)
         tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
         output = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads, spec.v_head_dim]))
         extra = _extra_operands(graph, proof, layer_id)
@@ -80,13 +86,3 @@ def _buffer(graph: fx.Graph, name: str, value: torch.Tensor, proof: AttentionPro
     assert module is not None
     module.register_buffer(name, value.to(proof.device), persistent=False)
     return graph.get_attr(name)
-
-
-def _rows(graph: fx.Graph, source: KVSource) -> fx.Node:
-    """[T, heads, dim] as a view of the source."""
-    node = source.base
-    for dim in sorted(source.squeeze, reverse=True):
-        node = graph.call_function(aten.select.int, (node, dim, 0))
-    if source.order != (0, 1, 2):
-        node = graph.call_function(aten.permute.default, (node, list(source.order)))
-    return node if source.step == 1 else graph.call_function(aten.slice.Tensor, (node, 1, 0, 2**63 - 1, source.step))

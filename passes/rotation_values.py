@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.cone import evaluate
 from paged_attn.passes.graph_tools import as_traced, value_of
-from paged_attn.passes.kv_heads import KVSource
+from paged_attn.passes.kv_heads import KVSource, rows_in
 from paged_attn.passes.token_data import cone_of, shape_at, writers_of
 
 Columns = Literal["all", "first half", "every second"]
@@ -92,7 +92,7 @@ class RotationValues:
                 got = self._at(end, user, length, {start.base: x, **given}, owned=False)
             except (IndexError, RuntimeError, KeyError):  # KeyError: parameters, or more tokens than start's, are in it
                 return None
-            rows, matching = start_rows(x, start), set[Turn]()
+            rows, matching = rows_in(x, start), set[Turn]()
             for cos, c, sin, s in ((first, one, last, two), (last, two, first, one))[: len(tables)]:
                 for interleaved in (False, True) if pairs > 1 else (False,):
                     expected = rotated(rows, c, s, interleaved)
@@ -156,13 +156,6 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     parts = [first * c - second * s, second * c + first * s]
     turned = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
     return torch.cat([turned, rest], dim=-1)
-
-
-def start_rows(value: Tensor, source: KVSource) -> Tensor:
-    """[T, heads, dim] of what a source's base holds."""
-    for dim in sorted(source.squeeze, reverse=True):
-        value = value.select(dim, 0)
-    return value.permute(source.order)[:, :: source.step]
 
 
 def _spread(taken: Tensor, columns: Columns) -> Tensor:

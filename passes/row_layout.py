@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-from paged_attn.passes.graph_tools import depends_on, symbol, value_of
+from paged_attn.passes.graph_tools import call, depends_on, symbol, value_of
 from paged_attn.passes.token_data import name_of
 
 LENGTHS = (5, 7)
@@ -87,12 +87,6 @@ def with_tokens(value: Any, tokens: Any, length: int) -> Any:
     if not isinstance(number, int) and not number.is_Integer:
         raise ValueError(f"{value} depends on more than the number of tokens")
     return int(number)
-
-
-def call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> Any:
-    """What a function's or method's node does, or would do with another target."""
-    target = node.target if target is None else target
-    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
 def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any:

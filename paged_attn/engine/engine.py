@@ -198,13 +198,13 @@ class Engine:
         """Start the next step, if there is one to run."""
         self.last_scheduled = ()
         scheduled = self.scheduler.schedule(drained=not self._flights)
-        self.last_scheduled = requests = [s.request for s in scheduled]
         if not scheduled:
             assert self._flights or not self.requests, (
                 f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
             )
             return False
         parts, columns = lay_out(scheduled)
+        self.last_scheduled = requests = parts.requests
         step = self.steps.prepare(columns)
         sampling = [request.sampling for request, samples in zip(requests, parts.samples, strict=True) if samples]
         computed = sum(new for request, new in zip(requests, columns.num_new, strict=True) if not request.sampling.num_chosen)
