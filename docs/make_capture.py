@@ -106,7 +106,7 @@ def bounds(data: Any, _: Any) -> str:
         f"layer of 1 row and {alone['rope_write 256']:.1f} for one of 256. Inductor's RoPE takes {rope[0]:.1f} us at batch {first} and "
         f"{rope[1]:.1f} at batch {last}, and attention writes K and V itself. The one op would save {gain:.1%} of the step at "
         f"batch {first}" + (f", and nothing at batch {last}" * slower) + ". "
-        "`rope_and_store=True` asks for it; it is off until whole steps were measured with it.",
+        "`rope_and_store=True` asks for it; whole runs with it are above.",
     ]
     if (check := data["modes"][BEST].get("address_check_us")) is not None:
         lines.append(f"- **The address check** takes {check:.0f} us of the host's time before each replay.")
