@@ -16,6 +16,7 @@ from paged_attn.engine.llm import LLM
 from paged_attn.engine.loading import load_model
 from paged_attn.engine.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.parallel.torchrun import join, num_processes
 
 OnEvent = Callable[[int, TokenEvent], None]
 
@@ -56,13 +57,16 @@ class Run:
 
 
 def load(path: str | Path, dtype: str, device: str, config: EngineConfig) -> Loaded:
-    """Load, rewrite and warm up, so that what is timed later is generation only.
+    """Load, rewrite and warm up, so that what is timed later is generation only. Under torchrun each process loads its part.
 
     Raises:
         ValueError: no model there, or no such device. UnsupportedError: as `LLM` does.
     """
     started = time.perf_counter()
-    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), checked_device(device))
+    place, sharded = checked_device(device), num_processes() > 1
+    if sharded:
+        place = join(place)
+    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), place, sharded)
     loaded = time.perf_counter()
     llm = LLM(model, tokenizer=tokenizer, config=config)
     rewritten = time.perf_counter()

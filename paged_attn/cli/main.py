@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from paged_attn import __version__
 from paged_attn.cli import backends, bench, demo, doctor, explain, generate, serve, tune, warmup
+from paged_attn.parallel.torchrun import is_first, leave, num_processes
 
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+ON_RANKS = (generate, serve)  # may be started by torchrun
 COMMANDS = (generate, serve, demo, explain, warmup, backends, tune, bench, doctor)
 
 
@@ -39,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding has not
     try:
-        status: int = args.run(args)
-        sys.stdout.flush()
+        with _as_one_program(args):
+            status: int = args.run(args)
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -54,6 +58,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("\n".join([f"paged-attn: error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return USER_ERROR
+
+
+@contextlib.contextmanager
+def _as_one_program(args: argparse.Namespace) -> Iterator[None]:
+    """Under torchrun the first process alone has a say; the group of processes, if the command made it, ends with the command.
+
+    Raises:
+        ValueError: the command does not know ranks.
+    """
+    if num_processes() == 1:
+        yield
+        return
+    if args.run not in [module.run for module in ON_RANKS]:
+        raise ValueError(f"torchrun started {num_processes()} processes, and this command runs in one; start it without torchrun")
+    with contextlib.ExitStack() as silence:
+        if not is_first():
+            nowhere = silence.enter_context(open(os.devnull, "w"))
+            silence.enter_context(contextlib.redirect_stdout(nowhere))
+            silence.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,16 +6,21 @@ import argparse
 import gc
 import importlib.util
 import os
+import signal
 import sys
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_attn.cli.options import add_common, add_engine, add_place, engine_config, set_verbosity
+from paged_attn.parallel.torchrun import is_first, num_processes
 
 if TYPE_CHECKING:
     from paged_attn.engine.config import EngineConfig
     from paged_attn.engine.engine import Engine
+    from paged_attn.engine.llm import LLM
 
 API_KEY_VARIABLE = "PAGED_ATTN_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
@@ -36,6 +41,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     add("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait beyond those that run (default: %(default)s)")
     add("--max-body-mib", type=float, default=16.0, metavar="MIB", help="largest body of a request (default: %(default)g)")
+    add("--allow-priority", action="store_true", help="let requests have a priority; without it nobody may jump the queue")
     add(
         "--drain-seconds", type=float, default=30.0, metavar="S",
         help="how long running requests may go on after SIGTERM or Ctrl-C (default: %(default)g)",
@@ -54,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """
     config = engine_config(args)
     config = config.with_(max_batch_tokens=config.step_tokens)  # long prompts must not hold up the tokens of others for long
+    if not is_first():
+        return _follow(args, config)
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"the server needs {', '.join(missing)}; install the extra: pip install 'paged-attn[serve]'")
     from paged_attn.server.settings import ServerSettings
@@ -61,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     keys = [*args.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])]
     settings = ServerSettings(
         args.served_model_name or model_name(args.model), host=args.host, port=args.port, api_keys=tuple(keys), max_queue=args.max_queue,
-        max_body_mib=args.max_body_mib, drain_seconds=args.drain_seconds,
+        max_body_mib=args.max_body_mib, drain_seconds=args.drain_seconds, allow_priority=args.allow_priority,
     )  # fmt: skip
     set_verbosity(args.verbose)
     from paged_attn.server.run import Server, listen
@@ -69,11 +77,13 @@ def run(args: argparse.Namespace) -> int:
     socket = listen(settings)
     host, port = socket.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    server = Server(lambda: _engine(args, config, url), settings, log_level="info" if args.verbose else "warning")
-    print(f"listening on {url}; loading {args.model} as {settings.model_name!r} (GET /health says when it is ready)", file=sys.stderr)
-    server.run(sockets=[socket])
-    if server.load_error is not None:
-        raise server.load_error
+    with ExitStack() as afterwards:
+        make_engine = partial(_engine, args, config, url, afterwards)
+        server = Server(make_engine, settings, log_level="info" if args.verbose else "warning")
+        print(f"listening on {url}; loading {args.model} as {settings.model_name!r} (GET /health says when it is ready)", file=sys.stderr)
+        server.run(sockets=[socket])
+    if server.fatal_error is not None:
+        raise server.fatal_error
     return 0
 
 
@@ -82,13 +92,34 @@ def model_name(model: str) -> str:
     return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
 
 
-def _engine(args: argparse.Namespace, config: EngineConfig, url: str) -> Engine:
-    from paged_attn.cli.job import load
-
+def _engine(args: argparse.Namespace, config: EngineConfig, url: str, afterwards: ExitStack) -> Engine:
+    """What is still to be done when the server has ended goes into `afterwards`."""
     started = time.perf_counter()
-    engine = load(args.model, args.dtype, args.device, config).llm.engine
-    gc.collect()
-    gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end
+    llm = _load(args, config)
+    if num_processes() > 1:
+        from paged_attn.parallel.lead import first_rank_leads
+
+        afterwards.enter_context(first_rank_leads(llm))
+    engine = llm.engine
     what = f"{engine.selection.describe()}, {engine.kv.num_usable:,} KV pages of {engine.config.page_size}"
     print(f"ready on {url} after {time.perf_counter() - started:.1f} s: {what}", file=sys.stderr, flush=True)
     return engine
+
+
+def _follow(args: argparse.Namespace, config: EngineConfig) -> int:
+    """Do what the first process does until it has ended. Signals are its business: it drains, and these processes with it."""
+    from paged_attn.parallel.lead import first_rank_leads
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with first_rank_leads(_load(args, config)):
+        return 0
+
+
+def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
+    from paged_attn.cli.job import load
+
+    llm = load(args.model, args.dtype, args.device, config).llm
+    gc.collect()
+    gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end
+    return llm

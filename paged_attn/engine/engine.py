@@ -62,6 +62,8 @@ class Engine:
         UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool can not hold two pages.
     """
 
+    recovers = True  # after a step that raised it is fit for others
+
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:

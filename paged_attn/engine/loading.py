@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +12,17 @@ from typing import Any
 import torch
 
 from paged_attn.capture.progress import asked, bar
+from paged_attn.parallel.plan import plan_of
 
 
-def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device | str | None) -> tuple[Any, Any]:
+def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device | str | None, sharded: bool = False) -> tuple[Any, Any]:
     """(model in evaluation mode, tokenizer or None if the checkpoint has none).
 
+    Args:
+        sharded: read what the model's `tp_plan` gives to this rank of the process group, and no more.
+
     Raises:
-        ValueError: nothing loadable is there; the message holds transformers' own words.
+        ValueError: nothing loadable is there; the message holds transformers' own words. Or it can not be sharded.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,9 +37,12 @@ def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device
         shown.set_postfix_str("weights")
         try:
             with _their_bars():
-                model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto")
+                more = {"distributed_config": _own_shards()} if sharded else {}
+                model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **more)
         except (OSError, ValueError) as error:
             raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
+        if sharded and plan_of(model) is None:
+            raise ValueError(f"{type(model).__name__} has no tensor-parallel plan; run it in one process, without torchrun")
         model.eval()
         shown.update()
         shown.set_postfix_str(f"to {device or 'cpu'}")
@@ -44,6 +52,14 @@ def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device
         tokenizer = _tokenizer(AutoTokenizer, name)
         shown.update()
     return model, tokenizer
+
+
+def _own_shards() -> Any:
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError("to read shards transformers needs accelerate; install the extra: pip install 'paged-attn[tp]'")
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return DistributedConfig(tp_plan="auto")
 
 
 @contextmanager

@@ -30,6 +30,7 @@ def first_rank_leads(llm: LLM) -> Iterator[bool]:
     Raises:
         ContextError: the model is not sharded.
         Any error of a step, on all ranks that had it: they can not go on apart, so let the program end.
+        RuntimeError: on the others, when the first rank is gone.
     """
     engine, ranks = llm.engine, llm.engine.runner.ranks
     if ranks is None:
@@ -53,12 +54,18 @@ class _Line:
     """From the first rank to the others, in order."""
 
     def __init__(self, ranks: Ranks) -> None:
+        self._is_cut = False
         members = dist.get_process_group_ranks(ranks.group)
         self._first = members[0]
         self._group = dist.new_group(members, backend="gloo", timeout=IDLE, use_local_synchronization=True)
 
     def say(self, order: Any) -> None:
-        dist.broadcast_object_list([order], self._first, group=self._group)
+        if not self._is_cut:
+            dist.broadcast_object_list([order], self._first, group=self._group)
+
+    def cut(self) -> None:
+        """Nobody listens any more: what is said from now on would wait for ever."""
+        self._is_cut = True
 
     def hear(self) -> Any:
         heard = [None]
@@ -69,6 +76,8 @@ class _Line:
 class _Leader:
     """The engine of the first rank: what changes it is told to the others, too."""
 
+    recovers = False
+
     def __init__(self, engine: Engine, line: _Line) -> None:
         self._engine, self._line = engine, line
 
@@ -77,7 +86,8 @@ class _Leader:
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **keywords: Any) -> Request:
         request = self._engine.add_request(prompt_token_ids, params, **keywords)  # what it refuses nobody hears of
-        self._line.say(("add_request", (request.prompt_token_ids, request.params), {**keywords, "request_id": request.id}))
+        told = {**keywords, "request_id": request.id, "text_at_end": True}
+        self._line.say(("add_request", (request.prompt_token_ids, request.params), told))
         return request
 
     def cancel(self, request_id: str) -> bool:
@@ -87,8 +97,12 @@ class _Leader:
         return self._engine.cancel(request_id)
 
     def step(self) -> list[TokenEvent]:
-        self._line.say(("step", (), {}))
-        return self._engine.step()
+        try:
+            self._line.say(("step", (), {}))
+            return self._engine.step()
+        except BaseException:
+            self._line.cut()  # the others had the error, too, and are gone, or they are inside the step
+            raise
 
     def close(self) -> None:
         self._line.say(("close", (), {}))

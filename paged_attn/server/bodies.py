@@ -67,6 +67,7 @@ class Body(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="extension: token_ids and prompt_token_ids in the answer")
+    priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
     cache_salt: str | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
 
     @model_validator(mode="before")

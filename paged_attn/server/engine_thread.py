@@ -32,7 +32,8 @@ class EngineThread:
         max_queue: prompts that may wait beyond those that can run.
 
     A step that raises ends its requests with 500 and the reason; all others go on. After that, as soon as the engine
-    is idle, a probe of one token must run, or the engine counts as dead. `submit`, `cancel` and `drain` are for the event loop's thread.
+    is idle, a probe of one token must run, or the engine counts as dead; one that does not recover is dead at once.
+    `submit`, `cancel` and `drain` are for the event loop's thread.
     """
 
     def __init__(self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer) -> None:
@@ -184,8 +185,9 @@ class EngineThread:
         try:
             for prompt in job.prompts:
                 request = engine.add_request(
-                    prompt.token_ids, job.params, namespace=job.namespace, prompt=prompt.text, text_at_end=job.text_at_end
-                )
+                    prompt.token_ids, job.params, namespace=job.namespace, prompt=prompt.text, priority=job.priority,
+                    text_at_end=job.text_at_end,
+                )  # fmt: skip
                 self._owners[request.id] = (job, len(job.requests))
                 job.requests.append(request)
         except (ValueError, TypeError) as error:  # UnsupportedError is a ValueError
@@ -215,6 +217,8 @@ class EngineThread:
         try:
             events = engine.step()
         except Exception as error:  # whatever it is, the server goes on and says so
+            if not engine.recovers:
+                raise
             logger.exception("a step of the engine failed")
             self._failures += 1
             self._probe_due = self._events_due = True

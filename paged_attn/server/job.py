@@ -41,8 +41,10 @@ class Job:
         cancelled: the engine shall not begin it, or has been told to stop.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, namespace: Hashable = None, *, text_at_end: bool = False) -> None:
-        self.prompts, self.params, self.namespace, self.text_at_end = prompts, params, namespace, text_at_end
+    def __init__(
+        self, prompts: Sequence[Prompt], params: SamplingParams, namespace: Hashable = None, *, priority: int = 0, text_at_end: bool = False
+    ) -> None:
+        self.prompts, self.params, self.namespace, self.priority, self.text_at_end = prompts, params, namespace, priority, text_at_end
         self.created = time.perf_counter()
         self.requests: list[Request] = []
         self.cancelled = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +15,7 @@ from paged_attn.server.disconnect import ClientGone, EventStream, unless_gone
 from paged_attn.server.errors import ApiError
 from paged_attn.server.job import Job, Prompt
 from paged_attn.server.replies import ChatReply, CompletionReply, Reply
+from paged_attn.server.settings import ServerSettings
 from paged_attn.server.status import Status
 from paged_attn.server.texts import Texts
 
@@ -54,7 +56,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete one or several prompts."""
     state, engine, texts = _ready(request, body)
     prompts = await texts.prompts(body.prompt)
-    job = Job(prompts, body.sampling_params(_room(engine, prompts)), body.cache_salt, text_at_end=not body.stream)
+    job = _job(prompts, body, engine, state.settings)
     return await _answer(request, job, CompletionReply(job, body, texts, state.settings.model_name))
 
 
@@ -63,8 +65,15 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     """The next message of a conversation."""
     state, engine, texts = _ready(request, body)
     prompt = await texts.chat(body.plain_messages(), body.chat_template_kwargs or {})
-    job = Job([prompt], body.sampling_params(_room(engine, [prompt])), body.cache_salt, text_at_end=not body.stream)
+    job = _job([prompt], body, engine, state.settings)
     return await _answer(request, job, ChatReply(job, body, texts, state.settings.model_name))
+
+
+def _job(prompts: Sequence[Prompt], body: Body, engine: Engine, settings: ServerSettings) -> Job:
+    if body.priority and not settings.allow_priority:
+        raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
+    params = body.sampling_params(_room(engine, prompts))
+    return Job(prompts, params, body.cache_salt, priority=body.priority or 0, text_at_end=not body.stream)
 
 
 async def _answer(request: Request, job: Job, reply: Reply) -> Response:
@@ -111,7 +120,7 @@ def _model(state: ServerState) -> dict[str, Any]:
     return {"id": state.settings.model_name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
 
 
-def _room(engine: Engine, prompts: list[Prompt]) -> int:
+def _room(engine: Engine, prompts: Sequence[Prompt]) -> int:
     """New tokens that positions and pool have room for after the longest prompt; at least 1, so that a prompt that is too long gets the
     engine's words."""
     longest = max(len(prompt.token_ids) for prompt in prompts)

@@ -58,14 +58,14 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn.Config(app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=grace, access_log=access_log))
 
     @property
-    def load_error(self) -> BaseException | None:
-        """Why the engine could not be made, if so."""
+    def fatal_error(self) -> BaseException | None:
+        """Why there is no engine, if it could not be made, or if it died and takes other processes along."""
         thread = self.state.thread
-        return thread.error if thread.engine is None else None
+        return thread.error if thread.engine is None or not thread.engine.recovers else None
 
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s; True ends the server."""
-        return await super().on_tick(counter) or (self.state.thread.status is Status.DEAD and self.load_error is not None)
+        return await super().on_tick(counter) or (self.state.thread.status is Status.DEAD and self.fatal_error is not None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         thread = self.state.thread

@@ -16,6 +16,7 @@ class ServerSettings:
         api_keys: any of them opens /v1; none: /v1 is open. /health and /metrics always are.
         max_queue: requests (prompts) that may wait beyond those that run; more get 429.
         max_body_mib: larger bodies get 413.
+        allow_priority: whether requests may say how urgent they are.
         drain_seconds: how long running requests may go on after a shutdown began; then they are cancelled.
 
     Raises:
@@ -29,6 +30,7 @@ class ServerSettings:
     max_queue: int = 1024
     max_body_mib: float = 16.0
     drain_seconds: float = 30.0
+    allow_priority: bool = False
 
     def __post_init__(self) -> None:
         if not self.model_name:

@@ -154,7 +154,7 @@ def test_a_storm_of_random_bodies_leaves_the_server_whole(running: Running) -> N
     odd += [{"a": 1}, ["x", "\udfff"], [[95], [1, 2]], [1] * 300, "long text " * 20]
     names = ["prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
              "seed", "stop", "stop_token_ids",
-             "logprobs", "ignore_eos", "cache_salt", "stream", "n", "user", "return_token_ids"]  # fmt: skip
+             "logprobs", "ignore_eos", "cache_salt", "priority", "stream", "n", "user", "return_token_ids"]  # fmt: skip
     statuses, failed = set(), running.metric("failed_steps_total")
     for _ in range(400):
         body = {"prompt": "Hello", "max_tokens": 2} | {rng.choice(names): rng.choice(odd) for _ in range(rng.randint(1, 2))}

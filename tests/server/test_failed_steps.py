@@ -237,7 +237,24 @@ def test_a_model_that_can_not_be_loaded_ends_the_server_with_its_error(error: Ba
 
     with serving(failing, wait=False) as running:
         running.thread.join(10)
-        assert not running.thread.is_alive() and running.server.load_error is error
+        assert not running.thread.is_alive() and running.server.fatal_error is error
+
+
+def test_an_engine_that_does_not_recover_ends_the_server() -> None:
+    """As one over several ranks, which can not go on apart."""
+
+    def make() -> Any:
+        engine = make_engine(tokenizer=chat_tokenizer())
+        engine.recovers = False
+        return engine
+
+    error = RuntimeError("the others are gone")
+    with serving(make) as running:
+        fail_once(running.engine, error)
+        reply = post(running)
+        assert reply.status_code == 500 and "the others are gone" in reply.text
+        running.thread.join(10)
+        assert not running.thread.is_alive() and running.server.fatal_error is error
 
 
 def test_while_the_model_loads_health_says_so() -> None:

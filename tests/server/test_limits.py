@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,29 @@ def test_beyond_the_queue_requests_get_429_and_none_is_lost() -> None:
         many = running.http.post("/v1/completions", json={**BODY, "prompt": [[4]] * 6})
         assert many.status_code == 400 and "6 prompts in one request; this server takes at most 5: 2 that run" in many.text
         assert len(running.http.post("/v1/completions", json={**BODY, "prompt": [[4]] * 5}).json()["choices"]) == 5
+
+
+def test_an_urgent_request_comes_first_where_that_is_allowed() -> None:
+    ended: list[str] = []
+    engine = functools.partial(make_engine, tokenizer=chat_tokenizer(), max_requests=1)
+    with serving(engine, allow_priority=True) as running, ThreadPoolExecutor(4) as pool:
+
+        def ask(name: str, **more: Any) -> Any:
+            reply = running.http.post("/v1/completions", json={**BODY, **more})
+            ended.append(name)
+            return reply.json()["choices"][0]["token_ids"]
+
+        with held(running.engine):
+            asked = []
+            for number, (name, priority) in enumerate({"first": 0, "later": None, "urgent": -1, "idle": 7}.items()):
+                asked.append(pool.submit(ask, name, priority=priority))
+                wait_for(lambda n=number: running.num_prompts == n + 1 and running.engine.has_work)  # type: ignore[misc]
+        assert [each.result() for each in asked] == [oracle(BODY["prompt"], 4)] * 4
+        assert ended.index("urgent") < ended.index("later") < ended.index("idle")
+    with serving(engine) as running:
+        refused = running.http.post("/v1/completions", json={**BODY, "priority": -1})
+        assert refused.status_code == 400 and "--allow-priority" in refused.text and refused.json()["error"]["param"] == "priority"
+        assert running.http.post("/v1/completions", json={**BODY, "priority": 0}).status_code == 200
 
 
 def test_a_queue_of_0_lets_in_what_can_run() -> None:
