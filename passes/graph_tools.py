@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
+import types
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
-from torch import SymFloat, SymInt, fx
+from torch import SymFloat, SymInt, Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 _INPLACE_FUNCTIONS = {
@@ -21,12 +24,14 @@ _VIEWS = {
     "chunk", "split", "unbind", "t", "contiguous", "to", "float", "detach", "diagonal", "swapaxes", "movedim", "view_as", "expand_as",
     "unfold", "split_with_sizes", "type", "type_as", "half", "bfloat16", "double", "tensor_split", "as_strided", "broadcast_to", "alias",
     "ravel", "swapdims", "moveaxis", "reshape_as", "hsplit", "vsplit", "dsplit", "unsafe_split", "unsafe_chunk", "view_as_real",
-    "view_as_complex", "real", "imag", "adjoint", "positive", "bool", "int", "long", "cpu", "cuda",
+    "view_as_complex", "real", "imag", "adjoint", "positive", "bool", "int", "long", "cpu", "cuda", "conj", "resolve_conj", "resolve_neg",
+    "atleast_1d", "atleast_2d", "atleast_3d", "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+    "feature_alpha_dropout",
 }  # fmt: skip
 
 
 def writes_in_place(node: fx.Node) -> bool:
-    """True for in-place methods and functions, and for ops whose schema mutates an argument."""
+    """True for in-place methods and functions, `inplace=True`, and ops whose schema mutates an argument."""
     if node.op == "call_method":
         name = str(node.target)
         return name.endswith("_") and not name.endswith("__")
@@ -35,10 +40,24 @@ def writes_in_place(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.is_mutable
-    if target in _INPLACE_FUNCTIONS or node.kwargs.get("out") is not None:
+    if target in _INPLACE_FUNCTIONS or node.kwargs.get("out") is not None or _has_inplace_flag(node):
         return True
     name = getattr(target, "__name__", "")
     return name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
+
+
+def _has_inplace_flag(node: fx.Node) -> bool:
+    """As activations of torch.nn.functional have it: `relu(x, inplace=True)`."""
+    place = _place_of_inplace(node.target)
+    return place is not None and bool(node.kwargs.get("inplace", node.args[place] if place < len(node.args) else False))
+
+
+@cache
+def _place_of_inplace(function: Any) -> int | None:
+    if not isinstance(function, types.FunctionType):  # builtins have no such argument
+        return None
+    names = list(inspect.signature(function).parameters)
+    return names.index("inplace") if "inplace" in names else None
 
 
 def remove_dead_code(graph: fx.Graph) -> None:
@@ -74,7 +93,7 @@ def written_values(node: fx.Node) -> set[fx.Node]:
         mutable = [(i, a.name) for i, a in enumerate(node.target._schema.arguments) if a.alias_info and a.alias_info.is_write]
         targets = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in mutable]
     else:
-        targets = [*node.args[:1], node.kwargs.get("out")]
+        targets = [*node.args[:1], node.kwargs.get("out"), node.kwargs.get("input") if _has_inplace_flag(node) else None]
     return bases_of(target for target in targets if isinstance(target, fx.Node))
 
 
@@ -87,11 +106,31 @@ def bases_of(values: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(value)
             base = value.args[0] if value.args and _may_alias(value) else None
             pending += [base] if isinstance(base, fx.Node) else []
+            pending += [node for node in value.all_input_nodes if _share_memory(node, value)]
     return found
 
 
+def _share_memory(one: fx.Node, other: fx.Node) -> bool:
+    """Whether any of what Dynamo saw there lay in the same memory; False where it says nothing."""
+    return not _storages(one).isdisjoint(_storages(other))
+
+
+def _storages(node: fx.Node) -> set[int]:
+    value = value_of(node)
+    tensors = value if isinstance(value, (tuple, list)) else (value,)
+    return {_unwrapped(tensor).untyped_storage()._cdata for tensor in tensors if isinstance(tensor, Tensor)}
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Without the batch dims of vmap, which have no storage of their own."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def _may_alias(node: fx.Node) -> bool:
-    """Whether a node's result may share memory with its first argument: views, and in-place operations, which return it."""
+    """Whether a node's result may share memory with its first argument, by its name: views, and in-place operations, which return it."""
     if node.op == "call_method":
         return str(node.target) in _VIEWS or writes_in_place(node)
     name = getattr(node.target, "__name__", "").split(".")[0]

@@ -77,9 +77,15 @@ def run(args: argparse.Namespace) -> int:
     socket = listen(settings)
     host, port = socket.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    started = time.perf_counter()
+
+    def ready(engine: Engine) -> None:
+        what = f"{engine.selection.describe()}, {engine.kv.num_usable:,} KV pages of {engine.config.page_size}"
+        print(f"ready on {url} after {time.perf_counter() - started:.1f} s: {what}", file=sys.stderr, flush=True)
+
     with ExitStack() as afterwards:
-        make_engine = partial(_engine, args, config, url, afterwards)
-        server = Server(make_engine, settings, log_level="info" if args.verbose else "warning")
+        make_engine = partial(_engine, args, config, afterwards)
+        server = Server(make_engine, settings, on_ready=ready, log_level="info" if args.verbose else "warning")
         print(f"listening on {url}; loading {args.model} as {settings.model_name!r} (GET /health says when it is ready)", file=sys.stderr)
         server.run(sockets=[socket])
     if server.fatal_error is not None:
@@ -92,18 +98,14 @@ def model_name(model: str) -> str:
     return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
 
 
-def _engine(args: argparse.Namespace, config: EngineConfig, url: str, afterwards: ExitStack) -> Engine:
+def _engine(args: argparse.Namespace, config: EngineConfig, afterwards: ExitStack) -> Engine:
     """What is still to be done when the server has ended goes into `afterwards`."""
-    started = time.perf_counter()
     llm = _load(args, config)
     if num_processes() > 1:
         from paged_attn.parallel.lead import first_rank_leads
 
         afterwards.enter_context(first_rank_leads(llm))
-    engine = llm.engine
-    what = f"{engine.selection.describe()}, {engine.kv.num_usable:,} KV pages of {engine.config.page_size}"
-    print(f"ready on {url} after {time.perf_counter() - started:.1f} s: {what}", file=sys.stderr, flush=True)
-    return engine
+    return llm.engine
 
 
 def _follow(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -47,10 +47,16 @@ class Server(uvicorn.Server):
     `drain_seconds` and then end with 503, and the engine is closed. A second SIGINT ends it at once.
 
     Unlike uvicorn's own it does not die of the signal in the end, so that the exit status of an orderly end is 0.
+
+    Args:
+        on_ready: called once, when requests are served.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, *, log_level: str = "warning") -> None:
-        self.settings = settings
+    def __init__(
+        self, make_engine: Callable[[], Engine], settings: ServerSettings, *, on_ready: Callable[[Engine], None] | None = None,
+        log_level: str = "warning",
+    ) -> None:  # fmt: skip
+        self.settings, self._on_ready = settings, on_ready
         app = create_app(make_engine, settings)
         self.state: ServerState = app.state.server
         grace = int(settings.drain_seconds) + GRACE_SECONDS
@@ -65,7 +71,11 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s; True ends the server."""
-        return await super().on_tick(counter) or (self.state.thread.status is Status.DEAD and self.fatal_error is not None)
+        thread = self.state.thread
+        if self._on_ready is not None and thread.status is Status.READY and thread.engine is not None:
+            self._on_ready(thread.engine)
+            self._on_ready = None
+        return await super().on_tick(counter) or (thread.status is Status.DEAD and self.fatal_error is not None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         thread = self.state.thread

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.passes.graph_tools import remove_dead_code, symbol, writes_in_place, written_values
@@ -52,6 +53,24 @@ def by_overload(x: Tensor) -> Tensor:
     return k
 
 
+def through_dropout(x: Tensor) -> Tensor:
+    """Out of training it returns what it was given."""
+    k = x * 2
+    F.dropout(k, 0.5, training=False).add_(1)
+    F.alpha_dropout(k, training=False)[1:].mul_(3)
+    return k
+
+
+def by_flag(x: Tensor) -> Tensor:
+    k = x * 2
+    F.relu(k, inplace=True)
+    F.leaky_relu(k[1:], 0.5, True)
+    F.silu(input=k[..., 2:], inplace=True)
+    F.hardtanh(k, 0.1, 3.0, True)
+    F.elu(k, 2.0)
+    return k
+
+
 def to_the_input(x: Tensor) -> Tensor:
     y = x * 2
     x.add_(1)
@@ -66,7 +85,7 @@ def after_reading(x: Tensor) -> Tensor:
     return first + k
 
 
-IN_PLACE: list[Part] = [assembled, by_item, through_views, by_function, by_overload, after_reading]
+IN_PLACE: list[Part] = [assembled, by_item, through_views, by_function, by_overload, after_reading, through_dropout, by_flag]
 
 
 @pytest.mark.parametrize("part", IN_PLACE)

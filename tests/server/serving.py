@@ -72,11 +72,13 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(make: Callable[[], Engine] | None = None, *, wait: bool = True, **settings: Any) -> Iterator[Running]:
+def serving(
+    make: Callable[[], Engine] | None = None, *, wait: bool = True, on_ready: Callable[[Engine], None] | None = None, **settings: Any
+) -> Iterator[Running]:
     """A server of its own on a free port; ended, with all that it started, at the end."""
     make = make or (lambda: make_engine(tokenizer=chat_tokenizer()))
     all_settings = ServerSettings(**{"model_name": MODEL, "port": 0, "drain_seconds": 0.0, **settings})
-    server, socket = Server(make, all_settings), listen(all_settings)
+    server, socket = Server(make, all_settings, on_ready=on_ready), listen(all_settings)
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
     thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from paged_attn import SamplingParams
+from paged_attn.server import app
 from paged_attn.server.job import Job, Prompt
 from paged_attn.server.status import Status
 from tests.engine.models import POISON, fail_once, make_engine, oracle, poisoned
@@ -255,6 +257,15 @@ def test_an_engine_that_does_not_recover_ends_the_server() -> None:
         assert reply.status_code == 500 and "the others are gone" in reply.text
         running.thread.join(10)
         assert not running.thread.is_alive() and running.server.fatal_error is error
+
+
+def test_ready_is_said_once_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that waited for it was told that the model is loading: the tokenizers came after it."""
+    said, texts = threading.Event(), app.Texts
+    monkeypatch.setattr(app, "Texts", lambda tokenizer: time.sleep(0.3) or texts(tokenizer))
+    with serving(on_ready=lambda engine: said.set(), wait=False) as running:
+        assert said.wait(30)
+        assert len(tokens(post(running))) == 8
 
 
 def test_while_the_model_loads_health_says_so() -> None:
