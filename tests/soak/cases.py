@@ -123,9 +123,11 @@ class Book:
         lone = [self._ids(rng, n) for n in (1, 2, 5, 17, 32, rng.randint(100, 200), rng.randint(POSITIONS - 12, POSITIONS))]
         self.prompts = [*shared, *stems, *[stem[:5] for stem in stems[:2]], *lone]
         self._greedy = [(prompt, self.say(prompt)) for prompt in self.prompts]
-        drawn = [(rng.choice(self.prompts[:-2]), {**rng.choice(SAMPLED), "seed": rng.randrange(2**40)}) for _ in range(8)]
-        self._sampled = [(prompt, settings, self.say(prompt, **settings)) for prompt, settings in drawn]
-        assert any(len(said.tokens) > NEW // 2 for _, _, said in self._sampled), "no sampled answer is firm enough to be an oracle"
+        self._sampled: list[tuple[list[int], dict[str, Any], Said]] = []
+        while len(self._sampled) < 8 or not any(len(said.tokens) > NEW // 2 for _, _, said in self._sampled):
+            assert len(self._sampled) < 64, "no sampled answer is firm enough to be an oracle"
+            prompt, settings = rng.choice(self.prompts[:-2]), {**rng.choice(SAMPLED), "seed": rng.randrange(2**40)}
+            self._sampled.append((prompt, settings, self.say(prompt, **settings)))
 
     @staticmethod
     def _ids(rng: random.Random, length: int) -> list[int]:
