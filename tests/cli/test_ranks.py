@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import torch
 from paged_attn import LLM, SamplingParams
 from paged_attn.cli.main import main
 from paged_attn.parallel.torchrun import join
+from tests.cli.ready import url_when_ready
 
 MODEL = str(files("paged_attn.demo_model"))
 PROMPTS = ["It was", "Her sister, who", "Mr. Knightley had never", "the"]
@@ -58,14 +58,9 @@ def expected() -> list[list[int]]:
 def test_a_server_over_two_ranks(expected: list[list[int]]) -> None:
     """The whole model's tokens, whoever asks at once; a client that leaves; an error; and all processes end when the first is told to."""
     with two_processes("serve", "--model", MODEL, "--port", "0", *SETTINGS) as server:
-        assert server.stderr is not None
-        seen = ""
-        while not (ready := re.search(r"ready on (http\S+) after", seen)):
-            line = server.stderr.readline()
-            assert line, seen
-            seen += line
+        url = url_when_ready(server)
         body = {"model": "demo_model", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        with httpx.Client(base_url=ready[1], timeout=60) as http, ThreadPoolExecutor(len(PROMPTS)) as pool:
+        with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(len(PROMPTS)) as pool:
 
             def ids(prompt: str, **changes: Any) -> Any:
                 reply = http.post("/v1/completions", json={**body, "prompt": prompt, **changes})
@@ -79,8 +74,8 @@ def test_a_server_over_two_ranks(expected: list[list[int]]) -> None:
             assert ids("It was", seed=3, temperature=1.0) == ids("It was", seed=3, temperature=1.0)
             assert list(pool.map(ids, PROMPTS)) == expected
         os.kill(first_rank(server), signal.SIGTERM)
-        seen += server.communicate(timeout=60)[1]
-        assert server.returncode == 0, seen
+        said = server.communicate(timeout=60)[1]
+        assert server.returncode == 0, said
         with pytest.raises(ProcessLookupError):
             os.killpg(server.pid, 0)
 

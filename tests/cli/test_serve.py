@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import pytest
 from paged_attn import LLM, SamplingParams
 from paged_attn.cli import serve
 from paged_attn.cli.main import build_parser, main
+from tests.cli.ready import url_when_ready
 
 
 @contextmanager
@@ -28,13 +28,7 @@ def process(folder: Path, *flags: str, **environment: str) -> Iterator[tuple[sub
     command = [sys.executable, "-m", "paged_attn.cli.main", "serve", "--model", str(folder), "--port", "0", "--num-pages", "64", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}) as server:
         try:
-            assert server.stderr is not None
-            seen = ""
-            while not (ready := re.search(r"ready on (http\S+) after", seen)):
-                line = server.stderr.readline()
-                assert line, seen
-                seen += line
-            yield server, ready[1]
+            yield server, url_when_ready(server)
         finally:
             server.kill()
 

@@ -89,7 +89,7 @@ class EngineRound:
         while len(self.live) < MAX_LIVE and self.rng.random() < 0.5:
             if self.rng.random() < 0.05:
                 self._add_bad()
-            elif self.live and self.rng.random() < 0.02:
+            elif self._unfinished() and self.rng.random() < 0.02:
                 self._add_with_id_in_use()
             else:
                 self._add()
@@ -118,12 +118,16 @@ class EngineRound:
 
     def _add_with_id_in_use(self) -> None:
         with pytest.raises(ValueError, match="in use"):
-            self.engine.add_request([1, 2], request_id=self.rng.choice(list(self.live)))
+            self.engine.add_request([1, 2], request_id=self.rng.choice(self._unfinished()))
         self.seen["refused: id in use"] += 1
+
+    def _unfinished(self) -> list[str]:
+        """After a failed step some have ended whose last event comes with the next."""
+        return [i for i, live in self.live.items() if live.request.finish_reason is None]
 
     def _disturb(self) -> None:
         if self.live and self.rng.random() < 0.06:
-            running = [i for i, live in self.live.items() if live.request.finish_reason is None]
+            running = self._unfinished()
             for request_id in self.rng.sample(running, min(len(running), self.rng.choice([1, 1, 1, 4]))):
                 self.live[request_id].cut = True
                 assert self.engine.cancel(request_id)
