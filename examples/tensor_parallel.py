@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.parallel.shard import shard
+from paged_attn.parallel.torchrun import join, leave
 
 PROMPTS = ["It was", "Mr. Knightley had never before seen her", "Her sister, who"]
 PARAMS = SamplingParams(max_new_tokens=24)
@@ -26,13 +27,8 @@ PARAMS = SamplingParams(max_new_tokens=24)
 
 def start() -> torch.device:
     """Join the group that torchrun has made room for; the device of this process."""
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return device
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return join(device) if "RANK" in os.environ else device
 
 
 def load(path: str | None, device: torch.device) -> tuple[Any, Any]:
@@ -64,8 +60,7 @@ def main(arguments: list[str] | None = None) -> list[str]:
         with LLM(whole, tokenizer=tokenizer) as llm:
             assert texts == [completion.text for completion in llm.generate(PROMPTS, PARAMS)], "the whole model says something else"
         print("every token is the whole model's")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
     return texts
 
 

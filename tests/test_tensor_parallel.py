@@ -10,13 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from paged_attn import LLM
 from paged_attn.attn_ops.errors import ContextError
+from paged_attn.parallel import lead
 from paged_attn.parallel.lead import first_rank_leads
 from paged_attn.parallel.local_model import enter_local
 from paged_attn.parallel.plan import plan_of
@@ -135,6 +138,20 @@ def test_the_first_rank_leads_and_the_others_do_as_it_does(seen: list[dict[str, 
     assert leader["leader"] == {"first": expected("llama")[:3], "refused": "ValueError", "second": expected("llama")}
     assert follower["leader"] == {} and leader["ended"] == follower["ended"] and leader["ended"]["left"] == 0
     assert leader["together"] == follower["together"] == expected("llama")[:2]
+
+
+def test_nothing_is_said_to_ranks_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever, or hide the error that tells of it."""
+    ranks: Any = SimpleNamespace(group=None)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: None)
+    gone = mock.Mock(side_effect=RuntimeError("connection closed by peer"))
+    monkeypatch.setattr(dist, "broadcast_object_list", gone)
+    line = lead._Line(ranks)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        line.say("step")
+    line.say("close")
+    assert gone.call_count == 1
 
 
 def test_only_sharded_models_are_led() -> None:

@@ -60,8 +60,13 @@ class _Line:
         self._group = dist.new_group(members, backend="gloo", timeout=IDLE, use_local_synchronization=True)
 
     def say(self, order: Any) -> None:
-        if not self._is_cut:
+        if self._is_cut:
+            return
+        try:
             dist.broadcast_object_list([order], self._first, group=self._group)
+        except BaseException:
+            self.cut()
+            raise
 
     def cut(self) -> None:
         """Nobody listens any more: what is said from now on would wait for ever."""
@@ -97,8 +102,8 @@ class _Leader:
         return self._engine.cancel(request_id)
 
     def step(self) -> list[TokenEvent]:
+        self._line.say(("step", (), {}))
         try:
-            self._line.say(("step", (), {}))
             return self._engine.step()
         except BaseException:
             self._line.cut()  # the others had the error, too, and are gone, or they are inside the step

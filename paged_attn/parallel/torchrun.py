@@ -43,7 +43,7 @@ def join(device: torch.device) -> torch.device:
 
 
 def leave() -> None:
-    """End the group, if there is one, once all processes are here."""
+    """End the group, if there is one."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
