@@ -1,4 +1,4 @@
-"""Defining the ops of the `paged_attn` namespace: each writes into its arguments, returns nothing and runs on CPU and CUDA tensors.
+"""Defining the ops of the `paged_attn` namespace. All run on CPU and CUDA tensors; most write into their arguments and return nothing.
 
 Defined with Library.define/impl: a custom_op wrapper costs about twice as much per call (pytorch#139494).
 """
@@ -14,8 +14,12 @@ from torch._ops import OpOverload
 _library = torch.library.Library("paged_attn", "DEF")
 
 
-def define_op(schema: str, run: Callable[..., None]) -> OpOverload:
-    """Register `run` under a schema such as "name(Tensor x, Tensor(a!) output) -> ()".
+def _writes_only(*_: Any, **__: Any) -> None:
+    """What tracing needs to know: nothing is returned."""
+
+
+def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = _writes_only) -> OpOverload:
+    """Register `run` under a schema such as "name(Tensor x, Tensor(a!) output) -> ()"; `fake` makes results of the right shape.
 
     Returns the overload, to be bound once: it is the op's identity for splitting, and looking it up costs time in every call.
     """
@@ -23,10 +27,6 @@ def define_op(schema: str, run: Callable[..., None]) -> OpOverload:
     _library.define(schema)
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
-    torch.library.register_fake(f"paged_attn::{name}", _writes_only, lib=_library)
+    torch.library.register_fake(f"paged_attn::{name}", fake, lib=_library)
     overload: OpOverload = getattr(torch.ops.paged_attn, name).default
     return overload
-
-
-def _writes_only(*_: Any, **__: Any) -> None:
-    """What tracing needs to know: nothing is returned."""

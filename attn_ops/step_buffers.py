@@ -18,7 +18,8 @@ class StepShape(NamedTuple):
     Attributes:
         rows: T, padding included; at least MIN_ROWS and the step's tokens.
         logits: N, padding included; at least MIN_ROWS and the logits that are wanted.
-        requests: decode only: pad with dummy requests up to this many; rows and logits are then the same number.
+        requests: decode only: pad with dummy requests up to this many; rows and logits are then the same number, which may be 1 for who
+            runs a graph that was made for more and holds for one, too.
     """
 
     rows: int
@@ -33,10 +34,11 @@ class StepShape(NamedTuple):
         """Raises ValueError: the shape contradicts itself, or is too small for that step."""
         if self.requests is not None and not self.rows == self.logits == self.requests:
             raise ValueError(f"a step that is padded with dummy requests has as many rows and logits as requests; got {self}")
+        least = MIN_ROWS if self.requests is None else 1
         for what, got, needed in (
             ("requests", num_requests if self.requests is None else self.requests, num_requests),
-            ("rows", self.rows, max(MIN_ROWS, num_tokens)),
-            ("logits", self.logits, max(MIN_ROWS, num_logits)),
+            ("rows", self.rows, max(least, num_tokens)),
+            ("logits", self.logits, max(least, num_logits)),
         ):
             if got < needed:
                 raise ValueError(f"the step needs {needed} {what} at least; got {self}: take a larger shape or fewer requests")

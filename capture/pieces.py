@@ -71,8 +71,13 @@ class _Piece:
 
 
 def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
-    """Inductor, for the symbols of Dynamo's own tracing context."""
-    return torch._inductor.standalone_compile(piece, list(inputs), dynamic_shapes="from_tracing_context", options={})
+    """Inductor, for the symbols of Dynamo's own tracing context.
+
+    It chooses among its kernels' configurations when they first run, and not, as `standalone_compile` has it, while it compiles: there it
+    would time them on the few tokens of the trace, where all are equal, and take one that is 1.4 times slower on thousands.
+    """
+    options = {"config_patches": {"triton.autotune_at_compile_time": False}}
+    return torch._inductor.standalone_compile(piece, list(inputs), dynamic_shapes="from_tracing_context", options=options)
 
 
 def compile_pieces(

@@ -13,16 +13,17 @@ from paged_attn.backends.table import markdown_table
 
 PAGE = Path(__file__).with_name("capture.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-BEST, PLAIN = "full_merged", "eager_full"  # of the modes whose kernels were listed: the defaults, and PyTorch's own kernels
+BEST, PLAIN = "full_default", "eager_full"  # of the modes whose kernels were listed: the defaults, and PyTorch's own kernels
 MODES = {
     "eager": ("hooked, uncaptured", 'compile=False, graphs="off"'),
     "eager_break": ("eager breaks", 'compile=False, graphs="pieces"'),
     "eager_full": ("hooked, decode whole", "compile=False"),
-    "compiled": ("compiled, uncaptured", 'graphs="off", merge_linears=False'),
-    "pieces": ("compiled pieces", 'graphs="pieces", merge_linears=False'),
-    "pieces_merged": ("compiled pieces, merged linears", 'graphs="pieces"'),
-    "full": ("full graphs", "merge_linears=False"),
-    "full_merged": ("full graphs, merged linears", "the defaults"),
+    "compiled": ("compiled, uncaptured", 'graphs="off", merge_linears=False, rope_and_store=False, one_row_linears=False'),
+    "pieces": ("compiled pieces", 'graphs="pieces", merge_linears=False, rope_and_store=False, one_row_linears=False'),
+    "full": ("full graphs", "merge_linears=False, rope_and_store=False, one_row_linears=False"),
+    "full_merged": ("full graphs, merged linears", "rope_and_store=False, one_row_linears=False"),
+    "full_rotated": ("full graphs, merged linears, RoPE with the KV write", "one_row_linears=False"),
+    "full_default": ("all that, and single rows", "the defaults"),
 }
 KINDS = {  # the first pattern that a kernel's name holds
     "RMSNorm, with the residual's addition": r"^triton_.*rsqrt",

@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.graph_tools import bases_of, value_of, writes_in_place, written_values
+from paged_attn.passes.linears import Linear, linear_of
 from paged_attn.passes.mergeable_weights import Memory, is_plain, lie_in_a_row
 from paged_attn.passes.sliced_values import SlicedValues
 
 logger = logging.getLogger("paged_attn")
-_LINEAR = (F.linear, torch.ops.aten.linear.default)
 
 
 class Merge(NamedTuple):
@@ -28,17 +28,6 @@ class Merge(NamedTuple):
 
     inputs: tuple[int, ...]
     rows: tuple[int, ...]
-
-
-class _Linear(NamedTuple):
-    node: fx.Node
-    input: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
-
-    @property
-    def owned(self) -> tuple[fx.Node, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None = None) -> tuple[Merge, ...]:
@@ -76,16 +65,16 @@ def unmerged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
     return result
 
 
-def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> list[list[_Linear]]:
+def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> list[list[Linear]]:
     """Linears of one kind and one input, the input unchanged from the first to the last."""
-    groups: list[list[_Linear]] = []
-    open_groups: dict[tuple[fx.Node, bool], list[_Linear]] = {}
+    groups: list[list[Linear]] = []
+    open_groups: dict[tuple[fx.Node, bool], list[Linear]] = {}
     for node in graph.nodes:
         if writes_in_place(node):
             barrier = isinstance(node.target, torch._ops.OpOverload)
             written = written_values(node)
             open_groups = {} if barrier else {k: g for k, g in open_groups.items() if not written & bases_of([g[0].input])}
-        linear = _linear_of(node, form, values, slices)
+        linear = _mergeable(node, form, values, slices)
         if linear is not None:
             key = (linear.input, linear.bias is None)
             if key not in open_groups:
@@ -94,22 +83,17 @@ def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices:
     return groups
 
 
-def _linear_of(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> _Linear | None:
-    if node.op != "call_function" or node.target not in _LINEAR:
+def _mergeable(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> Linear | None:
+    linear = linear_of(node, form)
+    if linear is None or not slices.takes_slices(node):
         return None
-    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-    linear = _Linear(node, given["input"], given["weight"], given.get("bias"))  # type: ignore[arg-type]
-    for owned in linear.owned:
-        if not isinstance(owned, fx.Node) or form.roles.get(owned) != "owned" or len(owned.users) != 1 or not is_plain(values[owned]):
-            return None
-    dtypes = {values[owned].dtype for owned in linear.owned} | {value_of(linear.input).dtype, value_of(node).dtype}
-    return linear if values[linear.weight].dim() == 2 and len(dtypes) == 1 and slices.takes_slices(node) else None  # several: autocast
+    return linear if all(len(owned.users) == 1 and is_plain(values[owned]) for owned in linear.owned) else None
 
 
-def _movable(group: list[_Linear], values: dict[fx.Node, Any], memory: Memory) -> list[_Linear]:
+def _movable(group: list[Linear], values: dict[fx.Node, Any], memory: Memory) -> list[Linear]:
     """The group, if its memory is already merged; else those of it whose tensors may be moved."""
 
-    def row(linears: list[_Linear]) -> list[list[Tensor]]:
+    def row(linears: list[Linear]) -> list[list[Tensor]]:
         return [[values[owned] for owned in column] for column in zip(*(linear.owned for linear in linears), strict=True)]
 
     if len(group) > 1 and all(lie_in_a_row(column) for column in row(group)):
@@ -117,7 +101,7 @@ def _movable(group: list[_Linear], values: dict[fx.Node, Any], memory: Memory) -
     return [linear for linear in group if all(memory.is_own(values[owned]) for owned in linear.owned)]
 
 
-def _merge(members: list[_Linear], index: dict[fx.Node, int], sliced: SlicedValues) -> list[Merge]:
+def _merge(members: list[Linear], index: dict[fx.Node, int], sliced: SlicedValues) -> list[Merge]:
     first, graph = members[0], members[0].node.graph
     sizes = tuple(int(value_of(m.weight).shape[0]) for m in members)
     merges = []

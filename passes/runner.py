@@ -23,6 +23,7 @@ from paged_attn.passes.find_attention import find_attention
 from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, shape_of
 from paged_attn.passes.kv_heads import KVSource, as_received, is_written, kv_source
 from paged_attn.passes.merge_linears import Merge, merge_linears
+from paged_attn.passes.one_row_linears import use_one_row_linears
 from paged_attn.passes.own_positions import use_own_positions
 from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.read_values import ReadValues
@@ -57,11 +58,13 @@ class OptionalPasses:
         merge_linears: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
         rope_and_store: rotate q and k and write K and V in one op, where the rotation is found.
         early_rows: pick the rows whose logits are wanted as early as is proved.
+        one_row_linears: linears through an op that has a kernel for a single row.
     """
 
     merge_linears: bool = False
     rope_and_store: bool = False
     early_rows: bool = False
+    one_row_linears: bool = False
 
 
 NO_PASSES = OptionalPasses()
@@ -82,6 +85,7 @@ class Rewrite:
     merges: tuple[Merge, ...] = ()
     rotated_layers: tuple[int, ...] = ()  # whose q and k the op rotates
     early_rows: int = 0  # nodes that compute the wanted rows only
+    one_row_linears: int = 0
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
 
@@ -160,6 +164,8 @@ def _rewrite_into(
     if optional.merge_linears:
         result.merges = merge_linears(copied.graph, form, values, model)
         clock.lap("merge linears")
+    if optional.one_row_linears:
+        result.one_row_linears = use_one_row_linears(copied.graph, form)
     copied.graph.lint()
     copied.recompile()
     result.gm, result.nodes_after = copied, len(copied.graph.nodes)

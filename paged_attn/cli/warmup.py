@@ -107,5 +107,5 @@ def _folder(kind: str) -> str:
 def _num_sizes(config: EngineConfig) -> int:
     from paged_attn.engine.make_steps import capture_settings
 
-    settings = capture_settings(config)
+    settings = capture_settings(config, one_row=config.compile)
     return len(settings.extend_order()) + (len(settings.decode_order()) if settings.full else 0)

@@ -21,6 +21,7 @@ from paged_attn.backends.capabilities import GraphSupport
 from paged_attn.capture.graph_set import GraphKey, Recipe
 from paged_attn.capture.split_ops import is_split_op, split_ops
 from paged_attn.engine.capture_settings import CaptureSettings
+from paged_attn.engine.one_row_check import check_one_row
 from paged_attn.engine.runner import Runner
 from paged_attn.engine.token_feed import TokenFeed
 from paged_attn.recurrent.run import RecurrentRunner
@@ -111,6 +112,8 @@ class CaptureRecipes:
     def full(self, key: GraphKey) -> Iterator[Recipe]:
         """A decode step of `key.size` requests, attention included."""
         size, device = key.size, self.runner.device
+        if size == 1:
+            check_one_row(self.runner, self.pool, self.backend)
         batch = Batch.build([], self.pool.page_size, device, full_shape(size), self.buffers)
         length = self.backend.graph_lengths(size, self._max_context, self.pool)[key.variant]
         backend = self.backend.for_graph(size, size * self.buffers.max_pages)

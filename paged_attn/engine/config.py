@@ -58,8 +58,13 @@ class EngineConfig:
         None,
         "one matrix product for q, k and v, one for gate and up; their parameters become views of one tensor; default: on CUDA only",
     )
-    rope_and_store: bool = _setting(
-        False, "rotate q and k and write K and V in one kernel, in layers where the rotation is found and proved; not with MLA"
+    one_row_linears: bool | None = _setting(
+        None, "a kernel of our own for matrix products with a single row, and graphs for steps of one request; default: on CUDA only"
+    )
+    rope_and_store: bool | None = _setting(
+        None,
+        "rotate q and k and write K and V in one kernel, in layers where the rotation is found and proved; not with MLA; default: on CUDA "
+        "only, and not with FlashInfer, which it would cost its kernel for prompts without a prefix",
     )
     early_rows: bool = _setting(
         True, "after the last attention compute only the tokens whose logits are wanted, where that is proved to change nothing"

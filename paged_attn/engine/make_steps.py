@@ -39,8 +39,13 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             ranks.check_same("the engine's settings", repr(config).encode())
         if not config.compile:
             return PatchedRunner(model, options, config.follow_generate)
-        merge = config.merge_linears if config.merge_linears is not None else only_device(model).type == "cuda"
-        passes = OptionalPasses(merge_linears=merge, early_rows=config.early_rows, rope_and_store=config.rope_and_store)
+        cuda = only_device(model).type == "cuda"
+        passes = OptionalPasses(
+            merge_linears=cuda if config.merge_linears is None else config.merge_linears,
+            early_rows=config.early_rows,
+            rope_and_store=cuda and "flashinfer" not in config.backend if config.rope_and_store is None else config.rope_and_store,
+            one_row_linears=cuda if config.one_row_linears is None else config.one_row_linears,
+        )
         runner = ModelRunner(model, replace(options, passes=passes), config.follow_generate)
     if ranks is not None and runner.recurrent:
         runner.close()
@@ -79,7 +84,8 @@ def ready_to_step(
             config.backend, pool, runner.dtype, deterministic=config.deterministic, speculative=config.speculative_backend
         )
 
-    steps = StepRunner(runner, capture_settings(config), recorder, config.page_size, _max_pages(runner, config, num_pages), recurrent, tail)
+    settings, max_pages = capture_settings(config, runner.one_row), _max_pages(runner, config, num_pages)
+    steps = StepRunner(runner, settings, recorder, config.page_size, max_pages, recurrent, tail)
     kept_free = 0
     if steps.graphs is not None:
         scratch = KVPool(runner.layers, SCRATCH_PAGES, config.page_size, runner.dtype, runner.device)
@@ -96,7 +102,7 @@ def ready_to_step(
     return steps, pool, selection
 
 
-def capture_settings(config: EngineConfig) -> CaptureSettings:
+def capture_settings(config: EngineConfig, one_row: bool) -> CaptureSettings:
     return CaptureSettings(
         full=config.graphs in ("auto", "full"),
         max_requests=min(config.max_requests, max(config.step_tokens, 2)),
@@ -106,6 +112,7 @@ def capture_settings(config: EngineConfig) -> CaptureSettings:
         budget_bytes=int(config.graph_memory_gib * 2**30),
         strict=config.graph_strict,
         verify=config.graph_verify,
+        one_row=one_row,
     )
 
 

@@ -169,6 +169,10 @@ class ModelRunner:
         return f"rewritten, {self.compiled.compiled_by}"
 
     @property
+    def one_row(self) -> bool:
+        return self.compiled.rewrite.one_row_linears > 0
+
+    @property
     def owned(self) -> dict[str, Tensor]:
         """The tensors that the graph takes from the model, named by their place among its inputs."""
         return {f"input {i}": tensor for i, tensor in enumerate(self.inputs.owned) if isinstance(tensor, Tensor)}

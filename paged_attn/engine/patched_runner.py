@@ -45,6 +45,7 @@ class PatchedRunner:
         max_positions: the longest sequence, as the model's config says; None if it does not.
         max_rows: None; a batch may have any number of rows.
         runs_as: for people: how the model is called.
+        one_row: False; its matrix products are the model's own.
         takes_logits_rows: the model computes the wanted rows of logits alone; otherwise it computes all, and `forward` picks.
 
     Raises (the model is then as it was):
@@ -57,6 +58,7 @@ class PatchedRunner:
     recurrent: tuple[RecurrentLayer, ...] = ()
     max_rows: int | None = None
     runs_as = "hooked, not compiled"
+    one_row = False
 
     def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
         if options.inductor:

@@ -22,6 +22,7 @@ class Runner(Protocol):
         recurrent: the layers with recurrent state.
         ranks: the processes that hold the shards of the model and run it together; None for a whole one.
         runs_as: for people: how the model is called.
+        one_row: a step of one request gains from being one row.
     """
 
     model: nn.Module
@@ -41,6 +42,9 @@ class Runner(Protocol):
 
     @property
     def runs_as(self) -> str: ...
+
+    @property
+    def one_row(self) -> bool: ...
 
     @property
     def owned(self) -> dict[str, Tensor]:

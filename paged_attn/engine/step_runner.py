@@ -150,7 +150,7 @@ class StepRunner:
         """The step for a captured shape, or None if none holds it."""
         assert self.graphs is not None and self.backend is not None and self.pool is not None
         device = self.runner.device
-        size = self._full.fit(max(len(requests), 2))
+        size = self._full.fit(len(requests))
         if size is not None and requests.all_decode:
             batch = Batch.build(requests, self.page_size, device, full_shape(size), self.buffers)
             key = GraphKey("full", size, self.backend.graph_variant(batch, self.pool))

@@ -226,6 +226,20 @@ def test_each_layer_gets_the_tensors_that_it_holds_itself() -> None:
 
 
 @pytest.mark.slow
+def test_inductor_does_not_choose_configurations_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would time them on the sizes of the trace."""
+    from torch._inductor import config, graph
+    from torch._inductor.utils import fresh_cache
+
+    chooses: list[bool | None] = []
+    run = graph.GraphLowering.run
+    monkeypatch.setattr(graph.GraphLowering, "run", lambda *args: (chooses.append(config.triton.autotune_at_compile_time), run(*args))[1])
+    with fresh_cache():
+        compile_function(layers, [torch.randn(7, 3)], module.inductor, None)
+    assert chooses and not any(chooses)
+
+
+@pytest.mark.slow
 def test_inductors_work_survives_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled, and then loaded where nothing else is cached."""
     from torch._inductor.utils import fresh_cache

@@ -1,0 +1,27 @@
+"""One row of numbers times rows of a weight."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def one_row_kernel(x, weight, bias, out, count, length, row_stride,
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """x [length], weight [count, length], bias and out [count]; grid (cdiv(count, BLOCK_N),); BLOCK_K holds a whole row."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    at = weight + n[:, None].to(tl.int64) * row_stride + k[None, :]
+    # Each weight is read once in a step, which would only push what is read again out of the L2.
+    w = tl.load(at, mask=(n < count)[:, None] & (k < length)[None, :], other=0.0, eviction_policy="evict_first")
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # what is above reads constants; what is below reads what earlier kernels wrote, or writes
+        tl.extra.cuda.gdc_launch_dependents()  # not earlier: Inductor's kernels take for granted that the one before them has waited
+    row = tl.load(x + k, mask=k < length, other=0.0)
+    total = tl.sum(w.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < count, other=0.0).to(tl.float32)
+    tl.store(out + n, total.to(out.dtype.element_ty), mask=n < count)

@@ -1,0 +1,60 @@
+"""The kernel for a single row against float64, and the op around it for any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paged_attn.attn_ops.linear_op import LINEAR
+from paged_attn.backends.triton.one_row import fits, one_row_linear
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (7, 48), (64, 64), (33, 100), (5, 1000), (3, 4097)])
+def test_kernel(dtype: torch.dtype, biased: bool, count: int, length: int) -> None:
+    x, weight = numbers(1, 1, length, dtype=dtype), numbers(count, length, dtype=dtype)
+    bias = numbers(count, dtype=dtype) if biased else None
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    got = one_row_linear(x, weight, bias)
+    assert got.shape == (1, 1, count) and got.dtype == dtype
+    rounded, summed = torch.finfo(dtype).eps * expected.abs().max(), 1e-6 * length**0.5
+    assert (got.double() - expected).abs().max() <= rounded + summed
+
+
+def test_rows_of_a_wider_weight() -> None:
+    """A slice of a merged weight: rows further apart than they are long, and NaN between them."""
+    wide = torch.full((12, 40), float("nan"))
+    wide[:, :32] = numbers(12, 32)
+    x = numbers(1, 32)
+    torch.testing.assert_close(one_row_linear(x, wide[:, :32], None), F.linear(x, wide[:, :32]))
+
+
+@pytest.mark.parametrize(
+    ("weight", "served"),
+    [
+        (torch.empty(4, 16384, dtype=torch.bfloat16), True),
+        (torch.empty(4, 16385, dtype=torch.bfloat16), False),
+        (torch.empty(4, 8192), True),
+        (torch.empty(4, 8193), False),
+        (torch.empty(4, 64, dtype=torch.float64), False),
+        (torch.empty(4, 64, dtype=torch.float8_e4m3fn), False),
+        (torch.empty(4, 64, dtype=torch.int32), False),
+        (torch.empty(64, 4).t(), False),
+    ],
+)
+def test_what_the_kernel_serves(weight: torch.Tensor, served: bool) -> None:
+    assert fits(torch.empty(1, weight.shape[1], dtype=weight.dtype), weight) == served
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_op_is_a_linear(rows: int, biased: bool) -> None:
+    x, weight, bias = numbers(1, rows, 16), numbers(8, 16), numbers(8) if biased else None
+    assert torch.equal(LINEAR(x, weight, bias), F.linear(x, weight, bias))
+    torch.library.opcheck(LINEAR, (x, weight, bias), test_utils=("test_schema", "test_faketensor"))
