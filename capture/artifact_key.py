@@ -29,7 +29,7 @@ def artifact_key(fingerprint: str) -> str | None:
 @functools.cache
 def _sources() -> str:
     here = Path(__file__).resolve().parent
-    files = sorted(path for folder in (here, here.parent / "passes") for path in folder.glob("*.py"))
+    files = sorted(path for folder in (here, here.parent / "passes", here.parent / "attn_ops") for path in folder.glob("*.py"))
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.parent.name}/{path.name}\n".encode() + path.read_bytes())

@@ -19,7 +19,7 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
 _TORCH_MODULES = ("torch", "_operator", "operator", "builtins", "math")
-_TORCH_OPS = ("aten", "prim", "prims")
+_KNOWN_OPS = ("aten", "prim", "prims", "paged_attn")  # of our own ops, the key of a kept piece holds the sources
 
 
 class Indescribable(Exception):
@@ -41,15 +41,15 @@ def fingerprint(piece: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 
 def portable(piece: fx.GraphModule) -> bool:
-    """Whether the piece calls nothing but torch, whose version says all: user code may change between processes."""
-    return all(_of_torch(node.target) for node in piece.graph.nodes if node.op == "call_function")
+    """Whether the piece calls nothing but torch and us, of which the key says all: user code may change between processes."""
+    return all(_is_known(node.target) for node in piece.graph.nodes if node.op == "call_function")
 
 
-def _of_torch(target: Any) -> bool:
+def _is_known(target: Any) -> bool:
     if isinstance(target, OpOverload):
-        return target.namespace in _TORCH_OPS
+        return target.namespace in _KNOWN_OPS
     if isinstance(target, OpOverloadPacket):
-        return target._qualified_op_name.partition("::")[0] in _TORCH_OPS
+        return target._qualified_op_name.partition("::")[0] in _KNOWN_OPS
     return str(getattr(target, "__module__", None)).partition(".")[0] in _TORCH_MODULES
 
 
@@ -106,7 +106,7 @@ def _function(target: Any) -> str:
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if not isinstance(name, str) or module is None:
         raise Indescribable
-    if not _of_torch(target) and _named(module, name) is not target:  # a lambda, a local function, one that was defined anew
+    if not _is_known(target) and _named(module, name) is not target:  # a lambda, a local function, one that was defined anew
         raise Indescribable
     return f"function {module}.{name}"
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from paged_attn.attn_ops.linear_op import LINEAR
 from paged_attn.capture.fingerprint import fingerprint, portable
 
 _mine = torch.library.Library("fingerprint_test", "DEF")
@@ -134,7 +135,7 @@ def test_sizes_that_come_from_data_have_none() -> None:
         assert fingerprint(piece(), [rows, torch.empty(4)]) is None
 
 
-def test_only_torch_itself_is_the_same_in_another_process() -> None:
+def test_only_torch_and_our_ops_are_the_same_in_another_process() -> None:
     for target in (
         torch.relu,
         torch.ops.aten.relu.default,
@@ -142,6 +143,7 @@ def test_only_torch_itself_is_the_same_in_another_process() -> None:
         operator.neg,
         torch.nn.functional.silu,
         torch._C._nn.linear,
+        LINEAR,
     ):
         assert portable(piece(target)), target
     for target in (users_function, torch.ops.fingerprint_test.double.default, torch.ops.fingerprint_test.double, lambda x: x):

@@ -30,7 +30,7 @@ from paged_attn.passes.runner import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
-MERGED = OptionalPasses(merge_linears=True, early_rows=True)
+MERGED = OptionalPasses(merge_linears=True, early_rows=True, one_row_linears=True)
 OPTIONS = CompileOptions(passes=MERGED)
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +77,7 @@ def test_the_graph_from_disk_is_the_traced_one(first: tuple[ModelRunner, Path], 
     assert again.original is None and traced.original is not None
     assert again.rewrite.layers == traced.rewrite.layers and again.rewrite.merges == traced.rewrite.merges
     assert again.rewrite.merges and again.specs == traced.specs and again.rewrite.early_rows == traced.rewrite.early_rows > 0
+    assert again.rewrite.one_row_linears == traced.rewrite.one_row_linears > 0
     assert (again.roles, again.max_positions, again.rewrite.form.max_tokens) == (traced.roles, traced.max_positions, None)
     assert (again.rewrite.nodes_before, again.rewrite.nodes_after) == (traced.rewrite.nodes_before, traced.rewrite.nodes_after)
     assert again.rewrite.gm is not None and traced.rewrite.gm is not None and again.split is not None and traced.split is not None
