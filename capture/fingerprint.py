@@ -13,13 +13,14 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from paged_attn.attn_ops.linear_op import LINEAR
 from paged_attn.capture.sizes import Sizes
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
 _TORCH_MODULES = ("torch", "_operator", "operator", "builtins", "math")
-_KNOWN_OPS = ("aten", "prim", "prims", "paged_attn")  # of our own ops, the key of a kept piece holds the sources
+_TORCH_OPS = ("aten", "prim", "prims")
 
 
 class Indescribable(Exception):
@@ -41,15 +42,15 @@ def fingerprint(piece: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 
 def portable(piece: fx.GraphModule) -> bool:
-    """Whether the piece calls nothing but torch and us, of which the key says all: user code may change between processes."""
+    """Whether the piece calls nothing but torch and our linear op, of which the key says all: user code may change between processes."""
     return all(_is_known(node.target) for node in piece.graph.nodes if node.op == "call_function")
 
 
 def _is_known(target: Any) -> bool:
     if isinstance(target, OpOverload):
-        return target.namespace in _KNOWN_OPS
+        return target is LINEAR or target.namespace in _TORCH_OPS
     if isinstance(target, OpOverloadPacket):
-        return target._qualified_op_name.partition("::")[0] in _KNOWN_OPS
+        return target._qualified_op_name.partition("::")[0] in _TORCH_OPS
     return str(getattr(target, "__module__", None)).partition(".")[0] in _TORCH_MODULES
 
 

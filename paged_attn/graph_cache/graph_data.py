@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 
+from paged_attn.attn_ops.linear_op import LINEAR
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.attn_ops.rope_op import ROPE_AND_STORE_KV
@@ -19,7 +20,7 @@ from paged_attn.capture.split_ops import overloads_of
 from paged_attn.graph_cache.describe import Indescribable, tensor_bytes
 
 MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
-_OURS = (UNIFIED_ATTENTION, BATCH_POSITIONS, ROPE_AND_STORE_KV)  # others go by numbers of this process
+_OURS = (UNIFIED_ATTENTION, BATCH_POSITIONS, ROPE_AND_STORE_KV, LINEAR)  # others go by numbers of this process
 _ROOTS = ("torch", "_operator", "math", "builtins")
 _BUILTINS = ("getattr", "max", "min", "abs", "round", "pow", "int", "float", "bool", "len", "sum", "tuple", "slice")
 _NAMED: dict[type, Callable[[str], Any]] = {  # values that torch writes as it reads them
