@@ -89,7 +89,7 @@ def test_it_gives_the_models_own_tokens(cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(model_runner, "capture_model", no_trace)
     model, prompts = mistral(seed=5), random_prompts((1, 9, 30))
     expected = [greedy(model, prompt, 12) for prompt in prompts]
-    with LLM(model, merge_linears=True, num_pages=64, max_batch_tokens=16) as llm:
+    with LLM(model, merge_linears=True, one_row_linears=True, num_pages=64, max_batch_tokens=16) as llm:
         assert llm.engine.runner.compiled.original is None  # type: ignore[attr-defined]
         got = llm.generate(prompts, SamplingParams(max_new_tokens=12))
     assert [completion.token_ids for completion in got] == expected
