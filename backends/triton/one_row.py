@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paged_attn.backends.triton.fast_launch import FastKernel, device_index
 from paged_attn.backends.triton.one_row_kernel import one_row_kernel
-from paged_attn.backends.triton.tiling import power_of_2
+from paged_attn.backends.triton.tiling import machine_of, power_of_2
 
 LONGEST_ROW = 32768  # bytes of a weight's row that a program holds
 PROGRAM_ELEMENTS = 4096  # of the weight that a program holds at least, so that there is always enough on the way
@@ -30,7 +30,7 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty((*x.shape[:-1], count))
     block_k = power_of_2(length)
     block_n = max(PROGRAM_ELEMENTS // block_k, 1)
-    early = device_index(x.device) >= 0
+    early = machine_of(x.device).early
     constants = {"BLOCK_N": block_n, "BLOCK_K": block_k, "HAS_BIAS": bias is not None, "EARLY": early}
     options = {"num_warps": 4 if block_n * block_k * weight.itemsize <= 8192 else 8, "launch_pdl": early}
     key = (weight.dtype, count, length, weight.stride(0), bias is not None)

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.backends.triton.fast_launch import FastKernel, device_index
-from paged_attn.backends.triton.tiling import power_of_2
+from paged_attn.backends.triton.tiling import machine_of, power_of_2
 from paged_attn.backends.triton.write_kernels import rope_store_kernel
 
 _fast_rope_store = FastKernel(rope_store_kernel)
@@ -22,10 +22,12 @@ def rotate_rows(
     rows, q_heads, qk_dim = query.shape
     kv_heads, v_dim = value.shape[1:]
     block_d, block_dv = power_of_2(qk_dim), power_of_2(v_dim)
-    block_t = max(1, 2048 // max(block_d, block_dv)) if rows > 256 else 1
+    few = rows <= 256
+    block_t = 1 if few else max(1, 2048 // max(block_d, block_dv))
+    early = few and machine_of(query.device).early  # it takes as long as a launch
     constants = {
         "Q_HEADS": q_heads, "KV_HEADS": kv_heads, "QK_DIM": qk_dim, "V_DIM": v_dim, "PAIRS": cos.shape[1], "INTERLEAVED": interleaved,
-        "PAGE_SIZE": keys.shape[1], "BLOCK_T": block_t, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
+        "PAGE_SIZE": keys.shape[1], "BLOCK_T": block_t, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "EARLY": early,
     }  # fmt: skip
     strides = (
         *query.stride(), *key.stride(), *value.stride(), *query_out.stride(), *cos.stride(), keys.stride(0), *keys.stride()[1:3],
@@ -35,5 +37,5 @@ def rotate_rows(
     _fast_rope_store(
         (dtypes, strides, tuple(constants.values())), (triton.cdiv(rows, block_t), q_heads + 2 * kv_heads),
         (query, key, value, cos, sin, query_out, keys, values, slots, tokens, rows, *strides), constants,
-        {"num_warps": 4 if block_t > 1 else 1}, device_index(keys.device),
+        {"num_warps": 1 if few else 4, "launch_pdl": early}, device_index(keys.device),
     )  # fmt: skip

@@ -51,8 +51,11 @@ def rope_store_kernel(query, key, value, cos, sin, query_out, keys, values, slot
                 cos_row_stride, cos_stride, page_stride, key_token_stride, key_pool_head_stride, value_token_stride, value_pool_head_stride,
                 Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, PAIRS: tl.constexpr,
                 INTERLEAVED: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-                BLOCK_DV: tl.constexpr):  # fmt: skip
+                BLOCK_DV: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Grid: blocks of tokens, heads of q, then of k, then of v."""
+    if EARLY:  # as `attend`
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     head = tl.program_id(1)
     there = token < tokens
