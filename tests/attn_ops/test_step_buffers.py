@@ -236,10 +236,17 @@ def test_a_shape_too_small_is_refused(shape, message):
         Batch.build(some([(5, 1)] * 3), PAGE_SIZE, shape=shape)
 
 
-@pytest.mark.parametrize("shape", [StepShape(1, 2), StepShape(2, 1), StepShape(1, 1, 1), StepShape(0, 0, 0)])
-def test_a_shape_below_the_smallest_is_refused(shape):
-    with pytest.raises(ValueError, match=r"needs 2 (rows|logits) at least"):
+@pytest.mark.parametrize(("shape", "least"), [(StepShape(1, 2), 2), (StepShape(2, 1), 2), (StepShape(0, 0, 0), 1)])
+def test_a_shape_below_the_smallest_is_refused(shape, least):
+    with pytest.raises(ValueError, match=rf"needs {least} (rows|logits) at least"):
         Batch.build([], PAGE_SIZE, shape=shape)
+
+
+def test_a_step_of_one_request_may_have_one_row():
+    alone, beside = (Batch.build([BatchRequest([7], [3], 3)], 4, shape=StepShape(size, size, size)) for size in (1, 2))
+    for name in ("input_ids", "positions", "slots", "seq_lens", "query_lens", "logits_rows", "page_table"):
+        assert torch.equal(getattr(alone, name), getattr(beside, name)[:1]), name
+    assert (alone.num_rows, alone.num_tokens, alone.num_requests, alone.num_dummies, alone.query_start.tolist()) == (1, 1, 1, 0, [0, 1])
 
 
 @pytest.mark.parametrize(
