@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_attn.attn_ops.batch_checks import integers, refuse, refuse_extensions
+from paged_attn.attn_ops.batch_checks import refuse, refuse_extensions
 from paged_attn.attn_ops.batch_requests import BatchRequest, RequestColumns
-from paged_attn.attn_ops.packed_ints import PackedInts, write_joined, write_table
+from paged_attn.attn_ops.packed_ints import PackedInts
 from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape, fields
 
 __all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns"]
@@ -97,9 +97,8 @@ class Batch:
                 where the shape asks for them.
         """
         columns = RequestColumns.of(requests)
-        query_lens, num_pages = columns.num_new, tuple(map(len, columns.pages))
-        num_real, num_tokens, num_logits = len(query_lens), sum(query_lens), sum(columns.num_logits)
-        cached, logits, new, counts = integers(columns.num_cached, columns.num_logits, query_lens, num_pages)
+        cached, new, logits, counts = columns.num_cached, columns.num_new, columns.num_logits, columns.num_pages
+        num_real, num_tokens, num_logits = len(columns), len(columns.tokens), int(logits.sum())
         seq_lens = cached + new
         need = -(-seq_lens // page_size)  # pages
         if ((cached | (new - 1) | (counts - need) | logits | (new - logits)) < 0).any():
@@ -110,7 +109,7 @@ class Batch:
             refuse_extensions(requests, shape)
         shape.check(num_tokens, num_logits, num_real)
 
-        width, num_dummies = max(num_pages, default=1), (shape.requests or num_real) - num_real
+        width, num_dummies = columns.page_table.shape[1], (shape.requests or num_real) - num_real
         num_requests = num_real + num_dummies
         if buffers is None:
             packed = PackedInts(*fields(shape, num_requests, width), device)
@@ -119,9 +118,8 @@ class Batch:
         ids, positions, slots, logits_rows, seq_lens_out, query_lens_out, query_start, flat_table = packed.host
         full_table = flat_table.reshape(num_requests, width)
         table = full_table[:num_real]
-        write_joined(ids[:num_tokens], columns.tokens, "tokens")
-        write_table(table, columns.pages, "pages")
-        if np.count_nonzero(table > 0) < sum(num_pages) and ((table < 1) & (np.arange(width) < need[:, None])).any():
+        ids[:num_tokens], table[:] = columns.tokens, columns.page_table
+        if np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
             refuse(requests, page_size)
 
         ends, owner = np.add.accumulate(new), np.arange(num_real)
@@ -160,8 +158,8 @@ class Batch:
             query_start=lengths[2],
             logits_rows=rows,
             seq_lens_host=(*seq_lens.tolist(), *ones),
-            query_lens_host=query_lens + ones,
-            state_slots_host=(*columns.state_slots, *(0,) * num_dummies),
+            query_lens_host=(*new.tolist(), *ones),
+            state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),
             page_table_host=full_table,
             num_dummies=num_dummies,
         )
