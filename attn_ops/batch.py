@@ -100,12 +100,13 @@ class Batch:
         cached, new, logits, counts = columns.num_cached, columns.num_new, columns.num_logits, columns.num_pages
         num_real, num_tokens, num_logits = len(columns), len(columns.tokens), int(logits.sum())
         seq_lens = cached + new
-        need = -(-seq_lens // page_size)  # pages
+        need = (seq_lens + (page_size - 1)) // page_size  # pages
         if ((cached | (new - 1) | (counts - need) | logits | (new - logits)) < 0).any():
             refuse(requests, page_size)
+        one_each = num_tokens == num_real == num_logits  # as each has one token at least, and no more logits than tokens
         if shape is None:
             shape = StepShape.smallest(num_tokens, num_logits)
-        elif shape.requests is not None and ((new != 1) | (cached < 1) | (logits != 1)).any():
+        elif shape.requests is not None and not (one_each and cached.all()):
             refuse_extensions(requests, shape)
         shape.check(num_tokens, num_logits, num_real)
 
@@ -122,28 +123,29 @@ class Batch:
         if np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
             refuse(requests, page_size)
 
-        ends, owner = np.add.accumulate(new), np.arange(num_real)
-        if num_tokens != num_real:
-            owner = owner.repeat(new)
-            position = np.arange(num_tokens) + (seq_lens - ends)[owner]
+        seq_lens_out[:num_real], query_lens_out[:num_real] = seq_lens, new
+        if one_each:
+            position, owner, last = cached, np.arange(num_real), np.arange(num_real)
+            query_start[:] = np.arange(num_requests + 1)
         else:
-            position = cached
-        page, offset = np.divmod(position, page_size)
-        positions[:num_tokens] = position
-        slots[:num_tokens] = table[owner, page].astype(np.int64) * page_size + offset
-        if num_logits:
+            ends = np.add.accumulate(new)
+            owner = np.arange(num_real).repeat(new)
+            position = np.arange(num_tokens) + (seq_lens - ends)[owner]
             last = np.arange(num_logits) + (ends - np.add.accumulate(logits)).repeat(logits)
+            query_start[1:] = ends
+        positions[:num_tokens] = position
+        page = position // page_size
+        slots[:num_tokens] = (table[owner, page] - page) * page_size + position
+        if num_logits:
             logits_rows[:num_logits] = last
             logits_rows[num_logits:] = last[-1]
-        seq_lens_out[:num_real], query_lens_out[:num_real], query_start[1 : num_real + 1] = seq_lens, new, ends
         if num_dummies:
             seq_lens_out[num_real:] = query_lens_out[num_real:] = 1
-            query_start[:], logits_rows[:] = np.arange(num_requests + 1), np.arange(num_requests)
+            logits_rows[:] = np.arange(num_requests)
         input_ids, position_ids, slot_ids, rows, *lengths, flat_pages = packed.to_device()
         page_table = flat_pages.view(num_requests, width)
         if buffers is not None and shape.requests is not None:
             page_table = buffers.place_table(page_table)
-        ones = (1,) * num_dummies
         return cls(
             mode=ForwardMode.DECODE if shape.requests is not None else _mode(cached, new),
             page_size=page_size,
@@ -157,8 +159,8 @@ class Batch:
             query_lens=lengths[1],
             query_start=lengths[2],
             logits_rows=rows,
-            seq_lens_host=(*seq_lens.tolist(), *ones),
-            query_lens_host=(*new.tolist(), *ones),
+            seq_lens_host=(*seq_lens.tolist(), *(1,) * num_dummies),
+            query_lens_host=(1,) * num_requests if one_each else tuple(new.tolist()),
             state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),
             page_table_host=full_table,
             num_dummies=num_dummies,

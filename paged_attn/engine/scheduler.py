@@ -74,18 +74,19 @@ class Scheduler:
         requests, places = self.running.in_order()
         rows = self.running.rows
         cached, tokens = rows.num_cached[places], rows.num_tokens[places]
-        needs_more = tokens - cached != 1
-        has_all = tokens >= rows.token_limit[places]  # the last one may not be known yet
+        needs_one = tokens - cached == 1
+        may_decode = needs_one & (tokens < rows.token_limit[places])  # the last token may not be known yet
         lacks_page = cached >= rows.num_pages[places] * self.kv.page_size
-        left_out = {requests[index] for index in (needs_more | has_all).nonzero()[0].tolist()}
-        lacking = (lacks_page & ~needs_more & ~has_all).nonzero()[0]
-        if not self.kv.add_page_each(rows, places[lacking]):
+        left_out = {requests[index] for index in (~may_decode).nonzero()[0].tolist()}
+        lacking = (may_decode & lacks_page).nonzero()[0]
+        if len(lacking) and not self.kv.add_page_each(rows, places[lacking]):
             for index in lacking.tolist():
                 request = requests[index]
                 if request in self.running and not self._reserve(request, request.num_cached + 1, plan, drained):
                     left_out.add(request)
         plan.add_decodes(self.running.without(left_out))
-        return [requests[index] for index in needs_more.nonzero()[0].tolist()]
+        prefilling = [requests[index] for index in (~needs_one).nonzero()[0].tolist()] if left_out else []
+        return [request for request in prefilling if request in self.running]  # a decode may have preempted it
 
     @staticmethod
     def _count(request: Request, budget: int) -> int:
