@@ -73,14 +73,9 @@ class RequestColumns(Sequence[BatchRequest]):
         return cls(joined, table, counts, num_cached, new, num_logits, state_slots)
 
     @property
-    def one_each(self) -> bool:
-        """Whether each has one new token and wants its logits."""
-        return bool(((self.num_new == 1) & (self.num_logits == 1)).all())
-
-    @property
     def all_decode(self) -> bool:
         """Whether each has one new token after cached ones, and wants its logits."""
-        return bool(len(self) and self.one_each and self.num_cached.all())
+        return bool(len(self) and ((self.num_new == 1) & (self.num_logits == 1) & (self.num_cached > 0)).all())
 
     def __len__(self) -> int:
         return len(self.num_new)

@@ -284,11 +284,11 @@ class Engine:
                 if token is None:
                     request.num_tokens -= 1
                     owed(self._fail(request))
-                elif goes_on and token.token_id not in request.stop_token_ids:
+                elif goes_on and (token_id := token.token_id) not in request.stop_token_ids:
                     num_plain += 1
-                    request.tokens.append(token.token_id)
+                    request.tokens.append(token_id)
                     request.sampled.append(token)
-                    owed(TokenEvent(request.id, token.token_id, ""))
+                    owed(TokenEvent(request.id, token_id, ""))
                 else:
                     owed(self._accept(request, token))
         finally:

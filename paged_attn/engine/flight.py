@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from itertools import compress
 from typing import NamedTuple
@@ -45,7 +46,7 @@ def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64]) -
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[places]
     ends = starts + counts
-    known = np.array([len(request.tokens) for request in requests])
+    known = np.frombuffer(array("q", [len(request.tokens) for request in requests]), np.int64)
     num_pages, is_prompt = rows.num_pages[places], rows.num_tokens[places] == rows.num_prompt[places]
     columns = RequestColumns(
         tokens=_tokens(requests, starts, ends, known, ~rows.feed_row[places]),
