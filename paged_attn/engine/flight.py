@@ -15,16 +15,16 @@ from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.request import Request
 from paged_attn.engine.request_rows import RequestRows
 from paged_attn.engine.step_plan import ScheduledStep
-
+from paged_attn.engine.token_feed import places_of
 
 Landed = tuple[Request, int, SampledToken | None, bool]
 
 
 class Parts(NamedTuple):
-    """Of each request of a step the tokens from `starts` to `ends` are computed; where it `samples`, the next one is chosen.
+    """Of each request of a step the tokens from `starts` to `ends` are computed; for those `sampling` the next one is chosen.
 
-    Columns [requests], as in `RequestColumns`; `places` says where in `rows` the requests are while the step is launched. Of the tokens
-    `num_of_prompts` are of requests for which nothing was chosen yet.
+    Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `places` says where in `rows` the
+    requests are while the step is launched. Of the tokens `num_of_prompts` are of requests for which nothing was chosen yet.
     """
 
     requests: list[Request]
@@ -32,13 +32,9 @@ class Parts(NamedTuple):
     places: NDArray[np.int64]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
-    samples: NDArray[np.bool_]
+    sampling: list[Request]
+    samples: NDArray[np.bool_] | slice
     num_of_prompts: int
-
-    @property
-    def sampling(self) -> list[Request]:
-        """The requests that sample."""
-        return self.requests if self.samples.all() else list(compress(self.requests, self.samples.tolist()))
 
 
 def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64]) -> tuple[Parts, RequestColumns]:
@@ -49,15 +45,19 @@ def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64]) -
     known = np.frombuffer(array("q", [len(request.tokens) for request in requests]), np.int64)
     num_pages, is_prompt = rows.num_pages[places], rows.num_tokens[places] == rows.num_prompt[places]
     columns = RequestColumns(
-        tokens=_tokens(requests, starts, ends, known, ~rows.feed_row[places]),
-        page_table=rows.pages[:, : num_pages.max(initial=0)].take(places, axis=0),
+        tokens=_tokens(requests, starts, ends, known, places_of(rows.feed_row[places])),
+        page_table=rows.pages.take(places, axis=0)[:, : num_pages.max(initial=0)],
         num_pages=num_pages,
         num_cached=starts,
         num_new=counts,
         num_logits=samples.astype(np.int64),
         state_slots=rows.state_slot[places],
     )
-    return Parts(requests, rows, places, starts, ends, samples, int(counts[is_prompt].sum())), columns
+    num_of_prompts = int(counts[is_prompt].sum())
+    if samples.all():
+        return Parts(requests, rows, places, starts, ends, requests, slice(None), num_of_prompts), columns
+    sampling = list(compress(requests, samples.tolist()))
+    return Parts(requests, rows, places, starts, ends, sampling, samples, num_of_prompts), columns
 
 
 def _tokens(
@@ -67,9 +67,7 @@ def _tokens(
     if (starts >= known).all():
         return fed
     tokens: list[int] = []
-    for request, start, end, num_known, place in zip(
-        requests, starts.tolist(), ends.tolist(), known.tolist(), fed.tolist(), strict=True
-    ):
+    for request, start, end, num_known, place in zip(requests, starts.tolist(), ends.tolist(), known.tolist(), fed.tolist(), strict=True):
         tokens += request.tokens[start:end]
         if num_known < end:
             tokens.append(place)

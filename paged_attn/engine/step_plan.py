@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from paged_attn.engine.request import Request
 
 
-class Scheduled(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Scheduled:
     """`count` tokens of a request from its first uncached one on; `samples` if they reach its last token."""
 
     request: Request

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.scheduling_world import POISON, World
 
 
-def simulate(
-    seed: int, overlap: bool, snapshots: int | None, troubles: bool, make: type[World] = World, **config: Any
-) -> World:
+def simulate(seed: int, overlap: bool, snapshots: int | None, troubles: bool, make: type[World] = World, **config: Any) -> World:
     """Floods and lulls of requests with shared prefixes until all have ended."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])

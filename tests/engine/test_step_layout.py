@@ -25,11 +25,11 @@ from tests.engine.test_scheduling_world import ANYTHING, simulate
 
 
 def one_by_one(scheduled: Scheduled) -> BatchRequest:
-    request, count, samples = scheduled
-    tokens = request.tokens[request.num_cached : request.num_cached + count]
-    if len(tokens) < count:
+    request = scheduled.request
+    tokens = request.tokens[request.num_cached : request.num_cached + scheduled.count]
+    if len(tokens) < scheduled.count:
         tokens = [*tokens, place(request.feed_row)]
-    return BatchRequest(tokens, list(request.pages), request.num_cached, int(samples), request.state_slot)
+    return BatchRequest(tokens, list(request.pages), request.num_cached, int(scheduled.samples), request.state_slot)
 
 
 def assert_equal(got: Batch, expected: Batch) -> None:
