@@ -64,7 +64,9 @@ class RequestRows:
 
     def _widen(self, width: int) -> None:
         if (old := self.pages.shape[1]) < width:
-            self.pages = np.pad(self.pages, ((0, 0), (0, max(width, 2 * old) - old)))
+            wider = np.zeros((len(self.pages), max(width, 2 * old)), np.int32)
+            wider[:, :old] = self.pages
+            self.pages = wider
 
     def clear_pages(self, row: int) -> None:
         self.pages[row, : self.num_pages[row]] = 0
