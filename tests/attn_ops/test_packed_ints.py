@@ -55,7 +55,7 @@ def test_fields_at_the_start_of_a_buffer_that_is_there(int64, int32, room):
 
 
 def test_a_buffer_keeps_the_views_of_few_layouts_only():
-    into = IntBuffer(IntBuffer.KEPT + 2, "cpu")
+    into = IntBuffer(words([IntBuffer.KEPT + 2], []), "cpu")
     for size in range(IntBuffer.KEPT + 2):
         packed = PackedInts([size], [], into=into)
         packed.host[0][:] = size
