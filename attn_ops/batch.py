@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_attn.attn_ops.batch_checks import integers, refuse, refuse_extensions
+from paged_attn.attn_ops.batch_checks import refuse, refuse_extensions
 from paged_attn.attn_ops.batch_requests import BatchRequest, RequestColumns
-from paged_attn.attn_ops.packed_ints import PackedInts, write_joined, write_table
+from paged_attn.attn_ops.packed_ints import PackedInts
 from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape, fields
 
 __all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns"]
@@ -97,20 +97,20 @@ class Batch:
                 where the shape asks for them.
         """
         columns = RequestColumns.of(requests)
-        query_lens, num_pages = columns.num_new, tuple(map(len, columns.pages))
-        num_real, num_tokens, num_logits = len(query_lens), sum(query_lens), sum(columns.num_logits)
-        cached, logits, new, counts = integers(columns.num_cached, columns.num_logits, query_lens, num_pages)
+        cached, new, logits, counts = columns.num_cached, columns.num_new, columns.num_logits, columns.num_pages
+        num_real, num_tokens, num_logits = len(columns), len(columns.tokens), int(logits.sum())
         seq_lens = cached + new
-        need = -(-seq_lens // page_size)  # pages
+        need = (seq_lens + (page_size - 1)) // page_size  # pages
         if ((cached | (new - 1) | (counts - need) | logits | (new - logits)) < 0).any():
             refuse(requests, page_size)
+        one_each = num_tokens == num_real == num_logits  # as each has one token at least, and no more logits than tokens
         if shape is None:
             shape = StepShape.smallest(num_tokens, num_logits)
-        elif shape.requests is not None and ((new != 1) | (cached < 1) | (logits != 1)).any():
+        elif shape.requests is not None and not (one_each and cached.all()):
             refuse_extensions(requests, shape)
         shape.check(num_tokens, num_logits, num_real)
 
-        width, num_dummies = max(num_pages, default=1), (shape.requests or num_real) - num_real
+        width, num_dummies = columns.page_table.shape[1], (shape.requests or num_real) - num_real
         num_requests = num_real + num_dummies
         if buffers is None:
             packed = PackedInts(*fields(shape, num_requests, width), device)
@@ -119,33 +119,33 @@ class Batch:
         ids, positions, slots, logits_rows, seq_lens_out, query_lens_out, query_start, flat_table = packed.host
         full_table = flat_table.reshape(num_requests, width)
         table = full_table[:num_real]
-        write_joined(ids[:num_tokens], columns.tokens, "tokens")
-        write_table(table, columns.pages, "pages")
-        if np.count_nonzero(table > 0) < sum(num_pages) and ((table < 1) & (np.arange(width) < need[:, None])).any():
+        ids[:num_tokens], table[:] = columns.tokens, columns.page_table
+        if np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
             refuse(requests, page_size)
 
-        ends, owner = np.add.accumulate(new), np.arange(num_real)
-        if num_tokens != num_real:
-            owner = owner.repeat(new)
-            position = np.arange(num_tokens) + (seq_lens - ends)[owner]
+        seq_lens_out[:num_real], query_lens_out[:num_real] = seq_lens, new
+        if one_each:
+            position, owner, last = cached, np.arange(num_real), np.arange(num_real)
+            query_start[:] = np.arange(num_requests + 1)
         else:
-            position = cached
-        page, offset = np.divmod(position, page_size)
-        positions[:num_tokens] = position
-        slots[:num_tokens] = table[owner, page].astype(np.int64) * page_size + offset
-        if num_logits:
+            ends = np.add.accumulate(new)
+            owner = np.arange(num_real).repeat(new)
+            position = np.arange(num_tokens) + (seq_lens - ends)[owner]
             last = np.arange(num_logits) + (ends - np.add.accumulate(logits)).repeat(logits)
+            query_start[1:] = ends
+        positions[:num_tokens] = position
+        page = position // page_size
+        slots[:num_tokens] = (table[owner, page] - page) * page_size + position
+        if num_logits:
             logits_rows[:num_logits] = last
             logits_rows[num_logits:] = last[-1]
-        seq_lens_out[:num_real], query_lens_out[:num_real], query_start[1 : num_real + 1] = seq_lens, new, ends
         if num_dummies:
             seq_lens_out[num_real:] = query_lens_out[num_real:] = 1
-            query_start[:], logits_rows[:] = np.arange(num_requests + 1), np.arange(num_requests)
+            logits_rows[:] = np.arange(num_requests)
         input_ids, position_ids, slot_ids, rows, *lengths, flat_pages = packed.to_device()
         page_table = flat_pages.view(num_requests, width)
         if buffers is not None and shape.requests is not None:
             page_table = buffers.place_table(page_table)
-        ones = (1,) * num_dummies
         return cls(
             mode=ForwardMode.DECODE if shape.requests is not None else _mode(cached, new),
             page_size=page_size,
@@ -159,9 +159,9 @@ class Batch:
             query_lens=lengths[1],
             query_start=lengths[2],
             logits_rows=rows,
-            seq_lens_host=(*seq_lens.tolist(), *ones),
-            query_lens_host=query_lens + ones,
-            state_slots_host=(*columns.state_slots, *(0,) * num_dummies),
+            seq_lens_host=(*seq_lens.tolist(), *(1,) * num_dummies),
+            query_lens_host=(1,) * num_requests if one_each else tuple(new.tolist()),
+            state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),
             page_table_host=full_table,
             num_dummies=num_dummies,
         )

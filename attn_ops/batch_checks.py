@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from itertools import chain
 from typing import NoReturn
-
-import numpy as np
-from numpy.typing import NDArray
 
 from paged_attn.attn_ops.batch_requests import BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.step_buffers import StepShape
-
-
-def integers(*rows: Sequence[int]) -> NDArray[np.int64]:
-    """[rows, requests]; by struct, which refuses what is no integer and takes a third of numpy's time."""
-    try:
-        packed = struct.pack(f"{len(rows) * len(rows[0])}q", *chain.from_iterable(rows))
-    except struct.error:
-        raise ValueError(f"num_cached and num_logits must be integers; got {rows[0]} and {rows[1]}") from None
-    return np.frombuffer(packed, np.int64).reshape(len(rows), -1)
 
 
 def refuse(requests: Sequence[BatchRequest], page_size: int) -> NoReturn:

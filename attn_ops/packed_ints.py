@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -21,6 +22,29 @@ _PLAIN = frozenset({list, tuple, bytes, range})
 _ARRAYS, _TYPECODE = frozenset({array}), attrgetter("typecode")
 
 
+class IntBuffer:
+    """Device memory [size] int64 that one `PackedInts` after another is copied to.
+
+    The views of the latest layouts are kept: to make a step's views takes longer than to copy what they show.
+    """
+
+    KEPT = 256
+
+    def __init__(self, size: int, device: torch.device | str) -> None:
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
+            self.ints = torch.zeros(size, dtype=torch.int64, device=device)
+        self._views: dict[_Layout, list[Tensor]] = {}
+
+    def copy_from(self, host: Tensor, layout: _Layout) -> list[Tensor]:
+        """Copy `host` [size] int64 to the start, without waiting; every field as a tensor."""
+        if layout not in self._views:
+            if len(self._views) == self.KEPT:
+                self._views.clear()
+            self._views[layout] = layout.views(self.ints)
+        self.ints[: len(host)].copy_(host, non_blocking=True)
+        return self._views[layout]
+
+
 class PackedInts:
     """Zeroed int64 fields and int32 fields, pinned where the device is a GPU, so that the copy waits for nothing.
 
@@ -29,41 +53,52 @@ class PackedInts:
     Args:
         int64, int32: size of each field; every field starts at a multiple of ALIGNMENT bytes.
         device: where `to_device` makes a buffer, unless there is one already.
-        into: a buffer [at least `words` of these sizes] int64, at whose start the fields shall lie; its device counts.
+        into: a buffer of at least `words` of these sizes, at whose start the fields shall lie; its device counts.
         room: an int32 field takes the place of this many integers at least, so that smaller sizes do not move the next one.
     """
 
     def __init__(
-        self, int64: Sequence[int], int32: Sequence[int], device: torch.device | str = "cpu", into: Tensor | None = None, room: int = 0
+        self, int64: Sequence[int], int32: Sequence[int], device: torch.device | str = "cpu", into: IntBuffer | None = None, room: int = 0
     ) -> None:
-        self._device, self._into = torch.device(device) if into is None else into.device, into
-        self._wide, self._narrow, size = _layout(tuple(int64), tuple(int32), room)
-        self._buffer = torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        memory = self._buffer.numpy()
-        halved = memory.view(np.int32)
-        self.host = [*[memory[place] for place in self._wide], *[halved[place] for place in self._narrow]]
+        self._device, self._into = torch.device(device) if into is None else into.ints.device, into
+        self._layout = _layout(tuple(int64), tuple(int32), room)
+        self._buffer = torch.zeros(self._layout.size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self.host: list[NDArray[Any]] = self._layout.arrays(self._buffer.numpy())
 
     def to_device(self) -> list[Tensor]:
         """Every field as a tensor [size]: views of one buffer, copied without waiting."""
-        if self._into is None:
-            moved = self._buffer.to(self._device, non_blocking=True)
-        else:
-            moved = self._into[: self._buffer.shape[0]].copy_(self._buffer, non_blocking=True)
-        halved = moved.view(torch.int32)
-        return [*[moved[place] for place in self._wide], *[halved[place] for place in self._narrow]]
+        if self._into is not None:
+            return self._into.copy_from(self._buffer, self._layout)
+        return self._layout.views(self._buffer.to(self._device, non_blocking=True))
 
 
 def words(int64: Sequence[int], int32: Sequence[int], room: int = 0) -> int:
     """How many int64 the buffer of a `PackedInts` has."""
-    return _layout(tuple(int64), tuple(int32), room)[2]
+    return _layout(tuple(int64), tuple(int32), room).size
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Where the fields lie, in integers of their own width, and the buffer's size in int64."""
+
+    wide: list[slice]
+    narrow: list[slice]
+    size: int
+
+    def arrays(self, memory: NDArray[np.int64]) -> list[NDArray[Any]]:
+        halved = memory.view(np.int32)
+        return [*[memory[place] for place in self.wide], *[halved[place] for place in self.narrow]]
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        halved = memory.view(torch.int32)
+        return [*[memory[place] for place in self.wide], *[halved[place] for place in self.narrow]]
 
 
 @lru_cache(maxsize=4096)
-def _layout(int64: tuple[int, ...], int32: tuple[int, ...], room: int) -> tuple[list[slice], list[slice], int]:
-    """Where the fields lie, in integers of their own width, and the buffer's size in int64."""
+def _layout(int64: tuple[int, ...], int32: tuple[int, ...], room: int) -> _Layout:
     wide, end = _places(int64, 0, _WORDS, 0)
     narrow, halves = _places(int32, 2 * end, 2 * _WORDS, room)
-    return wide, narrow, halves // 2
+    return _Layout(wide, narrow, halves // 2)
 
 
 def _places(sizes: Sequence[int], start: int, unit: int, room: int) -> tuple[list[slice], int]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.packed_ints import PackedInts, words
+from paged_attn.attn_ops.packed_ints import IntBuffer, PackedInts, words
 
 MIN_ROWS = 2  # torch specialises sizes 0 and 1, so a smaller step is padded to two rows
 
@@ -71,13 +71,13 @@ class StepBuffers:
         self.max_rows, self.max_logits, self.max_requests, self.max_pages = sizes.values()
         self._room = max_requests + 1
         size = words(*fields(StepShape(max_rows, max_logits), max_requests, max_pages), room=self._room)
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
-            self._ints = torch.zeros(size, dtype=torch.int64, device=device)
+        self._ints = IntBuffer(size, device)
+        with torch.inference_mode(False):  # as IntBuffer
             self.page_table = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self._ints.nbytes + self.page_table.nbytes
+        return self._ints.ints.nbytes + self.page_table.nbytes
 
     def pack(self, shape: StepShape, num_requests: int, num_pages: int) -> PackedInts:
         """Host memory for a step with a page table [num_requests, num_pages], to be copied to these buffers.

@@ -38,7 +38,7 @@ def without_model(engine: Engine, requests: int, rows: int, pages: int) -> None:
     def prepare(columns: RequestColumns) -> Step:
         shape = StepShape(size, size, size) if columns.all_decode else None
         batch = Batch.build(columns, PAGE_SIZE, engine.runner.device, shape, buffers if shape else None)
-        return Step(batch, None, sum(columns.num_logits))
+        return Step(batch, None, int(columns.num_logits.sum()))
 
     engine.steps.prepare = prepare  # type: ignore[method-assign,assignment]
     engine.steps.run = lambda step: StepOutput(logits[: step.num_logits], tokens[: step.num_logits])  # type: ignore[method-assign]

@@ -37,6 +37,7 @@ def step(scheduler: Scheduler) -> tuple[float, int]:
     for s in scheduled:
         s.request.num_cached += s.count
         if s.samples:
+            s.request.num_tokens += 1
             s.request.num_vouched = s.request.num_cached
             s.request.tokens.append(1)
             s.request.sampled.append(None)  # type: ignore[arg-type]

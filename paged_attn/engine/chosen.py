@@ -69,7 +69,7 @@ class Chosen:
         if tokens and min(tokens) < 0:
             sampled = [PLAIN[token] if token >= 0 else None for token in tokens]
         else:
-            sampled = [PLAIN[token] for token in tokens]
+            sampled = list(map(PLAIN.__getitem__, tokens))
         if self._logprobs is not None:
             rows, counts = self._logprobs.rows, self._logprobs.counts
             for row, count, own, ids, values in zip(rows, counts, *(copy.tolist() for copy in self._copies[1:]), strict=True):

@@ -23,24 +23,25 @@ class WholeText:
 
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=...)`; None gives empty text.
+        token_ids: the request's own list, which grows; what it holds now is the prompt.
     """
 
     stopped: str | None = None
 
-    def __init__(self, tokenizer: TokenDecoder | None) -> None:
+    def __init__(self, tokenizer: TokenDecoder | None, token_ids: list[int]) -> None:
         self.text = ""
-        self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
+        self._tokenizer, self._token_ids, self._num_prompt = tokenizer, token_ids, len(token_ids)
+        self._finished = False
 
     def append(self, token_id: int) -> str:
-        self._token_ids.append(token_id)
         return ""
 
     def finish(self) -> str:
         """The text of all tokens; a second call returns an empty string."""
-        token_ids, self._token_ids = self._token_ids, []
-        if self._tokenizer is None or not token_ids:
+        token_ids = self._token_ids[self._num_prompt :]
+        if self._tokenizer is None or not token_ids or self._finished:
             return ""
+        self._finished = True
         self.text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return self.text
 

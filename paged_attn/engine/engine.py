@@ -147,9 +147,10 @@ class Engine:
         tokens = list(ids)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new,
-            sampling=SamplingState(params, tokens), detokenizer=self._detokenizer(params, text_at_end),
+            sampling=SamplingState(params, tokens), detokenizer=self._detokenizer(params, text_at_end, tokens),
             arrival=arrival, namespace=namespace, prompt=prompt, priority=priority, tokens=tokens,
         )  # fmt: skip
+        request.is_plain = isinstance(request.detokenizer, WholeText) and params.logprobs is None and self.states is None
         self.requests[request_id] = request
         self._num_host_bound += bool(params.logits_processors)
         if max_new:
@@ -205,11 +206,11 @@ class Engine:
                 f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
             )
             return False
-        parts, columns = lay_out(scheduled)
-        self.last_scheduled = requests = parts.requests
+        running, requests = self.scheduler.running, scheduled.requests
+        parts, columns = lay_out(scheduled, running.rows, running.places(requests))
+        self.last_scheduled = requests
         step = self.steps.prepare(columns)
-        sampling = [request.sampling for request, samples in zip(requests, parts.samples, strict=True) if samples]
-        computed = sum(new for request, new in zip(requests, columns.num_new, strict=True) if not request.sampling.num_chosen)
+        sampling = [request.sampling for request in parts.sampling]
         before_model = time.perf_counter()
         try:
             output = self.steps.run(step)
@@ -227,7 +228,7 @@ class Engine:
             for request in requests:
                 self.kv.keep_state(request)
         self.stats.steps += 1
-        self.stats.prompt_tokens += computed
+        self.stats.prompt_tokens += parts.num_of_prompts
         return True
 
     def _choose(self, output: StepOutput, sampling: list[SamplingState]) -> Chosen:
@@ -254,11 +255,7 @@ class Engine:
                 raise
             finally:
                 self.stats.model_seconds += time.perf_counter() - started
-            for request, end, token in flight.land():
-                if request.finish_reason is not None:
-                    continue  # it ended while this step ran
-                request.num_vouched = end if end < request.num_cached else request.num_cached
-                self._owed.append(self._fail(request) if token is None else self._accept(request, token))
+            self._take_in(flight)
             self._flights.popleft()
 
     def _restart(self, requests: list[Request]) -> None:
@@ -275,15 +272,37 @@ class Engine:
         events, self._owed = self._owed, []
         return events
 
+    def _take_in(self, flight: Flight) -> None:
+        """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
+        owed, num_plain = self._owed.append, 0
+        try:
+            for request, end, token, goes_on in flight.land():
+                if request.finish_reason is not None:
+                    request.num_tokens -= 1  # it ended while this step ran
+                    continue
+                request.num_vouched = end
+                if token is None:
+                    request.num_tokens -= 1
+                    owed(self._fail(request))
+                elif goes_on and (token_id := token.token_id) not in request.stop_token_ids:
+                    num_plain += 1
+                    request.tokens.append(token_id)
+                    request.sampled.append(token)
+                    owed(TokenEvent(request.id, token_id, ""))
+                else:
+                    owed(self._accept(request, token))
+        finally:
+            self.stats.new_tokens += num_plain
+
     def _accept(self, request: Request, token: SampledToken) -> TokenEvent:
-        """Called for every request of every step: no frills."""
+        """Take in a token with all that it may mean."""
         token_id, sampled, detokenizer = token.token_id, request.sampled, request.detokenizer
-        if not sampled:
-            self.stats.cached_tokens += request.cached_tokens
-        if not sampled or request.snapshots:
-            self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
         request.tokens.append(token_id)
         sampled.append(token)
+        if len(sampled) == 1:
+            self.stats.cached_tokens += request.cached_tokens
+        if len(sampled) == 1 or request.snapshots:
+            self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
         self.stats.new_tokens += 1
         text = detokenizer.append(token_id)
         reason: FinishReason | None = None
@@ -313,9 +332,9 @@ class Engine:
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)
 
-    def _detokenizer(self, params: SamplingParams, text_at_end: bool) -> IncrementalDetokenizer | WholeText:
+    def _detokenizer(self, params: SamplingParams, text_at_end: bool, tokens: list[int]) -> IncrementalDetokenizer | WholeText:
         at_end = not params.stop and (text_at_end or self.tokenizer is None)
-        return WholeText(self.tokenizer) if at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
+        return WholeText(self.tokenizer, tokens) if at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
 
     def _check_fits(self, prompt: int, new: int) -> None:
         # The last new token is sampled but never attended to, so that its KV needs no slot.

@@ -2,40 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paged_attn.attn_ops.batch_requests import RequestColumns
 from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.request import Request
-from paged_attn.engine.step_plan import Scheduled
-from paged_attn.engine.token_feed import place
+from paged_attn.engine.request_rows import RequestRows
+from paged_attn.engine.step_plan import ScheduledStep
+from paged_attn.engine.token_feed import places_of
+
+Landed = tuple[Request, int, SampledToken | None, bool]
 
 
 class Parts(NamedTuple):
-    """Of each request of a step the tokens from `starts` to `ends` are computed; where it `samples`, the next one is chosen.
+    """Of each request of a step the tokens from `starts` to `ends` are computed; for those `sampling` the next one is chosen.
 
-    Columns, as in `RequestColumns`: an object for each request would take longer to make than all that is done with it.
+    Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `places` says where in `rows` the
+    requests are while the step is launched. Of the tokens `num_of_prompts` are of requests for which nothing was chosen yet.
     """
 
     requests: list[Request]
-    starts: list[int]
-    ends: list[int]
-    samples: list[bool]
+    rows: RequestRows
+    places: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    sampling: list[Request]
+    samples: NDArray[np.bool_] | slice
+    num_of_prompts: int
 
 
-def lay_out(scheduled: Sequence[Scheduled]) -> tuple[Parts, RequestColumns]:
-    """What each request's share of a step is, and what the batch is made of."""
-    requests = [each.request for each in scheduled]
-    samples = [each.samples for each in scheduled]
-    starts = [request.num_cached for request in requests]
-    ends = [request.num_cached + each.count for request, each in zip(requests, scheduled, strict=True)]
-    tokens = [request.tokens[start:end] for request, start, end in zip(requests, starts, ends, strict=True)]
-    for request, new, end in zip(requests, tokens, ends, strict=True):
-        if len(request.tokens) < end:
-            new.append(place(request.feed_row))
-    pages, slots = [request.pages for request in requests], [request.state_slot for request in requests]
-    return Parts(requests, starts, ends, samples), RequestColumns(tokens, pages, starts, list(map(int, samples)), slots)
+def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64]) -> tuple[Parts, RequestColumns]:
+    """What each request's share of a step is, and what the batch is made of; the requests are at `places` [requests] in `rows`."""
+    requests, counts, samples = step.requests, step.counts, step.samples
+    starts = rows.num_cached[places]
+    ends = starts + counts
+    known = np.frombuffer(array("q", [len(request.tokens) for request in requests]), np.int64)
+    num_pages, is_prompt = rows.num_pages[places], rows.num_tokens[places] == rows.num_prompt[places]
+    columns = RequestColumns(
+        tokens=_tokens(requests, starts, ends, known, places_of(rows.feed_row[places])),
+        page_table=rows.pages.take(places, axis=0)[:, : num_pages.max(initial=0)],
+        num_pages=num_pages,
+        num_cached=starts,
+        num_new=counts,
+        num_logits=samples.astype(np.int64),
+        state_slots=rows.state_slot[places],
+    )
+    num_of_prompts = int(counts[is_prompt].sum())
+    if samples.all():
+        return Parts(requests, rows, places, starts, ends, requests, slice(None), num_of_prompts), columns
+    sampling = list(compress(requests, samples.tolist()))
+    return Parts(requests, rows, places, starts, ends, sampling, samples, num_of_prompts), columns
+
+
+def _tokens(
+    requests: list[Request], starts: NDArray[np.int64], ends: NDArray[np.int64], known: NDArray[np.int64], fed: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The tokens from `starts` to `ends` of all requests, one after another; `fed` [requests] stands for what is past those `known`."""
+    if (starts >= known).all():
+        return fed
+    tokens: list[int] = []
+    for request, start, end, num_known, place in zip(requests, starts.tolist(), ends.tolist(), known.tolist(), fed.tolist(), strict=True):
+        tokens += request.tokens[start:end]
+        if num_known < end:
+            tokens.append(place)
+    return np.array(tokens, np.int64)
 
 
 class Flight:
@@ -49,44 +85,36 @@ class Flight:
         self.chosen = chosen
         self.parts = parts
         self.requests = parts.requests
-        self._num_landed = 0
-        self._tokens: list[SampledToken | None] | None = None
-        row = 0
-        for request, end, samples in zip(parts.requests, parts.ends, parts.samples, strict=True):
-            request.num_cached = end
-            if samples:
-                request.num_pending += 1
-                request.feed_row = row
-                row += 1
+        self._landing: Iterator[Landed] | None = None
+        rows, sampling = parts.rows, parts.places[parts.samples]
+        rows.num_cached[parts.places] = parts.ends
+        num_tokens = rows.num_tokens[sampling] + 1
+        rows.num_tokens[sampling] = num_tokens
+        rows.feed_row[sampling] = np.arange(len(sampling))
+        is_inner = (num_tokens > rows.num_prompt[sampling] + 1) & (num_tokens < rows.token_limit[sampling])
+        self._goes_on = is_inner & (rows.is_plain[sampling] > 0)
 
     def wait(self) -> None:
         """Until the tokens are there."""
-        if self._tokens is None:
-            chosen = iter(self.chosen.wait() if self.chosen is not None else ())
-            self._tokens = [next(chosen) if samples else None for samples in self.parts.samples]
+        if self._landing is None:
+            tokens: Iterable[SampledToken | None] = self.chosen.wait() if self.chosen is not None else ()
+            ends = self.parts.ends[self.parts.samples]
+            self._landing = zip(self.parts.sampling, ends.tolist(), tokens, self._goes_on.tolist(), strict=True)
 
-    def land(self) -> Iterator[tuple[Request, int, SampledToken | None]]:
-        """Each request that samples, up to where it was computed, and its token (None: logits were not finite), once. What an exception of
-        the caller leaves over comes at the next call."""
+    def land(self) -> Iterator[Landed]:
+        """Each request that samples, once: what an exception of the caller leaves over comes at the next call. With it come up to where it
+        was computed, its token (None: logits were not finite), and whether that is neither its first nor its last one and it `is_plain`."""
         self.wait()
-        assert self._tokens is not None
-        for index in range(self._num_landed, len(self.requests)):
-            self._num_landed = index + 1
-            if self.parts.samples[index]:
-                request = self.requests[index]
-                request.num_pending -= 1
-                yield request, self.parts.ends[index], self._tokens[index]
+        assert self._landing is not None
+        return self._landing
 
     def undo(self) -> list[Request]:
-        """The step did not happen, nor did any after it; the requests that it was for."""
-        requests = []
-        for index in range(len(self.requests) - 1, self._num_landed - 1, -1):
-            request = self.requests[index]
-            if self.parts.samples[index]:
-                request.num_pending -= 1
-                request.sampling.num_chosen -= 1
+        """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""
+        assert self._landing is None
+        for request in self.parts.sampling:
+            request.num_tokens -= 1
+            request.sampling.num_chosen -= 1
+        for request, start in zip(self.requests, self.parts.starts.tolist(), strict=True):
             if request.finish_reason is None:
-                request.num_cached = min(request.num_cached, self.parts.starts[index])
-                requests.append(request)
-        self._num_landed = len(self.requests)
-        return requests
+                request.num_cached = min(request.num_cached, start)
+        return [request for request in reversed(self.requests) if request.finish_reason is None]

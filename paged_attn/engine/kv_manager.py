@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
+import numpy as np
+from numpy.typing import NDArray
 
 from paged_attn.attn_ops.page_allocator import PageAllocator
 from paged_attn.attn_ops.radix_cache import RadixCache
 from paged_attn.attn_ops.state_pool import SlotAllocator, StatePool
 from paged_attn.engine.model_limits import NO_STATE, StateSlots
 from paged_attn.engine.request import Request
+from paged_attn.engine.request_rows import RequestRows
 from paged_attn.engine.snapshots import StateSnapshots
 
 MIN_FORK = 16  # tokens that a state at a fork must save to be worth a step that ends there
@@ -73,7 +75,8 @@ class KVManager:
             worth = {last, fork} if fork - match.num_tokens >= MIN_FORK else {last}
             request.snapshot_points = sorted(point for point in worth if point > match.num_tokens)
         self.tree.lock(match.node)
-        request.lock, request.pages = match.node, array("i", match.pages)
+        request.lock = match.node
+        request.add_pages(match.pages)
         request.num_cached = request.num_locked = match.num_tokens
 
     def cached_tokens(self, request: Request) -> int:
@@ -84,14 +87,21 @@ class KVManager:
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens; False, and nothing changed, if the pages are not to be had."""
-        missing = self.allocator.pages_for(num_tokens) - len(request.pages)
+        missing = self.allocator.pages_for(num_tokens) - request.num_pages
         if missing <= 0:
             return True
         if missing > self.num_available:
             return False
         if self.tree is not None and missing > self.allocator.num_free:
             self.tree.evict(missing - self.allocator.num_free)
-        request.pages.extend(self.allocator.allocate(missing))
+        request.add_pages(self.allocator.allocate(missing))
+        return True
+
+    def add_page_each(self, rows: RequestRows, places: NDArray[np.int64]) -> bool:
+        """Give each of some rows, all different, its next page; False, and nothing changed, if there are not that many free ones."""
+        if len(places) > self.allocator.num_free:
+            return False
+        rows.add_page_each(places, self.allocator.allocate(len(places)))
         return True
 
     def keep_state(self, request: Request) -> None:
@@ -116,13 +126,13 @@ class KVManager:
         if self.tree is None or request.num_vouched // self.page_size * self.page_size <= request.num_locked:
             return
         self.version += 1
-        inserted = self.tree.insert(request.tokens[: request.num_vouched], request.pages.tolist(), request.namespace)
+        inserted = self.tree.insert(request.tokens[: request.num_vouched], request.pages, request.namespace)
         self.tree.lock(inserted.node)
         self.tree.unlock(request.lock)
         request.lock = inserted.node
         request.num_locked = request.num_vouched // self.page_size * self.page_size
         for position, mine, trees in inserted.duplicates:
-            request.pages[position] = trees
+            request.replace_page(position, trees)
             self.allocator.free([mine])
 
     def release(self, request: Request, *, share: bool) -> None:
@@ -133,7 +143,7 @@ class KVManager:
         for slot in request.snapshots.values():
             assert self.snapshots is not None
             self.snapshots.drop(slot)
-        if request.pages or request.state_slot:
+        if request.num_pages or request.state_slot:
             self.version += 1
         self.allocator.free(request.pages[request.num_locked // self.page_size :])
         if request.lock is not None:
@@ -142,7 +152,8 @@ class KVManager:
         if request.state_slot:
             assert self.state_slots is not None
             self.state_slots.free(request.state_slot)
-        request.pages, request.num_cached, request.num_locked, request.lock, request.state_slot = array("i"), 0, 0, None, 0
+        request.clear_pages()
+        request.num_cached, request.num_locked, request.lock, request.state_slot = 0, 0, None, 0
         request.num_vouched, request.snapshot_points, request.snapshots = 0, [], {}
 
     def _share_last_state(self, request: Request) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from paged_attn.engine.chosen import SampledToken
 from paged_attn.engine.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.request_rows import RequestRows
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.sampling_state import SamplingState
 
@@ -21,17 +21,35 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class _InRow:
+    """An integer attribute of a request that lies in its row of `RequestRows`, in the column of the same name."""
+
+    def __set_name__(self, owner: type[Request], name: str) -> None:
+        self._name = name
+
+    def __get__(self, request: Request, owner: type[Request]) -> int:
+        number: int = getattr(request.rows, self._name).item(request.row)
+        return number
+
+    def __set__(self, request: Request, number: int) -> None:
+        getattr(request.rows, self._name)[request.row] = number
+
+
 @dataclass(eq=False)
 class Request:
     """Tokens, pages and sampling state of one request.
 
     Attributes:
-        tokens: prompt and generated ids.
-        max_new_tokens: of the params, cut to the model's positions.
+        tokens: prompt and generated ids, as far as the host knows them.
+        num_tokens: those included that were chosen on the device and have not come to the host yet.
+        max_new_tokens: of the params, cut to the model's positions; fixed once it runs.
+        num_prompt, token_limit: what `num_tokens` begins with, and what it may come to (set when the request starts to run).
         priority: the lower, the more urgent.
-        pages: pages that hold the KV of the first `num_cached` tokens, those of launched steps included (and maybe room for more).
-        num_pending: tokens that were chosen on the device and have not come to the host yet; `tokens` lacks them.
-        feed_row: where the device has the last of them (see `TokenFeed`).
+        num_cached: tokens whose KV is in its pages, those of launched steps included.
+        num_pages: pages that it has: enough for `num_cached` tokens, and maybe more.
+        is_plain: 1 if a token is only one more token while it goes on: there is no text to decode at once, no log-probability, no state.
+        feed_row: where the device has the last chosen token (see `TokenFeed`).
+        rows, row: where its numbers and pages lie.
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
         state_slot: of its recurrent state while it runs, 0 if it has none.
         num_vouched: what `num_cached` was when the last known token was sampled: logits were finite, so KV and state up to there are sound.
@@ -52,13 +70,9 @@ class Request:
     prompt: str | None = None
     priority: int = 0
     tokens: list[int] = field(default_factory=list)
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    num_cached: int = 0
-    num_pending: int = 0
-    feed_row: int = 0
+    rows: RequestRows = field(default_factory=lambda: RequestRows(1))
     num_locked: int = 0
     lock: Any = None
-    state_slot: int = 0
     num_vouched: int = 0
     snapshot_points: list[int] = field(default_factory=list)
     snapshots: dict[int, int] = field(default_factory=dict)
@@ -68,15 +82,55 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
 
+    num_cached = _InRow()
+    num_tokens = _InRow()
+    num_prompt = _InRow()
+    token_limit = _InRow()
+    num_pages = _InRow()
+    feed_row = _InRow()
+    state_slot = _InRow()
+    is_plain = _InRow()
+
+    def __post_init__(self) -> None:
+        self.row = self.rows.take()
+        self.num_tokens, self.num_prompt = len(self.tokens), len(self.prompt_token_ids)
+
+    def move_to(self, rows: RequestRows) -> None:
+        """Keep numbers and pages in a row of another place from now on."""
+        self.row = rows.take_from(self.rows, self.row)
+        self.rows = rows
+        self.token_limit = self.num_prompt + self.max_new_tokens
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages that hold its KV in order; `add_pages`, `replace_page` and `clear_pages` change them."""
+        return tuple(self.rows.pages[self.row, : self.num_pages].tolist())
+
+    def add_pages(self, pages: Sequence[int]) -> None:
+        self.rows.add_pages(self.row, pages)
+
+    def replace_page(self, position: int, page: int) -> None:
+        """`pages[position]` becomes `page`."""
+        assert position < self.num_pages
+        self.rows.pages[self.row, position] = page
+
+    def clear_pages(self) -> None:
+        self.rows.clear_pages(self.row)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that were chosen on the device and have not come to the host yet; `tokens` lacks them."""
+        return self.num_tokens - len(self.tokens)
+
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed, at least 1 while the request runs."""
-        return len(self.tokens) + self.num_pending - self.num_cached
+        return self.num_tokens - self.num_cached
 
     @property
     def has_all_tokens(self) -> bool:
         """Whether the last token that the request may have was chosen, be it known or not."""
-        return len(self.sampled) + self.num_pending >= self.max_new_tokens
+        return self.num_tokens - self.num_prompt >= self.max_new_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

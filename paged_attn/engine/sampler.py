@@ -59,10 +59,11 @@ class Sampler:
         logits = logits.detach()
         _check(logits, len(states))
         tokens = best_tokens(logits) if best is None else best
-        changed = [row for row, state in enumerate(states) if not state.is_plain]
+        others = [row for row, state in enumerate(states) if not state.is_simple]
+        changed = [row for row in others if not states[row].is_plain]
         if changed:
             tokens = self._choose_changed(logits, tokens, changed, states)
-        asking = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        asking = [row for row in others if states[row].params.logprobs is not None]
         logprobs: Logprobs | None = None
         if asking:
             wanted = [state.params.logprobs for state in states]

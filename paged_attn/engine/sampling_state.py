@@ -22,6 +22,7 @@ class SamplingState:
         num_chosen: tokens chosen so far, those included that the host does not know yet. The next random number depends on it and on the
             seed alone, so that a step which failed can be done again: set it back.
         is_plain: the most likely token is the one, whatever came before.
+        is_simple: that, and nobody asks for log-probabilities.
         counts_tokens: some penalty asks which tokens there were.
     """
 
@@ -33,6 +34,7 @@ class SamplingState:
         self.num_chosen = 0
         self.counts_tokens = params.has_penalty
         self.is_plain = params.is_greedy and not self.counts_tokens and not params.logits_processors
+        self.is_simple = self.is_plain and params.logprobs is None
 
     @property
     def uniform(self) -> float:

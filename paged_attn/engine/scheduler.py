@@ -8,11 +8,11 @@ from paged_attn.engine.request import Request
 from paged_attn.engine.running_set import RunningSet
 from paged_attn.engine.scheduler_stats import SchedulerStats
 from paged_attn.engine.shared_prefills import SharedPrefills
-from paged_attn.engine.step_plan import Scheduled, StepPlan
+from paged_attn.engine.step_plan import Scheduled, ScheduledStep, StepPlan
 from paged_attn.engine.waiting_lines import line_maker
 from paged_attn.engine.waiting_queue import WaitingQueue
 
-__all__ = ["Scheduled", "Scheduler"]
+__all__ = ["Scheduled", "ScheduledStep", "Scheduler"]
 
 HELD_PER_STEP = 32  # requests that one step sets aside at most, so that a flood of equal prompts does not hold it up
 
@@ -32,7 +32,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, kv: KVManager) -> None:
         self.config, self.kv = config, kv
         self.waiting = WaitingQueue(line_maker(config.policy, kv))
-        self.running = RunningSet()
+        self.running = RunningSet(config.max_requests)
         self.stats = SchedulerStats()
         self.wants_drain = False
         self._prefills = SharedPrefills(kv, config.prefix_wait_tokens)
@@ -42,7 +42,7 @@ class Scheduler:
     def num_preemptions(self) -> int:
         return self.stats.preemptions
 
-    def schedule(self, drained: bool = True) -> list[Scheduled]:
+    def schedule(self, drained: bool = True) -> ScheduledStep:
         """The next step, by priority and arrival with decodes first; pages are reserved.
 
         Args:
@@ -70,29 +70,23 @@ class Scheduler:
         return plan.scheduled()
 
     def _add_decodes(self, plan: StepPlan, drained: bool) -> list[Request]:
-        """Plan the running requests that need one token; returns those that need more.
-
-        The engine's hot loop: a call or a property for each request would be felt, so that only the exceptions are looked at closely.
-        """
-        size = self.kv.page_size
-        exceptions = [
-            r
-            for r in self.running
-            if len(r.tokens) + (pending := r.num_pending) - (cached := r.num_cached) != 1
-            or len(r.sampled) + pending >= r.max_new_tokens
-            or cached >= len(r.pages) * size
-        ]
-        prefilling, left_out = [], set()
-        for request in exceptions:
-            if request not in self.running:
-                continue  # an earlier one has preempted it
-            if request.num_remaining != 1:
-                prefilling.append(request)
-                left_out.add(request)
-            elif request.has_all_tokens or not self._reserve(request, request.num_cached + 1, plan, drained):
-                left_out.add(request)  # the last token may not be known yet
-        plan.add_decodes(self.running.one_token_each(left_out))
-        return prefilling
+        """Plan the running requests that need one token; returns those that need more. Only the exceptions are looked at one by one."""
+        requests, places = self.running.in_order()
+        rows = self.running.rows
+        cached, tokens = rows.num_cached[places], rows.num_tokens[places]
+        needs_one = tokens - cached == 1
+        may_decode = needs_one & (tokens < rows.token_limit[places])  # the last token may not be known yet
+        lacks_page = cached >= rows.num_pages[places] * self.kv.page_size
+        left_out = {requests[index] for index in (~may_decode).nonzero()[0].tolist()}
+        lacking = (may_decode & lacks_page).nonzero()[0]
+        if len(lacking) and not self.kv.add_page_each(rows, places[lacking]):
+            for index in lacking.tolist():
+                request = requests[index]
+                if request in self.running and not self._reserve(request, request.num_cached + 1, plan, drained):
+                    left_out.add(request)
+        plan.add_decodes(self.running.without(left_out))
+        prefilling = [requests[index] for index in (~needs_one).nonzero()[0].tolist()] if left_out else []
+        return [request for request in prefilling if request in self.running]  # a decode may have preempted it
 
     @staticmethod
     def _count(request: Request, budget: int) -> int:
@@ -138,7 +132,7 @@ class Scheduler:
                 self._hold_back(request, holder, plan)
                 held += 1
                 continue
-            short = self.kv.allocator.pages_for(len(request.tokens)) - len(request.pages) - self.kv.num_available
+            short = self.kv.allocator.pages_for(len(request.tokens)) - request.num_pages - self.kv.num_available
             if has_place and short <= 0:
                 self._start(request, plan)
                 continue
@@ -177,7 +171,7 @@ class Scheduler:
             if running.priority <= request.priority or (victims and gained >= short):
                 break
             victims.append(running)
-            gained += len(running.pages) - running.num_locked // self.kv.page_size
+            gained += running.num_pages - running.num_locked // self.kv.page_size
         if not victims or gained < short:
             self._blocked = request, self.kv.version
             return False

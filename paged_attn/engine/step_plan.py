@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paged_attn.engine.request import Request
 
@@ -16,17 +21,40 @@ class Scheduled:
     samples: bool
 
 
+class ScheduledStep(Sequence[Scheduled]):
+    """What a step computes, in columns: an object for each request would take longer to make than all that is done with it.
+
+    Attributes:
+        requests: in the order of the step; counts [requests] int64 and samples [requests] bool as in `Scheduled`.
+    """
+
+    def __init__(self, requests: list[Request], counts: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
+        self.requests, self.counts, self.samples = requests, counts, samples
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Scheduled: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Scheduled]: ...
+    def __getitem__(self, index: int | slice) -> Scheduled | list[Scheduled]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        return Scheduled(self.requests[index], self.counts.item(index), self.samples.item(index))
+
+
 class StepPlan:
     """What a step will compute: `decodes` of one token, then `chunks`, each in order; `budget`: tokens that may still be added."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.decodes: list[Scheduled] = []
+        self.decodes: list[Request] = []
         self.chunks: dict[Request, int] = {}
 
-    def add_decodes(self, decodes: list[Scheduled]) -> None:
+    def add_decodes(self, requests: list[Request]) -> None:
         """As many as the budget allows."""
-        self.decodes = decodes[: self.budget]
+        self.decodes = requests[: self.budget]
         self.budget -= len(self.decodes)
 
     def add_chunk(self, request: Request, count: int) -> None:
@@ -45,11 +73,14 @@ class StepPlan:
         """A request is not computed after all."""
         if request in self.chunks:
             self.budget += self.chunks.pop(request)
-        else:
-            kept = [s for s in self.decodes if s.request is not request]
-            self.budget += len(self.decodes) - len(kept)
-            self.decodes = kept
+        elif request in self.decodes:
+            self.budget += 1
+            self.decodes.remove(request)
 
-    def scheduled(self) -> list[Scheduled]:
-        chunks = [Scheduled(request, count, count == request.num_remaining) for request, count in self.chunks.items()]
-        return self.decodes + chunks
+    def scheduled(self) -> ScheduledStep:
+        requests, first_chunk = [*self.decodes, *self.chunks], len(self.decodes)
+        counts, samples = np.ones(len(requests), np.int64), np.ones(len(requests), np.bool_)
+        if self.chunks:
+            counts[first_chunk:] = list(self.chunks.values())
+            samples[first_chunk:] = [count == request.num_remaining for request, count in self.chunks.items()]
+        return ScheduledStep(requests, counts, samples)

@@ -139,7 +139,7 @@ class StepRunner:
         """Lay the requests out for the smallest captured shape that holds them, or as they are."""
         columns = RequestColumns.of(requests)
         agree = self.runner.ranks.compare_step(columns) if self.runner.ranks is not None else None
-        num_logits = sum(columns.num_logits)
+        num_logits = int(columns.num_logits.sum())
         step = self._prepared(columns, num_logits) if self.graphs is not None and self.graphs.captured else None
         step = step or Step(Batch.build(columns, self.page_size, self.runner.device), None, num_logits)
         if agree is not None:
@@ -156,7 +156,7 @@ class StepRunner:
             key = GraphKey("full", size, self.backend.graph_variant(batch, self.pool))
             if key in self.graphs.captured:
                 return Step(batch, self.graphs.captured[key], num_logits)
-        size = self._pieces.fit(sum(requests.num_new))
+        size = self._pieces.fit(len(requests.tokens))
         if size is None or num_logits > (shape := extend_shape(size, self.settings)).logits:
             return None
         batch = Batch.build(requests, self.page_size, device, shape, self.buffers)

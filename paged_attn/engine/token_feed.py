@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 def place(row: int) -> int:
     """The token id that stands for "what row `row` of the last step chose"."""
     return -1 - row
+
+
+def places_of(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`place` of each row."""
+    return ~rows
 
 
 class TokenFeed:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import BatchRequest
+from paged_attn.attn_ops.batch import BatchRequest, RequestColumns
 
 DIGEST_BITS = 62  # so that its negative is an int64, too
 _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -103,8 +103,7 @@ class Ranks:
 
 def _signature(requests: Sequence[BatchRequest]) -> bytes:
     """All that a step depends on, apart from pages before a request's last one: those were in the signatures of earlier steps."""
-    numbers = array("q")
-    for request in requests:
-        numbers.extend((request.num_cached, request.num_logits, len(request.tokens), len(request.pages), request.pages[-1]))
-        numbers.extend(request.tokens)
-    return numbers.tobytes()
+    columns = RequestColumns.of(requests)
+    last_pages = columns.page_table[np.arange(len(columns)), columns.num_pages - 1]
+    numbers = (columns.num_cached, columns.num_logits, columns.num_new, columns.num_pages, last_pages, columns.tokens)
+    return np.concatenate(numbers).tobytes()

@@ -221,7 +221,7 @@ def test_the_first_wrong_request_is_named():
         (BatchRequest([1.5], [1]), "the tokens of request 1 must be integers of 64 bits; got 1.5"),
         (BatchRequest([1], [2**31]), "the pages of request 1 must be integers of 32 bits; got 2147483648"),
         (BatchRequest([1], [3, 2.0]), "the pages of request 1 must be integers of 32 bits; got 2.0"),
-        (BatchRequest([1], [3], 0.5), r"num_cached and num_logits must be integers; got \(0, 0.5\)"),
+        (BatchRequest([1], [3], 0.5), r"num_cached, num_logits and state_slot must be integers; got \(0, 0.5\)"),
     ],
 )
 def test_what_is_no_integer_is_refused(bad, message):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.packed_ints import ALIGNMENT, PackedInts, words, write_joined, write_table
+from paged_attn.attn_ops.packed_ints import ALIGNMENT, IntBuffer, PackedInts, words, write_joined, write_table
 
 SIZES = st.lists(st.integers(0, 40), max_size=4)
 FORMS = {
@@ -40,16 +40,27 @@ def test_fields_are_as_long_as_asked_aligned_and_apart(int64, int32):
 
 @given(SIZES, SIZES, st.integers(0, 70))
 def test_fields_at_the_start_of_a_buffer_that_is_there(int64, int32, room):
-    buffer = torch.full((words(int64, int32, room) + 3,), -1, dtype=torch.int64)
-    packed = PackedInts(int64, int32, into=buffer, room=room)
-    for number, field in enumerate(packed.host, start=1):
-        field[:] = number
-    fields = packed.to_device()
-    for number, (field, size) in enumerate(zip(fields, [*int64, *int32], strict=True), start=1):
-        assert field.tolist() == [number] * size
-        assert field.data_ptr() == 0 or field.untyped_storage().data_ptr() == buffer.data_ptr()
-        assert field.storage_offset() * field.itemsize % ALIGNMENT == 0
-    assert buffer[-3:].tolist() == [-1] * 3
+    into = IntBuffer(words(int64, int32, room) + 3, "cpu")
+    into.ints.fill_(-1)
+    for first in (1, 7):
+        packed = PackedInts(int64, int32, into=into, room=room)
+        for number, field in enumerate(packed.host, start=first):
+            field[:] = number
+        fields = packed.to_device()
+        for number, (field, size) in enumerate(zip(fields, [*int64, *int32], strict=True), start=first):
+            assert field.tolist() == [number] * size
+            assert field.data_ptr() == 0 or field.untyped_storage().data_ptr() == into.ints.data_ptr()
+            assert field.storage_offset() * field.itemsize % ALIGNMENT == 0
+    assert into.ints[-3:].tolist() == [-1] * 3
+
+
+def test_a_buffer_keeps_the_views_of_few_layouts_only():
+    into = IntBuffer(words([IntBuffer.KEPT + 2], []), "cpu")
+    for size in range(IntBuffer.KEPT + 2):
+        packed = PackedInts([size], [], into=into)
+        packed.host[0][:] = size
+        assert packed.to_device()[0].tolist() == [size] * size
+    assert len(into._views) == 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=4), SIZES)

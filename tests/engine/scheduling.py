@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paged_attn import EngineConfig
@@ -31,26 +32,26 @@ def arrive(
     return requests
 
 
-def run(scheduled: list[Scheduled]) -> None:
+def run(scheduled: Sequence[Scheduled]) -> None:
     """What the engine does after a step; no request ends by itself."""
     launch(scheduled)
     collect(*(s.request for s in scheduled if s.samples))
 
 
-def launch(scheduled: list[Scheduled]) -> None:
+def launch(scheduled: Sequence[Scheduled]) -> None:
     """What the engine does when a step is on its way and its tokens are not known yet."""
     for s in scheduled:
         s.request.num_cached += s.count
-        s.request.num_pending += s.samples
+        s.request.num_tokens += s.samples
 
 
 def collect(*requests: Request) -> None:
     """The token under way of each request has come."""
     for request in requests:
-        request.num_pending, request.num_vouched = request.num_pending - 1, len(request.tokens)
+        request.num_vouched = len(request.tokens)
         request.tokens.append(9)
         request.sampled.append(SampledToken(9, None, None))
 
 
-def counts(scheduled: list[Scheduled]) -> list[tuple[str, int, bool]]:
+def counts(scheduled: Sequence[Scheduled]) -> list[tuple[str, int, bool]]:
     return [(s.request.id, s.count, s.samples) for s in scheduled]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from paged_attn import EngineConfig
@@ -137,21 +138,22 @@ class World:
         request.num_cached = end
         if scheduled.samples:
             assert end == len(self.truth[request])
-            request.num_pending += 1
+            request.num_tokens += 1
             self._know(request, 1 + self.prefixes[request][-1] % 3)
         return request, start, end, scheduled.samples
 
     def _collect(self, keep: int) -> None:
         while len(self.flights) > keep:
             for request, _, end, samples in self.flights.popleft():
-                if samples:
-                    request.num_pending -= 1
-                if samples and request.finish_reason is None:
+                if samples and request.finish_reason is not None:
+                    request.num_tokens -= 1
+                elif samples:
                     request.num_vouched = min(end, request.num_cached)
                     self._accept(request, end)
 
     def _accept(self, request: Request, end: int) -> None:
         if POISON in self.truth[request][:end]:
+            request.num_tokens -= 1
             self.finish(request, share=False)
             return
         if not request.sampled or request.snapshots:
@@ -172,7 +174,7 @@ class World:
     def _slot(self, request: Request, position: int) -> tuple[int, int]:
         return request.pages[position // self.page_size], position % self.page_size
 
-    def _check_step(self, scheduled: list[Scheduled]) -> None:
+    def _check_step(self, scheduled: Sequence[Scheduled]) -> None:
         scheduler, chosen = self.scheduler, [s.request for s in scheduled]
         assert len(set(chosen)) == len(chosen) <= len(scheduler.running) <= self.config.max_requests
         assert all(request in scheduler.running for request in chosen)

@@ -155,9 +155,9 @@ def test_nothing_is_preempted_while_a_step_is_under_way() -> None:
 def test_a_waiting_request_whose_token_is_under_way_is_not_admitted_before_it_has_come() -> None:
     scheduler = scheduler_of()
     (request,) = arrive(scheduler, 3)
-    request.num_pending = 1
+    request.num_tokens += 1
     assert not scheduler.schedule(drained=False) and scheduler.wants_drain and list(scheduler.waiting) == [request]
-    request.num_pending = 0
+    request.num_tokens -= 1
     assert counts(scheduler.schedule()) == [("r0", 3, True)] and not scheduler.wants_drain
 
 
@@ -233,7 +233,7 @@ def test_who_found_too_few_pages_is_tried_again_when_its_prefix_is_shared() -> N
 
 def test_a_plan_gives_the_budget_back_for_what_is_cut_or_dropped() -> None:
     plan, (first, second, third, decoding) = StepPlan(20), [request_of([1] * 30) for _ in range(4)]
-    plan.add_decodes([Scheduled(decoding, 1, True)])
+    plan.add_decodes([decoding])
     for request in (first, second):
         request.num_cached = 4
         plan.add_chunk(request, 6)
@@ -249,6 +249,6 @@ def test_a_plan_gives_the_budget_back_for_what_is_cut_or_dropped() -> None:
 
 
 def test_a_plan_takes_the_first_decodes_if_the_budget_has_no_room_for_all() -> None:
-    plan, decodes = StepPlan(2), [Scheduled(request_of([1]), 1, True) for _ in range(3)]
+    plan, decodes = StepPlan(2), [request_of([1]) for _ in range(3)]
     plan.add_decodes(decodes)
-    assert plan.scheduled() == decodes[:2] and plan.budget == 0
+    assert list(plan.scheduled()) == [Scheduled(request, 1, True) for request in decodes[:2]] and plan.budget == 0

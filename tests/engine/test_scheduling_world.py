@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.engine.scheduling_world import POISON, World
 
 
-def simulate(seed: int, overlap: bool, snapshots: int | None, troubles: bool, **config: Any) -> World:
+def simulate(seed: int, overlap: bool, snapshots: int | None, troubles: bool, make: type[World] = World, **config: Any) -> World:
     """Floods and lulls of requests with shared prefixes until all have ended."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])
     num_pages = rng.randint(6, 24)
-    world = World(rng, num_pages, page_size, overlap=overlap, snapshots=snapshots, **config)
+    world = make(rng, num_pages, page_size, overlap=overlap, snapshots=snapshots, **config)
     room = (num_pages - 1) * page_size
     stems = [[rng.choice([1, 2]) for _ in range(room)] for _ in range(2)]
     left, steps = 14, 0

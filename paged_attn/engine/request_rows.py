@@ -1,0 +1,73 @@
+"""What every step reads of all requests: a row of integers and a row of pages for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+NAMES = ("num_cached", "num_tokens", "num_prompt", "token_limit", "num_pages", "feed_row", "state_slot", "is_plain")
+
+
+class RequestRows:
+    """Columns [rows] int64 and pages [rows, width] int32, zeros past a row's `num_pages`; a row that nobody has is all zeros.
+
+    There is no second copy to keep in step: `Request` reads and writes its attributes of these names here.
+    """
+
+    num_cached: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    num_prompt: NDArray[np.int64]
+    token_limit: NDArray[np.int64]
+    num_pages: NDArray[np.int64]
+    feed_row: NDArray[np.int64]
+    state_slot: NDArray[np.int64]
+    is_plain: NDArray[np.int64]
+
+    def __init__(self, rows: int) -> None:
+        self._numbers = np.zeros((len(NAMES), rows), np.int64)
+        for name, column in zip(NAMES, self._numbers, strict=True):
+            setattr(self, name, column)
+        self.pages = np.zeros((rows, 0), np.int32)  # made anew when it grows: keep no views
+        self._free = list(range(rows - 1, -1, -1))
+
+    def take(self) -> int:
+        """A row for somebody."""
+        return self._free.pop()
+
+    def take_from(self, other: RequestRows, row: int) -> int:
+        """A row that holds what another place's row does, which is nobody's from now on."""
+        mine = self.take()
+        pages = other.pages[row, : other.num_pages[row]].tolist()
+        self._numbers[:, mine] = other._numbers[:, row]
+        self.num_pages[mine] = 0
+        self.add_pages(mine, pages)
+        other.clear_pages(row)
+        other._numbers[:, row] = 0
+        other._free.append(row)
+        return mine
+
+    def add_pages(self, row: int, pages: Sequence[int]) -> None:
+        """Append to a row's pages."""
+        start = self.num_pages.item(row)
+        self._widen(start + len(pages))
+        self.pages[row, start : start + len(pages)] = pages
+        self.num_pages[row] = start + len(pages)
+
+    def add_page_each(self, rows: NDArray[np.int64], pages: Sequence[int]) -> None:
+        """Append one page to each of some rows, all different."""
+        ends = self.num_pages[rows]
+        self._widen(ends.max(initial=0) + 1)
+        self.pages[rows, ends] = pages
+        self.num_pages[rows] = ends + 1
+
+    def _widen(self, width: int) -> None:
+        if (old := self.pages.shape[1]) < width:
+            wider = np.zeros((len(self.pages), max(width, 2 * old)), np.int32)
+            wider[:, :old] = self.pages
+            self.pages = wider
+
+    def clear_pages(self, row: int) -> None:
+        self.pages[row, : self.num_pages[row]] = 0
+        self.num_pages[row] = 0
