@@ -61,6 +61,8 @@ class Plan:
         }
         turns = {"engine": rng.choice([300, 600, 1200]), "threads": rng.choice([120, 300]), "server": rng.choice([120, 360])}[kind]
         own_capture = settings["compile"] and rng.random() < 0.15
+        if own_capture:  # what engines do on GPUs; the shared captures are without
+            settings |= {"merge_linears": True, "rope_and_store": True, "one_row_linears": True}
         return cls(seed, number, kind, model, settings, captured, own_capture, turns, number % 12 in ABRUPT)
 
     def rng(self, purpose: str) -> random.Random:
