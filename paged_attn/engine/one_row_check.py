@@ -26,7 +26,8 @@ def check_one_row(runner: Runner, pool: KVPool, backend: AttentionBackend) -> No
     Raises:
         CaptureError: the logits differ, or one row can not be run.
     """
-    first, second = (BatchRequest([token], [1], cached) for cached, token in enumerate(TOKENS))
+    pages = [1] * -(-len(TOKENS) // pool.page_size)  # the pool may have no other
+    first, second = (BatchRequest([token], pages, cached) for cached, token in enumerate(TOKENS))
     _logits(runner, pool, backend, first, None)
     beside = _logits(runner, pool, backend, second, StepShape(MIN_ROWS, MIN_ROWS, MIN_ROWS))
     try:

@@ -71,6 +71,13 @@ def test_tokens_are_the_models_own_alone_and_when_the_others_have_ended(name: st
     engine.close()
 
 
+def test_pages_of_one_token() -> None:
+    engine = engine_of(page_size=1)
+    sizes = sizes_of(engine)
+    assert tokens_of(engine, (PROMPT, 8)) == [oracle(PROMPT, 8)]
+    assert sizes == [0] + [1] * 7
+
+
 def test_by_default_a_request_on_the_cpu_is_padded_to_two_rows() -> None:
     engine = engine_of(one_row_linears=None)
     sizes = sizes_of(engine)
