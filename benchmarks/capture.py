@@ -2,7 +2,7 @@
 
 python benchmarks/capture.py [--modes eager eager_break eager_full full full_merged ...] [--batches 1 8 32 128] [--context 512]
     [--out benchmarks/results/capture.json]
-python benchmarks/capture.py --startup full_default [--out FILE]     seconds from the model to the first token; once cold, once warm
+python benchmarks/capture.py --startup full_all [--out FILE]     seconds from the model to the first token; once cold, once warm
 
 The model has Llama-3.1-8B's shape, random weights and bfloat16 (`--smoke`: a tiny one, on the CPU, without graphs). A decode step is timed
 from its batch to its logits and their argmax, 40 steps in a row without waiting in between; host is the time until the last of them was
@@ -43,17 +43,17 @@ LLAMA_8B: dict[str, Any] = {
 }  # fmt: skip
 TINY: dict[str, Any] = {**LLAMA_8B, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
                         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip
-PLAIN: dict[str, Any] = {"rope_and_store": False, "one_row_linears": False}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False, "graphs": "off"},
     "eager_break": {"compile": False, "graphs": "pieces"},
     "eager_full": {"compile": False, "graphs": "full"},
-    "compiled": {"graphs": "off", "merge_linears": False, **PLAIN},
-    "pieces": {"graphs": "pieces", "merge_linears": False, **PLAIN},
-    "full": {"graphs": "full", "merge_linears": False, **PLAIN},
-    "full_merged": {"graphs": "full", **PLAIN},
-    "full_rotated": {"graphs": "full", "one_row_linears": False},
+    "compiled": {"graphs": "off", "merge_linears": False, "one_row_linears": False},
+    "pieces": {"graphs": "pieces", "merge_linears": False, "one_row_linears": False},
+    "full": {"graphs": "full", "merge_linears": False, "one_row_linears": False},
+    "full_merged": {"graphs": "full", "one_row_linears": False},
     "full_default": {"graphs": "full"},
+    "full_rotated": {"graphs": "full", "one_row_linears": False, "rope_and_store": True},
+    "full_all": {"graphs": "full", "rope_and_store": True},
 }
 STEPS, ROUNDS = 40, 3
 
@@ -192,7 +192,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for tokens in args.prompts:
                 prompt = [BatchRequest([5] * tokens, list(range(1, 1 + -(-tokens // 16))))]
                 rows["extend"][tokens] = row = time_steps(engine, prompt, 8)
-                if not args.smoke and mode == "full_default" and tokens == max(args.prompts):
+                if not args.smoke and mode in ("full_default", "full_all") and tokens == max(args.prompts):
                     row |= profile(engine, prompt)
                 print(f"{mode:13} prompt {tokens:4}: {row['ms']:7.3f} ms  host {row['host_us']:6.0f} us  {row['ran']}", flush=True)
             if engine.steps.graphs is not None:

@@ -13,29 +13,29 @@ from paged_attn.backends.table import markdown_table
 
 PAGE = Path(__file__).with_name("capture.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-BEST, PLAIN = "full_default", "eager_full"  # of the modes whose kernels were listed: the defaults, and PyTorch's own kernels
+BEST, PLAIN = "full_all", "eager_full"  # of the modes whose kernels were listed: all passes, and PyTorch's own kernels
 MODES = {
     "eager": ("hooked, uncaptured", 'compile=False, graphs="off"'),
     "eager_break": ("eager breaks", 'compile=False, graphs="pieces"'),
     "eager_full": ("hooked, decode whole", "compile=False"),
-    "compiled": ("compiled, uncaptured", 'graphs="off", merge_linears=False, rope_and_store=False, one_row_linears=False'),
-    "pieces": ("compiled pieces", 'graphs="pieces", merge_linears=False, rope_and_store=False, one_row_linears=False'),
-    "full": ("full graphs", "merge_linears=False, rope_and_store=False, one_row_linears=False"),
-    "full_merged": ("full graphs, merged linears", "rope_and_store=False, one_row_linears=False"),
-    "full_rotated": ("full graphs, merged linears, RoPE with the KV write", "one_row_linears=False"),
-    "full_default": ("all that, and single rows", "the defaults"),
+    "compiled": ("compiled, uncaptured", 'graphs="off", merge_linears=False, one_row_linears=False'),
+    "pieces": ("compiled pieces", 'graphs="pieces", merge_linears=False, one_row_linears=False'),
+    "full": ("full graphs", "merge_linears=False, one_row_linears=False"),
+    "full_merged": ("full graphs, merged linears", "one_row_linears=False"),
+    "full_default": ("full graphs, merged linears, single rows", "the defaults"),
+    "full_rotated": ("full graphs, merged linears, RoPE with the KV write", "one_row_linears=False, rope_and_store=True"),
+    "full_all": ("all that, and single rows", "rope_and_store=True"),
 }
 KINDS = {  # the first pattern that a kernel's name holds
     "RMSNorm, with the residual's addition": r"^triton_.*rsqrt",
     "SiLU and multiplication": r"^triton_.*silu",
-    "RoPE of q and of k": r"^triton_.*cat_mul_neg",
-    "attention, with the KV write": r"^attend|^deal_work|[Ff]lash",
+    "RoPE of q and of k (all passes: with the KV write)": r"^triton_.*cat_mul_neg|^rope_store",
+    "attention (hooked: with the KV write)": r"^attend|^deal_work|[Ff]lash",
     "argmax": r"ArgMax|at::native::Arg",
-    "matrix products": r"nvjet|splitKreduce|tensorop|gemv",
+    "matrix products": r"^one_row|nvjet|splitKreduce|tensorop|gemv",
     "PyTorch's element-wise kernels and reductions": r"at::native",
 }
 REST = "all else"
-MATRIX, ROPE, ATTENTION = "matrix products", "RoPE of q and of k", "attention, with the KV write"
 
 
 def read(name: str) -> Any:
@@ -83,33 +83,29 @@ def kernels(data: Any, _: Any) -> str:
     steps = [data["modes"][mode]["decode"][batch] for mode, batch in columns]
     rows.append(["**all kernels**", *(f"**{step['kernels_ms'] * 1e3:,.0f}**" for step in steps)])
     rows.append(["the step, by the clock", *(f"{step['ms'] * 1e3:,.0f}" for step in steps)])
-    headers = [f"{'the defaults' if mode == BEST else 'hooked, decode whole'}, batch {batch}" for mode, batch in columns]
+    headers = [f"{'all passes' if mode == BEST else 'hooked, decode whole'}, batch {batch}" for mode, batch in columns]
     return markdown_table(["us (launches)", *headers], rows)
 
 
 def bounds(data: Any, _: Any) -> str:
-    """What the figures say of the floor at batch 1, and of RoPE and KV write as one op."""
+    """What the products of single rows and RoPE with the KV write gain, and what is left to gain at batch 1."""
+    modes = data["modes"]
     first, *_middle, last = _profiled(data, BEST)
-    steps = data["modes"][BEST]["decode"]
-    small, large = _by_kind(steps[first]), _by_kind(steps[last])
-    kv = (steps[last]["floor_ms"] - steps[first]["floor_ms"]) / (int(last) - int(first))
-    weights, products = (steps[first]["floor_ms"] - int(first) * kv) * 1e3, small[MATRIX][0]
-    alone = {row["shape"]: row["microseconds"] for row in read("kernels.json")["rows"] if row["backend"] == "triton"}
-    layers = max(kernel["calls"] for kernel in steps[first]["top"] if _kind(kernel["name"]) == ATTENTION)
-    rope = [kinds[ROPE][0] / layers for kinds in (small, large)]
-    gain = (rope[0] - alone["rope_write 1"]) * layers / (steps[first]["ms"] * 1e3)
-    slower = alone["rope_write 256"] * int(last) / 256 > rope[1]  # a rough comparison: its time grows with its rows
+    best, rotated, merged = (modes[name]["decode"] for name in (BEST, "full_rotated", "full_merged"))
+    kv = (best[last]["floor_ms"] - best[first]["floor_ms"]) / (int(last) - int(first))
+    weights = best[first]["floor_ms"] - int(first) * kv
+    gains = ", ".join(f"{1 - rotated[batch]['ms'] / merged[batch]['ms']:+.1%} at batch {batch}" for batch in merged)
+    prompts = ", ".join(
+        f"{1 - modes['full_rotated']['extend'][n]['ms'] / found['ms']:+.1%} of a prompt of {int(n):,}"
+        for n, found in modes["full_merged"]["extend"].items()
+    )
+    saved, cublas = 1 - best[first]["ms"] / rotated[first]["ms"], rotated[first]["ms"]
     lines = [
-        f"- **Batch {first}**: the matrix products take {products:,.0f} us, and reading their weights at the measured bandwidth "
-        f"{weights:,.0f} ({weights / products:.0%}). If nothing else took any time, the step would be at "
-        f"{steps[first]['floor_ms'] * 1e3 / products:.0%} of the floor; it is at {steps[first]['of_floor']:.0%}.",
-        f"- **RoPE and KV write as one op** (`rope_and_store_kv`, [kernels.md](kernels.md)) take {alone['rope_write 1']:.1f} us for a "
-        f"layer of 1 row and {alone['rope_write 256']:.1f} for one of 256. Inductor's RoPE takes {rope[0]:.1f} us at batch {first} and "
-        f"{rope[1]:.1f} at batch {last}, and attention writes K and V itself. The one op would save {gain:.1%} of the step at "
-        f"batch {first}" + (f", and nothing at batch {last}" * slower) + ". "
-        "`rope_and_store=True` asks for it; whole runs with it are above.",
+        f"- **Batch {first}**: reading all weights at the measured bandwidth takes {weights:.2f} ms of {best[first]['ms']:.2f}. With "
+        f"cuBLAS in two rows (`one_row_linears=False`) the step takes {cublas:.2f}: single rows save {saved:.0%}.",
+        f"- **RoPE and KV write as one op** saves {gains}, and {prompts}; a percent is within what two runs differ by.",
     ]
-    if (check := data["modes"][BEST].get("address_check_us")) is not None:
+    if (check := modes[BEST].get("address_check_us")) is not None:
         lines.append(f"- **The address check** takes {check:.0f} us of the host's time before each replay.")
     return "\n".join(lines)
 

@@ -61,10 +61,8 @@ class EngineConfig:
     one_row_linears: bool | None = _setting(
         None, "a kernel of our own for matrix products with a single row, and graphs for steps of one request; default: on CUDA only"
     )
-    rope_and_store: bool | None = _setting(
-        None,
-        "rotate q and k and write K and V in one kernel, in layers where the rotation is found and proved; not with MLA; default: on CUDA "
-        "only, and not with FlashInfer, which it would cost its kernel for prompts without a prefix",
+    rope_and_store: bool = _setting(
+        False, "rotate q and k and write K and V in one kernel, in layers where the rotation is found and proved; not with MLA"
     )
     early_rows: bool = _setting(
         True, "after the last attention compute only the tokens whose logits are wanted, where that is proved to change nothing"

@@ -43,7 +43,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         passes = OptionalPasses(
             merge_linears=cuda if config.merge_linears is None else config.merge_linears,
             early_rows=config.early_rows,
-            rope_and_store=cuda and "flashinfer" not in config.backend if config.rope_and_store is None else config.rope_and_store,
+            rope_and_store=config.rope_and_store,
             one_row_linears=cuda if config.one_row_linears is None else config.one_row_linears,
         )
         runner = ModelRunner(model, replace(options, passes=passes), config.follow_generate)
