@@ -24,8 +24,13 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return weight.is_floating_point() and 2 <= weight.itemsize <= 4 and weight.stride(1) == 1 and x.stride(-1) == 1 and not long
 
 
-def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] of one row, weight [N, K], bias [N] or None -> [..., N]. Launched early: nothing under way may write the weight."""
+def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """x [..., K] of one row, weight [N, K], bias [N] or None -> [..., N], or None where that does not fit (`fits`).
+
+    Launched early: nothing under way may write the weight.
+    """
+    if not fits(x, weight):
+        return None
     count, length = weight.shape
     out = x.new_empty((*x.shape[:-1], count))
     block_k = power_of_2(length)

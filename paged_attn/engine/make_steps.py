@@ -10,7 +10,9 @@ from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.attn_ops.linear_op import use_one_row_kernel
 from paged_attn.backends.select import Selection, select_for_pool
+from paged_attn.backends.store_kv import has_triton
 from paged_attn.capture.recorder import CudaRecorder, Recorder
 from paged_attn.engine.capture_model import only_device
 from paged_attn.engine.capture_progress import show_progress
@@ -40,11 +42,15 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         if not config.compile:
             return PatchedRunner(model, options, config.follow_generate)
         cuda = only_device(model).type == "cuda"
+        if own_kernels := cuda and has_triton():
+            from paged_attn.backends.triton.one_row import one_row_linear
+
+            use_one_row_kernel(one_row_linear)
         passes = OptionalPasses(
             merge_linears=cuda if config.merge_linears is None else config.merge_linears,
             early_rows=config.early_rows,
             rope_and_store=config.rope_and_store,
-            one_row_linears=cuda if config.one_row_linears is None else config.one_row_linears,
+            one_row_linears=own_kernels if config.one_row_linears is None else config.one_row_linears,
         )
         runner = ModelRunner(model, replace(options, passes=passes), config.follow_generate)
     if ranks is not None and runner.recurrent:

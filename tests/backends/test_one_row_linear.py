@@ -22,7 +22,7 @@ def test_kernel(dtype: torch.dtype, biased: bool, count: int, length: int) -> No
     bias = numbers(count, dtype=dtype) if biased else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     got = one_row_linear(x, weight, bias)
-    assert got.shape == (1, 1, count) and got.dtype == dtype
+    assert got is not None and got.shape == (1, 1, count) and got.dtype == dtype
     rounded, summed = torch.finfo(dtype).eps * expected.abs().max(), 1e-6 * length**0.5
     assert (got.double() - expected).abs().max() <= rounded + summed
 
@@ -49,7 +49,9 @@ def test_rows_of_a_wider_weight() -> None:
     ],
 )
 def test_what_the_kernel_serves(weight: torch.Tensor, served: bool) -> None:
-    assert fits(torch.empty(1, weight.shape[1], dtype=weight.dtype), weight) == served
+    x = torch.empty(1, weight.shape[1], dtype=weight.dtype)
+    assert fits(x, weight) == served
+    assert served or one_row_linear(x, weight, None) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
