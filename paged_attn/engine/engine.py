@@ -12,16 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.state_pool import StatePool
 from paged_attn.capture.recorder import Recorder
 from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.detokenizer import IncrementalDetokenizer, WholeText
 from paged_attn.engine.flight import Flight, lay_out
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.make_steps import make_runner, ready_to_step
 from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
+from paged_attn.engine.new_requests import NewRequests
 from paged_attn.engine.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampler import Sampler
 from paged_attn.engine.sampling_params import SamplingParams
@@ -72,7 +71,7 @@ class Engine:
         started = time.perf_counter()
         self.runner = make_runner(model, self.config)
         traced = time.perf_counter()
-        self.limits = ModelLimits.of(model, self.runner.max_positions)
+        limits = ModelLimits.of(model, self.runner.max_positions)
         if self.config.max_batch_tokens is None and self.runner.device.type == "cuda":
             self.config = self.config.with_(max_batch_tokens=CUDA_STEP_TOKENS)
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
@@ -91,6 +90,7 @@ class Engine:
         if self.states and self.config.prefix_cache and not slots.snapshots:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
+        self.new_requests = NewRequests(limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None)
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.stats = EngineStats()
@@ -103,6 +103,10 @@ class Engine:
         self._nothing_to_do: list[Request] = []  # requests that want no token
         self._num_host_bound = 0  # requests that choose with the host's help
         self._arrivals = itertools.count()
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self.new_requests.limits
 
     @property
     def has_work(self) -> bool:
@@ -133,27 +137,17 @@ class Engine:
             UnsupportedError: the pool can never hold prompt and new tokens; the message does the sum.
         """
         params = SamplingParams() if params is None else params
-        hash(namespace)
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise TypeError(f"priority is {priority!r}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another or cancel that one")
-        ids = self.limits.checked_prompt(prompt_token_ids)
-        max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
-        self._check_fits(len(ids), max_new)
-        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_token_ids)
-        tokens = list(ids)
-        request = Request(
-            id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new,
-            sampling=SamplingState(params, tokens), detokenizer=self._detokenizer(params, text_at_end, tokens),
-            arrival=arrival, namespace=namespace, prompt=prompt, priority=priority, tokens=tokens,
+        request = self.new_requests.make(
+            prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, prompt=prompt, priority=priority,
+            text_at_end=text_at_end,
         )  # fmt: skip
-        request.is_plain = isinstance(request.detokenizer, WholeText) and params.logprobs is None and self.states is None
         self.requests[request_id] = request
         self._num_host_bound += bool(params.logits_processors)
-        if max_new:
+        if request.max_new_tokens:
             self.scheduler.waiting.append(request)
         else:
             self._nothing_to_do.append(request)
@@ -331,18 +325,3 @@ class Engine:
         self.scheduler.remove(request, share=bool(request.sampled) and reason is not FinishReason.ERROR)
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)
-
-    def _detokenizer(self, params: SamplingParams, text_at_end: bool, tokens: list[int]) -> IncrementalDetokenizer | WholeText:
-        at_end = not params.stop and (text_at_end or self.tokenizer is None)
-        return WholeText(self.tokenizer, tokens) if at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
-
-    def _check_fits(self, prompt: int, new: int) -> None:
-        # The last new token is sampled but never attended to, so that its KV needs no slot.
-        total, size = prompt + max(new - 1, 0), self.config.page_size
-        needed = -(-total // size)
-        if needed > self.kv.num_usable:
-            raise UnsupportedError(
-                f"this request can never fit: {prompt} prompt + {new} new tokens hold {total} tokens of KV = {needed} pages of {size}, "
-                f"but the pool has {self.kv.num_usable} usable pages (= {self.kv.num_usable * size} tokens). "
-                "Lower max_new_tokens, shorten the prompt, or raise num_pages or kv_memory_gib."
-            )

@@ -1,0 +1,73 @@
+"""From what a caller asks for to a request, if model and pool can ever serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.model_limits import ModelLimits
+from paged_attn.engine.request import Request
+from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_state import SamplingState
+
+
+@dataclass
+class NewRequests:
+    """Makes requests of one engine.
+
+    Attributes:
+        limits: of the model; num_pages, page_size: of the pool, as far as requests may use it.
+        tokenizer: decodes new tokens to text; None gives empty texts.
+        has_states: the model has recurrent state.
+    """
+
+    limits: ModelLimits
+    num_pages: int
+    page_size: int
+    tokenizer: Any
+    has_states: bool
+
+    def make(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        arrival: int,
+        request_id: str,
+        namespace: Hashable,
+        prompt: str | None,
+        priority: int,
+        text_at_end: bool,
+    ) -> Request:
+        """Arguments and errors as of `Engine.add_request`."""
+        hash(namespace)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise TypeError(f"priority is {priority!r}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
+        ids = self.limits.checked_prompt(prompt_token_ids)
+        max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
+        self._check_fits(len(ids), max_new)
+        stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_token_ids)
+        tokens = list(ids)
+        text_at_end = not params.stop and (text_at_end or self.tokenizer is None)
+        text = WholeText(self.tokenizer, tokens) if text_at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
+        request = Request(
+            id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
+            sampling=SamplingState(params, tokens), detokenizer=text, arrival=arrival, namespace=namespace, prompt=prompt,
+            priority=priority,
+        )  # fmt: skip
+        request.is_plain = text_at_end and params.logprobs is None and not self.has_states
+        return request
+
+    def _check_fits(self, prompt: int, new: int) -> None:
+        # The last new token is sampled but never attended to, so that its KV needs no slot.
+        total, size = prompt + max(new - 1, 0), self.page_size
+        needed = -(-total // size)
+        if needed > self.num_pages:
+            raise UnsupportedError(
+                f"this request can never fit: {prompt} prompt + {new} new tokens hold {total} tokens of KV = {needed} pages of {size}, "
+                f"but the pool has {self.num_pages} usable pages (= {self.num_pages * size} tokens). "
+                "Lower max_new_tokens, shorten the prompt, or raise num_pages or kv_memory_gib."
+            )
