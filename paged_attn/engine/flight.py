@@ -15,7 +15,7 @@ from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.request import Request
 from paged_attn.engine.request_rows import RequestRows
 from paged_attn.engine.step_plan import ScheduledStep
-from paged_attn.engine.token_feed import places_of
+from paged_attn.engine.token_feed import place
 
 Landed = tuple[Request, int, SampledToken | None, bool]
 
@@ -45,7 +45,7 @@ def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64]) -
     known = np.frombuffer(array("q", [len(request.tokens) for request in requests]), np.int64)
     num_pages, is_prompt = rows.num_pages[places], rows.num_tokens[places] == rows.num_prompt[places]
     columns = RequestColumns(
-        tokens=_tokens(requests, starts, ends, known, places_of(rows.feed_row[places])),
+        tokens=_tokens(requests, starts, ends, known, place(rows.feed_row[places])),
         page_table=rows.pages.take(places, axis=0)[:, : num_pages.max(initial=0)],
         num_pages=num_pages,
         num_cached=starts,
@@ -67,10 +67,12 @@ def _tokens(
     if (starts >= known).all():
         return fed
     tokens: list[int] = []
-    for request, start, end, num_known, place in zip(requests, starts.tolist(), ends.tolist(), known.tolist(), fed.tolist(), strict=True):
+    for request, start, end, num_known, stand_in in zip(
+        requests, starts.tolist(), ends.tolist(), known.tolist(), fed.tolist(), strict=True
+    ):
         tokens += request.tokens[start:end]
         if num_known < end:
-            tokens.append(place)
+            tokens.append(stand_in)
     return np.array(tokens, np.int64)
 
 

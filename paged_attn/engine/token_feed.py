@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Rows = TypeVar("Rows", int, NDArray[np.int64])
 
-def place(row: int) -> int:
-    """The token id that stands for "what row `row` of the last step chose"."""
+
+def place(row: Rows) -> Rows:
+    """The token id, or ids, that stand for "what row `row` of the last step chose"."""
     return -1 - row
-
-
-def places_of(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`place` of each row."""
-    return ~rows
 
 
 class TokenFeed:
