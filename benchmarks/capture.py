@@ -43,16 +43,19 @@ LLAMA_8B: dict[str, Any] = {
 }  # fmt: skip
 TINY: dict[str, Any] = {**LLAMA_8B, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
                         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip
+PLAIN = {"one_row_linears": False, "early_launches": False}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False, "graphs": "off"},
     "eager_break": {"compile": False, "graphs": "pieces"},
     "eager_full": {"compile": False, "graphs": "full"},
-    "compiled": {"graphs": "off", "merge_linears": False, "one_row_linears": False},
-    "pieces": {"graphs": "pieces", "merge_linears": False, "one_row_linears": False},
-    "full": {"graphs": "full", "merge_linears": False, "one_row_linears": False},
-    "full_merged": {"graphs": "full", "one_row_linears": False},
+    "compiled": {"graphs": "off", **PLAIN, "merge_linears": False},
+    "pieces": {"graphs": "pieces", **PLAIN, "merge_linears": False},
+    "full": {"graphs": "full", **PLAIN, "merge_linears": False},
+    "full_merged": {"graphs": "full", **PLAIN},
+    "full_early": {"graphs": "full", "one_row_linears": False},
+    "full_one_row": {"graphs": "full", "early_launches": False},
     "full_default": {"graphs": "full"},
-    "full_rotated": {"graphs": "full", "one_row_linears": False, "rope_and_store": True},
+    "full_rotated": {"graphs": "full", **PLAIN, "rope_and_store": True},
     "full_all": {"graphs": "full", "rope_and_store": True},
 }
 STEPS, ROUNDS = 40, 3

@@ -15,6 +15,7 @@ from torch._guards import TracingContext
 
 from paged_attn.capture.artifact_key import artifact_key
 from paged_attn.capture.artifacts import Artifact, ArtifactCache, Compiled, tagged
+from paged_attn.capture.early_launch import waiting_first
 from paged_attn.capture.fingerprint import fingerprint, portable
 from paged_attn.capture.sizes import Sizes
 from paged_attn.capture.split import SplitGraph
@@ -77,7 +78,8 @@ def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
     would time them on the few tokens of the trace, where all are equal, and take one that is 1.4 times slower on thousands.
     """
     options = {"config_patches": {"triton.autotune_at_compile_time": False}}
-    return torch._inductor.standalone_compile(piece, list(inputs), dynamic_shapes="from_tracing_context", options=options)
+    with waiting_first():
+        return torch._inductor.standalone_compile(piece, list(inputs), dynamic_shapes="from_tracing_context", options=options)
 
 
 def compile_pieces(

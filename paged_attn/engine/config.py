@@ -72,6 +72,11 @@ class EngineConfig:
         "capture steps in CUDA graphs: full (decode whole, other steps in pieces), pieces, off; auto: full on CUDA",
         choices=("auto", "full", "pieces", "off"),
     )
+    early_launches: bool | None = _setting(
+        None,
+        "Inductor's kernels start before the one in front has ended and wait for it first of all, on GPUs that can (compute capability "
+        "9.0); default: if steps are captured",
+    )
     graph_sampling: bool = _setting(True, "choose each row's most likely token inside the graphs, so that a greedy step ends with one copy")
     graph_memory_gib: float = _setting(1.0, "device memory that all captured graphs may take, in GiB", 0)
     graph_decode_sizes: int = _setting(35, "how many sizes of decode steps are captured, up to max_requests", 1)

@@ -52,7 +52,8 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             rope_and_store=config.rope_and_store,
             one_row_linears=own_kernels if config.one_row_linears is None else config.one_row_linears,
         )
-        runner = ModelRunner(model, replace(options, passes=passes), config.follow_generate)
+        early = cuda and config.graphs != "off" if config.early_launches is None else config.early_launches
+        runner = ModelRunner(model, replace(options, early_launches=early, passes=passes), config.follow_generate)
     if ranks is not None and runner.recurrent:
         runner.close()
         raise UnsupportedError(

@@ -15,6 +15,7 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.call_signature import plain_inputs, positions_are_optional, takes
+from paged_attn.capture.early_launch import early_launches
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
 from paged_attn.engine.merged_weights import bind_merged
 from paged_attn.evaluating import evaluating
@@ -51,7 +52,8 @@ class ModelRunner:
             self.device = only_device(model)
             self.dtype = model_dtype(model)
             try:
-                self._capture_as_it_counts(options)
+                with early_launches(options.early_launches):
+                    self._capture_as_it_counts(options)
             except UnsupportedError as refusal:
                 self._refuse_state_elsewhere(refusal)
                 raise
