@@ -170,24 +170,17 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
         head_keys = keys + kv_head * key_head_stride
         head_values = values + kv_head * value_head_stride
         if FUSED_WRITE:
-            if block + take == blocks:  # this part has the new token: begin with it, and leave it to no one to read it from the pool
-                end = seq_len - 1
-                slot_page = tl.load(table + end // PAGE_SIZE).to(tl.int64)
-                new_row = start.to(tl.int64)
-                new_k = tl.load(new_keys + new_row * new_key_row_stride + kv_head * new_key_head_stride + d, mask=d < QK_DIM, other=0.0)
-                new_v = tl.load(
-                    new_values + new_row * new_value_row_stride + kv_head * new_value_head_stride + dv, mask=dv < V_DIM, other=0.0
-                )
-                new_k = new_k.to(keys.dtype.element_ty)
-                new_v = new_v.to(values.dtype.element_ty)
-                tl.store(head_keys + slot_page * page_stride + (end % PAGE_SIZE) * key_token_stride + d, new_k, mask=d < QK_DIM)
-                tl.store(head_values + slot_page * page_stride + (end % PAGE_SIZE) * value_token_stride + dv, new_v, mask=dv < V_DIM)
-                raw = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32)[None, :], 1)
-                s = _scores(raw[:, None], scale, softcap, slope, bias_rows, position, end + tl.arange(0, 1), bias_width, row_mask,
-                            HAS_SOFTCAP, HAS_ALIBI, BIAS)  # fmt: skip
-                m = tl.sum(s, 1)
-                norm = tl.full([BLOCK_M], 1.0, tl.float32)
-                acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32) + new_v.to(q.dtype).to(tl.float32)[None, :]
+            # One part has the new token, and leaves it to no one to read it from the pool. It is asked for here and used behind the others,
+            # so that nothing waits for it.
+            has_new = block + take == blocks
+            new_at = seq_len - 1
+            end = tl.where(has_new, new_at, end)
+            new_row = start.to(tl.int64)
+            new_page = tl.load(table + new_at // PAGE_SIZE, mask=has_new, other=0).to(tl.int64)
+            new_k = tl.load(new_keys + new_row * new_key_row_stride + kv_head * new_key_head_stride + d,
+                            mask=has_new & (d < QK_DIM), other=0.0).to(keys.dtype.element_ty)  # fmt: skip
+            new_v = tl.load(new_values + new_row * new_value_row_stride + kv_head * new_value_head_stride + dv,
+                            mask=has_new & (dv < V_DIM), other=0.0).to(values.dtype.element_ty)  # fmt: skip
 
         begin = low + block * BLOCK_N
         if ROWS != "more":  # one query sees all of its keys; with "all", every block is masked, so that all rows go through the same code
@@ -223,6 +216,21 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
                     BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
                 )  # fmt: skip
 
+        if FUSED_WRITE:
+            if has_new:
+                in_page = new_at % PAGE_SIZE
+                tl.store(head_keys + new_page * page_stride + in_page * key_token_stride + d, new_k, mask=d < QK_DIM)
+                tl.store(head_values + new_page * page_stride + in_page * value_token_stride + dv, new_v, mask=dv < V_DIM)
+                raw = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32)[None, :], 1)
+                s = _scores(raw[:, None], scale, softcap, slope, bias_rows, position, new_at + tl.arange(0, 1), bias_width, row_mask,
+                            HAS_SOFTCAP, HAS_ALIBI, BIAS)  # fmt: skip
+                score = tl.sum(s, 1)
+                m_new = tl.maximum(m, score)
+                alpha = tl.exp2(m - m_new)
+                weight = tl.exp2(score - m_new)
+                norm = norm * alpha + weight
+                acc = acc * alpha[:, None] + weight[:, None] * new_v.to(q.dtype).to(tl.float32)[None, :]
+                m = m_new
         if take == blocks:
             _finish(acc, m, norm, out, lse, sinks, row, head, row_mask, out_row_stride, out_head_stride, lse_row_stride, HAS_SINKS, HAS_LSE,
                     V_DIM, BLOCK_DV)  # fmt: skip

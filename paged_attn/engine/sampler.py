@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.packed_ints import PackedInts
+from paged_attn.backends.store_kv import has_triton
 from paged_attn.engine.candidates import Filters, at_temperature, draw_from, draw_from_all, filter_scores
 from paged_attn.engine.chosen import Chosen, Logprobs, SampledToken, logprobs_of
 from paged_attn.engine.sampling_state import SamplingState
@@ -138,6 +139,11 @@ def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None 
 
 def best_tokens(logits: Tensor) -> Tensor:
     """logits [N, V] -> [N] int64: the most likely token of each row, -1 where the row is not finite. Nothing waits for the device."""
+    if logits.is_cuda and has_triton():
+        from paged_attn.backends.triton.best_token import best_token, serves
+
+        if serves(logits):
+            return best_token(logits)
     best = logits.argmax(-1, keepdim=True)  # NaN counts as the largest, so the largest value tells of every bad row
     return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
 

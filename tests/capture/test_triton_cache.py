@@ -1,4 +1,4 @@
-"""Triton's cache does not move while a process runs."""
+"""Triton's cache does not move while a process runs, and its keys do not change."""
 
 from __future__ import annotations
 
@@ -42,3 +42,12 @@ def test_inductor_moves_it_otherwise(pin: str, stays: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
     done = subprocess.run([sys.executable, "-c", MOVES.replace("PIN", pin)], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.strip() == stays, done.stderr
+
+
+def test_inductors_assembler_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime import compile_tasks
+
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: os.environ.update(TRITON_PTXAS_PATH="/inductors"))
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    pin_triton_cache()
+    assert os.environ["TRITON_PTXAS_PATH"] == "/inductors"
