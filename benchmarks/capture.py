@@ -2,7 +2,7 @@
 
 python benchmarks/capture.py [--modes eager eager_break eager_full full full_merged ...] [--batches 1 8 32 128] [--context 512]
     [--out benchmarks/results/capture.json]
-python benchmarks/capture.py --startup full_all [--out FILE]     seconds from the model to the first token; once cold, once warm
+python benchmarks/capture.py --startup full_default [--out FILE]     seconds from the model to the first token; once cold, once warm
 
 The model has Llama-3.1-8B's shape, random weights and bfloat16 (`--smoke`: a tiny one, on the CPU, without graphs). A decode step is timed
 from its batch to its logits and their argmax, 40 steps in a row without waiting in between; host is the time until the last of them was
@@ -55,7 +55,6 @@ MODES: dict[str, dict[str, Any]] = {
     "full_early": {"graphs": "full", "one_row_linears": False},
     "full_one_row": {"graphs": "full", "early_launches": False},
     "full_default": {"graphs": "full"},
-    "full_rotated": {"graphs": "full", **PLAIN, "rope_and_store": True},
     "full_all": {"graphs": "full", "rope_and_store": True},
 }
 STEPS, ROUNDS = 40, 3
@@ -195,7 +194,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for tokens in args.prompts:
                 prompt = [BatchRequest([5] * tokens, list(range(1, 1 + -(-tokens // 16))))]
                 rows["extend"][tokens] = row = time_steps(engine, prompt, 8)
-                if not args.smoke and mode in ("full_default", "full_all") and tokens == max(args.prompts):
+                if not args.smoke and mode == "full_default" and tokens == max(args.prompts):
                     row |= profile(engine, prompt)
                 print(f"{mode:13} prompt {tokens:4}: {row['ms']:7.3f} ms  host {row['host_us']:6.0f} us  {row['ran']}", flush=True)
             if engine.steps.graphs is not None:

@@ -13,25 +13,27 @@ from paged_attn.backends.table import markdown_table
 
 PAGE = Path(__file__).with_name("capture.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-BEST, PLAIN = "full_all", "eager_full"  # of the modes whose kernels were listed: all passes, and PyTorch's own kernels
+BEST, PLAIN = "full_default", "eager_full"  # of the modes whose kernels were listed: the defaults, and PyTorch's own kernels
+LATE = "one_row_linears=False, early_launches=False"
 MODES = {
     "eager": ("hooked, uncaptured", 'compile=False, graphs="off"'),
     "eager_break": ("eager breaks", 'compile=False, graphs="pieces"'),
     "eager_full": ("hooked, decode whole", "compile=False"),
-    "compiled": ("compiled, uncaptured", 'graphs="off", merge_linears=False, one_row_linears=False'),
-    "pieces": ("compiled pieces", 'graphs="pieces", merge_linears=False, one_row_linears=False'),
-    "full": ("full graphs", "merge_linears=False, one_row_linears=False"),
-    "full_merged": ("full graphs, merged linears", "one_row_linears=False"),
-    "full_default": ("full graphs, merged linears, single rows", "the defaults"),
-    "full_rotated": ("full graphs, merged linears, RoPE with the KV write", "one_row_linears=False, rope_and_store=True"),
-    "full_all": ("all that, and single rows", "rope_and_store=True"),
+    "compiled": ("compiled, uncaptured", f'graphs="off", merge_linears=False, {LATE}'),
+    "pieces": ("compiled pieces", f'graphs="pieces", merge_linears=False, {LATE}'),
+    "full": ("full graphs", f"merge_linears=False, {LATE}"),
+    "full_merged": ("full graphs, merged linears", LATE),
+    "full_early": ("the same, early launches", "one_row_linears=False"),
+    "full_one_row": ("full graphs, merged linears, single rows", "early_launches=False"),
+    "full_default": ("all that", "the defaults"),
+    "full_all": ("and RoPE with the KV write", "rope_and_store=True"),
 }
 KINDS = {  # the first pattern that a kernel's name holds
     "RMSNorm, with the residual's addition": r"^triton_.*rsqrt",
     "SiLU and multiplication": r"^triton_.*silu",
-    "RoPE of q and of k (all passes: with the KV write)": r"^triton_.*cat_mul_neg|^rope_store",
-    "attention (hooked: with the KV write)": r"^attend|^deal_work|[Ff]lash",
-    "argmax": r"ArgMax|at::native::Arg",
+    "RoPE of q and of k": r"^triton_.*cat_mul_neg",
+    "attention, with the KV write": r"^attend|^deal_work|[Ff]lash",
+    "the most likely token": r"^best_of|ArgMax|at::native::Arg",
     "matrix products": r"^one_row|nvjet|splitKreduce|tensorop|gemv",
     "PyTorch's element-wise kernels and reductions": r"at::native",
 }
@@ -83,27 +85,36 @@ def kernels(data: Any, _: Any) -> str:
     steps = [data["modes"][mode]["decode"][batch] for mode, batch in columns]
     rows.append(["**all kernels**", *(f"**{step['kernels_ms'] * 1e3:,.0f}**" for step in steps)])
     rows.append(["the step, by the clock", *(f"{step['ms'] * 1e3:,.0f}" for step in steps)])
-    headers = [f"{'all passes' if mode == BEST else 'hooked, decode whole'}, batch {batch}" for mode, batch in columns]
+    headers = [f"{'the defaults' if mode == BEST else 'hooked, decode whole'}, batch {batch}" for mode, batch in columns]
     return markdown_table(["us (launches)", *headers], rows)
 
 
 def bounds(data: Any, _: Any) -> str:
-    """What the products of single rows and RoPE with the KV write gain, and what is left to gain at batch 1."""
+    """What each of the passes that help small steps gains, and what is left to gain at batch 1."""
     modes = data["modes"]
     first, *_middle, last = _profiled(data, BEST)
-    best, rotated, merged = (modes[name]["decode"] for name in (BEST, "full_rotated", "full_merged"))
+    best = modes[BEST]["decode"]
     kv = (best[last]["floor_ms"] - best[first]["floor_ms"]) / (int(last) - int(first))
     weights = best[first]["floor_ms"] - int(first) * kv
-    gains = ", ".join(f"{1 - rotated[batch]['ms'] / merged[batch]['ms']:+.1%} at batch {batch}" for batch in merged)
-    prompts = ", ".join(
-        f"{1 - modes['full_rotated']['extend'][n]['ms'] / found['ms']:+.1%} of a prompt of {int(n):,}"
-        for n, found in modes["full_merged"]["extend"].items()
-    )
-    saved, cublas = 1 - best[first]["ms"] / rotated[first]["ms"], rotated[first]["ms"]
+
+    def gains(name: str, without: str) -> str:
+        """Of the steps, and of the prompts, of two modes."""
+        steps = ", ".join(
+            f"{1 - step['ms'] / modes[without]['decode'][batch]['ms']:+.1%} at batch {batch}"
+            for batch, step in modes[name]["decode"].items()
+        )
+        prompts = ", ".join(
+            f"{1 - step['ms'] / modes[without]['extend'][n]['ms']:+.1%} of a prompt of {int(n):,}"
+            for n, step in modes[name]["extend"].items()
+        )
+        return f"{steps}, and {prompts}"
+
+    single = modes["full_early"]["decode"][first]["ms"]
     lines = [
         f"- **Batch {first}**: reading all weights at the measured bandwidth takes {weights:.2f} ms of {best[first]['ms']:.2f}. With "
-        f"cuBLAS in two rows (`one_row_linears=False`) the step takes {cublas:.2f}: single rows save {saved:.0%}.",
-        f"- **RoPE and KV write as one op** saves {gains}, and {prompts}; a percent is within what two runs differ by.",
+        f"cuBLAS in two rows (`one_row_linears=False`) the step takes {single:.2f}: single rows save {1 - best[first]['ms'] / single:.0%}.",
+        f"- **Early launches** save {gains(BEST, 'full_one_row')}.",
+        f"- **RoPE and KV write as one op** saves {gains('full_all', BEST)}; a percent is within what two runs differ by.",
     ]
     if (check := modes[BEST].get("address_check_us")) is not None:
         lines.append(f"- **The address check** takes {check:.0f} us of the host's time before each replay.")
