@@ -27,6 +27,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.scheduler import Scheduler
 from paged_attn.engine.step_runner import StepOutput
+from paged_attn.engine.token_events import TokenEvents
 from paged_attn.recurrent.run import RecurrentRunner
 
 logger = logging.getLogger("paged_attn")
@@ -99,7 +100,7 @@ class Engine:
         self.sampler = Sampler(self.runner.ranks)
         self.last_scheduled: Sequence[Request] = ()
         self._flights: deque[Flight] = deque()  # two at most, the oldest first
-        self._owed: list[TokenEvent] = []  # events of the next call of `step`
+        self._owed = TokenEvents()  # those of the next call of `step`
         self._nothing_to_do: list[Request] = []  # requests that want no token
         self._num_host_bound = 0  # requests that choose with the host's help
         self._arrivals = itertools.count()
@@ -159,10 +160,10 @@ class Engine:
         if request is None:
             return False
         self._finish(request, FinishReason.CANCELLED)
-        self._owed = [event for event in self._owed if event.request_id != request_id]
+        self._owed = self._owed.without(request_id)
         return True
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> TokenEvents:
         """Launch one batch and wait for the one before it, or, without overlap, for itself.
 
         Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
@@ -261,14 +262,14 @@ class Engine:
                 request.num_vouched = 0  # its state may be ahead of it
                 self.scheduler.preempt(request)
 
-    def due_events(self) -> list[TokenEvent]:
+    def due_events(self) -> TokenEvents:
         """Events that the next `step` would return first: of tokens that came before a step failed."""
-        events, self._owed = self._owed, []
+        events, self._owed = self._owed, TokenEvents()
         return events
 
     def _take_in(self, flight: Flight) -> None:
         """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
-        owed, num_plain = self._owed.append, 0
+        owed, num_plain = self._owed, 0
         try:
             for request, end, token, goes_on in flight.land():
                 if request.finish_reason is not None:
@@ -277,14 +278,14 @@ class Engine:
                 request.num_vouched = end
                 if token is None:
                     request.num_tokens -= 1
-                    owed(self._fail(request))
+                    owed.append(self._fail(request))
                 elif goes_on and (token_id := token.token_id) not in request.stop_token_ids:
                     num_plain += 1
                     request.tokens.append(token_id)
                     request.sampled.append(token)
-                    owed(TokenEvent(request.id, token_id, ""))
+                    owed.append_token(request.id, token_id)
                 else:
-                    owed(self._accept(request, token))
+                    owed.append(self._accept(request, token))
         finally:
             self.stats.new_tokens += num_plain
 

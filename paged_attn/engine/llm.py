@@ -210,8 +210,8 @@ class LLM:
                 raise
             self._hand_out(events)
 
-    def _hand_out(self, events: list[TokenEvent]) -> None:
-        for event in events:
+    def _hand_out(self, events: Sequence[TokenEvent]) -> None:
+        for event in events if self._inboxes else ():
             if event.request_id in self._inboxes:
                 self._inboxes[event.request_id].append(event)
 
