@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -85,15 +85,13 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None], rows_on_device: Tensor) -> Logprobs:
+def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], rows_on_device: Tensor) -> Logprobs:
     """Log-probabilities of the chosen tokens [N] and of the most likely ones.
 
     Args:
-        logits: [N, V]; wanted: how many of the most likely each row asks for, None for no log-probability at all.
-        rows_on_device: [L] int64, the rows that ask.
+        logits: [N, V]; wanted: how many of the most likely each of L rows asks for; rows_on_device: those rows [L] int64.
     """
-    rows = [row for row, count in enumerate(wanted) if count is not None]
-    counts = [count for count in wanted if count is not None]
+    rows, counts = list(wanted), list(wanted.values())
     logprobs = logits.index_select(0, rows_on_device).float().log_softmax(-1)
     own = logprobs.gather(-1, tokens.index_select(0, rows_on_device).clamp(min=0).unsqueeze(-1)).squeeze(-1)
     ids = _most_likely(logprobs, min(max(counts), logits.shape[-1]))

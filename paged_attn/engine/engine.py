@@ -205,12 +205,11 @@ class Engine:
         parts, columns = lay_out(scheduled, running.rows, running.places(requests))
         self.last_scheduled = requests
         step = self.steps.prepare(columns)
-        sampling = [request.sampling for request in parts.sampling]
         before_model = time.perf_counter()
         try:
             output = self.steps.run(step)
             self.stats.model_seconds += time.perf_counter() - before_model
-            chosen = self._choose(output, sampling) if sampling else None
+            chosen = self._choose(output, parts.states) if parts.sampling else None
         except BaseException:
             try:
                 self._collect(0)  # what came before it is not lost
@@ -226,8 +225,8 @@ class Engine:
         self.stats.prompt_tokens += parts.num_of_prompts
         return True
 
-    def _choose(self, output: StepOutput, sampling: list[SamplingState]) -> Chosen:
-        chosen = self.sampler.choose(output.logits, sampling, output.tail)
+    def _choose(self, output: StepOutput, states: dict[int, SamplingState]) -> Chosen:
+        chosen = self.sampler.choose(output.logits, states, output.tail)
         if chosen.tokens is not output.tail:
             self.steps.feed.put(chosen.tokens)
         return chosen

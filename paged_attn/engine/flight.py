@@ -14,6 +14,7 @@ from paged_attn.attn_ops.batch_requests import RequestColumns
 from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.request import Request
 from paged_attn.engine.request_rows import RequestRows
+from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.step_plan import ScheduledStep
 from paged_attn.engine.token_feed import place
 
@@ -24,7 +25,8 @@ class Parts(NamedTuple):
     """Of each request of a step the tokens from `starts` to `ends` are computed; for those `sampling` the next one is chosen.
 
     Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `places` says where in `rows` the
-    requests are while the step is launched. Of the tokens `num_of_prompts` are of requests for which nothing was chosen yet.
+    requests are while the step is launched. `states`: of those sampling that are not simple, by their place among them. Of the tokens
+    `num_of_prompts` are of requests for which nothing was chosen yet.
     """
 
     requests: list[Request]
@@ -34,6 +36,7 @@ class Parts(NamedTuple):
     ends: NDArray[np.int64]
     sampling: list[Request]
     samples: NDArray[np.bool_] | slice
+    states: dict[int, SamplingState]
     num_of_prompts: int
 
 
@@ -54,10 +57,11 @@ def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64]) -
         state_slots=rows.state_slot[places],
     )
     num_of_prompts = int(counts[is_prompt].sum())
-    if samples.all():
-        return Parts(requests, rows, places, starts, ends, requests, slice(None), num_of_prompts), columns
-    sampling = list(compress(requests, samples.tolist()))
-    return Parts(requests, rows, places, starts, ends, sampling, samples, num_of_prompts), columns
+    picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples
+    sampling = requests if isinstance(picked, slice) else list(compress(requests, samples.tolist()))
+    others = (rows.is_simple[places[picked]] == 0).nonzero()[0].tolist()
+    states = {row: sampling[row].sampling for row in others}
+    return Parts(requests, rows, places, starts, ends, sampling, picked, states, num_of_prompts), columns
 
 
 def _tokens(
@@ -115,7 +119,8 @@ class Flight:
         assert self._landing is None
         for request in self.parts.sampling:
             request.num_tokens -= 1
-            request.sampling.num_chosen -= 1
+        for state in self.parts.states.values():
+            state.num_chosen -= 1
         for request, start in zip(self.requests, self.parts.starts.tolist(), strict=True):
             if request.finish_reason is None:
                 request.num_cached = min(request.num_cached, start)

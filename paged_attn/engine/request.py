@@ -48,6 +48,7 @@ class Request:
         num_cached: tokens whose KV is in its pages, those of launched steps included.
         num_pages: pages that it has: enough for `num_cached` tokens, and maybe more.
         is_plain: 1 if a token is only one more token while it goes on: there is no text to decode at once, no log-probability, no state.
+        is_simple: 1 if `sampling` is.
         feed_row: where the device has the last chosen token (see `TokenFeed`).
         rows, row: where its numbers and pages lie.
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
@@ -90,10 +91,12 @@ class Request:
     feed_row = _InRow()
     state_slot = _InRow()
     is_plain = _InRow()
+    is_simple = _InRow()
 
     def __post_init__(self) -> None:
         self.row = self.rows.take()
         self.num_tokens, self.num_prompt = len(self.tokens), len(self.prompt_token_ids)
+        self.is_simple = int(self.sampling.is_simple)
 
     def move_to(self, rows: RequestRows) -> None:
         """Keep numbers and pages in a row of another place from now on."""
