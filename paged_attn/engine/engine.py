@@ -16,7 +16,7 @@ from paged_attn.attn_ops.state_pool import StatePool
 from paged_attn.capture.recorder import Recorder
 from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.flight import Flight, lay_out
+from paged_attn.engine.flight import NONE_UNDER_WAY, Flight, lay_out
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.make_steps import make_runner, ready_to_step
 from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
@@ -103,7 +103,7 @@ class Engine:
         self._owed = TokenEvents()  # those of the next call of `step`
         self._nothing_to_do: list[Request] = []  # requests that want no token
         self._num_host_bound = 0  # requests that choose with the host's help
-        self._arrivals = itertools.count()
+        self._arrivals, self._flight_numbers = itertools.count(), itertools.count(1)
 
     @property
     def limits(self) -> ModelLimits:
@@ -175,8 +175,8 @@ class Engine:
             request = self._nothing_to_do.pop(0)
             if request.finish_reason is None:
                 self._owed.append(self._finish(request, FinishReason.LENGTH))
-        if self._flights and (self.scheduler.wants_drain or self._num_host_bound):
-            self._collect(0)
+        may_overlap = self.overlaps and not self.scheduler.wants_drain and not self._num_host_bound
+        self._collect(1 if may_overlap else 0)  # more only if an exception left it over
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.model_seconds - waited)
@@ -202,7 +202,8 @@ class Engine:
             )
             return False
         running, requests = self.scheduler.running, scheduled.requests
-        parts, columns = lay_out(scheduled, running.rows, running.places(requests))
+        under_way = self._flights[-1].number if self._flights else NONE_UNDER_WAY
+        parts, columns = lay_out(scheduled, running.rows, running.places(requests), under_way)
         self.last_scheduled = requests
         step = self.steps.prepare(columns)
         before_model = time.perf_counter()
@@ -217,7 +218,7 @@ class Engine:
                 self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._flights.append(Flight(parts, chosen))
+        self._flights.append(Flight(parts, chosen, next(self._flight_numbers)))
         if self.states is not None:
             for request in requests:
                 self.kv.keep_state(request)

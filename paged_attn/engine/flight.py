@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator
 from itertools import compress
 from typing import NamedTuple
@@ -17,6 +16,8 @@ from paged_attn.engine.request_rows import RequestRows
 from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.step_plan import ScheduledStep
 from paged_attn.engine.token_feed import place
+
+NONE_UNDER_WAY = -1
 
 Landed = tuple[Request, int, SampledToken | None, bool]
 
@@ -40,15 +41,15 @@ class Parts(NamedTuple):
     num_of_prompts: int
 
 
-def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64]) -> tuple[Parts, RequestColumns]:
-    """What each request's share of a step is, and what the batch is made of; the requests are at `places` [requests] in `rows`."""
+def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64], under_way: int) -> tuple[Parts, RequestColumns]:
+    """What each request's share of a step is, and what the batch is made of; the requests are at `places` [requests] in `rows`, and the
+    host has all tokens but those of the flight that is `under_way` (its number)."""
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[places]
     ends = starts + counts
-    known = np.frombuffer(array("q", [len(request.tokens) for request in requests]), np.int64)
     num_pages, is_prompt = rows.num_pages[places], rows.num_tokens[places] == rows.num_prompt[places]
     columns = RequestColumns(
-        tokens=_tokens(requests, starts, ends, known, place(rows.feed_row[places])),
+        tokens=_tokens(step, starts, place(rows.feed_row[places]), rows.chosen_by[places] == under_way),
         page_table=rows.pages.take(places, axis=0)[:, : num_pages.max(initial=0)],
         num_pages=num_pages,
         num_cached=starts,
@@ -65,19 +66,20 @@ def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64]) -
 
 
 def _tokens(
-    requests: list[Request], starts: NDArray[np.int64], ends: NDArray[np.int64], known: NDArray[np.int64], fed: NDArray[np.int64]
+    step: ScheduledStep, starts: NDArray[np.int64], stand_ins: NDArray[np.int64], is_under_way: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """The tokens from `starts` to `ends` of all requests, one after another; `fed` [requests] stands for what is past those `known`."""
-    if (starts >= known).all():
-        return fed
-    tokens: list[int] = []
-    for request, start, end, num_known, stand_in in zip(
-        requests, starts.tolist(), ends.tolist(), known.tolist(), fed.tolist(), strict=True
+    """The tokens of all requests from `starts` on, one after another; one that `is_under_way` is the only one of its request."""
+    if is_under_way.all():
+        return stand_ins
+    tokens, is_known = stand_ins.repeat(step.counts), ~is_under_way
+    known: list[int] = []
+    ends = starts + step.counts
+    for request, start, end in zip(
+        compress(step.requests, is_known.tolist()), starts[is_known].tolist(), ends[is_known].tolist(), strict=True
     ):
-        tokens += request.tokens[start:end]
-        if num_known < end:
-            tokens.append(stand_in)
-    return np.array(tokens, np.int64)
+        known += request.tokens[start:end]
+    tokens[is_known.repeat(step.counts)] = known
+    return tokens
 
 
 class Flight:
@@ -85,9 +87,11 @@ class Flight:
 
     Args:
         chosen: a row for each part that samples, in order; None if none does.
+        number: above 0, and that of no other flight.
     """
 
-    def __init__(self, parts: Parts, chosen: Chosen | None) -> None:
+    def __init__(self, parts: Parts, chosen: Chosen | None, number: int) -> None:
+        self.number = number
         self.chosen = chosen
         self.parts = parts
         self.requests = parts.requests
@@ -97,6 +101,7 @@ class Flight:
         num_tokens = rows.num_tokens[sampling] + 1
         rows.num_tokens[sampling] = num_tokens
         rows.feed_row[sampling] = np.arange(len(sampling))
+        rows.chosen_by[sampling] = number
         is_inner = (num_tokens > rows.num_prompt[sampling] + 1) & (num_tokens < rows.token_limit[sampling])
         self._goes_on = is_inner & (rows.is_plain[sampling] > 0)
 

@@ -50,6 +50,7 @@ class Request:
         is_plain: 1 if a token is only one more token while it goes on: there is no text to decode at once, no log-probability, no state.
         is_simple: 1 if `sampling` is.
         feed_row: where the device has the last chosen token (see `TokenFeed`).
+        chosen_by: the number of the flight that chose it; 0 before there is one.
         rows, row: where its numbers and pages lie.
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
         state_slot: of its recurrent state while it runs, 0 if it has none.
@@ -89,6 +90,7 @@ class Request:
     token_limit = _InRow()
     num_pages = _InRow()
     feed_row = _InRow()
+    chosen_by = _InRow()
     state_slot = _InRow()
     is_plain = _InRow()
     is_simple = _InRow()
