@@ -269,34 +269,34 @@ class Engine:
 
     def _take_in(self, flight: Flight) -> None:
         """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
-        owed, num_plain = self._owed, 0
+        owed, num_plain = self._owed.append, 0
         try:
-            for request, end, token, goes_on in flight.land():
+            for request, end, token_id, known, goes_on in flight.land():
                 if request.finish_reason is not None:
                     request.num_tokens -= 1  # it ended while this step ran
                     continue
                 request.num_vouched = end
-                if token is None:
+                if token_id < 0:
                     request.num_tokens -= 1
-                    owed.append(self._fail(request))
-                elif goes_on and (token_id := token.token_id) not in request.stop_token_ids:
+                    owed(self._fail(request))
+                elif goes_on and token_id not in request.stop_token_ids:
                     num_plain += 1
                     request.tokens.append(token_id)
-                    request.sampled.append(token)
-                    owed.append_token(request.id, token_id)
+                    owed((request.id, token_id))
                 else:
-                    owed.append(self._accept(request, token))
+                    owed(self._accept(request, known or SampledToken(token_id, None, None)))
         finally:
             self.stats.new_tokens += num_plain
 
     def _accept(self, request: Request, token: SampledToken) -> TokenEvent:
         """Take in a token with all that it may mean."""
-        token_id, sampled, detokenizer = token.token_id, request.sampled, request.detokenizer
+        token_id, detokenizer = token.token_id, request.detokenizer
         request.tokens.append(token_id)
-        sampled.append(token)
-        if len(sampled) == 1:
+        if request.params.logprobs is not None:
+            request.known.append(token)
+        if request.num_sampled == 1:
             self.stats.cached_tokens += request.cached_tokens
-        if len(sampled) == 1 or request.snapshots:
+        if request.num_sampled == 1 or request.snapshots:
             self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
         self.stats.new_tokens += 1
         text = detokenizer.append(token_id)
@@ -305,7 +305,7 @@ class Engine:
             reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
         elif token_id in request.stop_token_ids:
             reason, request.stop_reason = FinishReason.STOP, token_id
-        elif len(sampled) >= request.max_new_tokens:
+        elif request.num_sampled >= request.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             text += self._finish(request, reason).text
@@ -323,6 +323,6 @@ class Engine:
         text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
         self.sampler.forget(request.sampling)
         self._num_host_bound -= bool(request.params.logits_processors)
-        self.scheduler.remove(request, share=bool(request.sampled) and reason is not FinishReason.ERROR)
+        self.scheduler.remove(request, share=request.num_sampled > 0 and reason is not FinishReason.ERROR)
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)

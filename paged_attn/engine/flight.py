@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import compress
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged_attn.attn_ops.batch_requests import RequestColumns
-from paged_attn.engine.chosen import Chosen, SampledToken
+from paged_attn.engine.chosen import Chosen, ChosenTokens, SampledToken
 from paged_attn.engine.request import Request
 from paged_attn.engine.request_rows import RequestRows
 from paged_attn.engine.sampling_state import SamplingState
@@ -19,7 +19,7 @@ from paged_attn.engine.token_feed import place
 
 NONE_UNDER_WAY = -1
 
-Landed = tuple[Request, int, SampledToken | None, bool]
+Landed = tuple[Request, int, int, SampledToken | None, bool]
 
 
 class Parts(NamedTuple):
@@ -108,13 +108,14 @@ class Flight:
     def wait(self) -> None:
         """Until the tokens are there."""
         if self._landing is None:
-            tokens: Iterable[SampledToken | None] = self.chosen.wait() if self.chosen is not None else ()
+            tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([], [])
             ends = self.parts.ends[self.parts.samples]
-            self._landing = zip(self.parts.sampling, ends.tolist(), tokens, self._goes_on.tolist(), strict=True)
+            self._landing = zip(self.parts.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
 
     def land(self) -> Iterator[Landed]:
         """Each request that samples, once: what an exception of the caller leaves over comes at the next call. With it come up to where it
-        was computed, its token (None: logits were not finite), and whether that is neither its first nor its last one and it `is_plain`."""
+        was computed, its token (-1: logits were not finite), the token with log-probabilities if it asks for them, and whether the token is
+        neither its first nor its last one and it `is_plain`."""
         self.wait()
         assert self._landing is not None
         return self._landing

@@ -230,7 +230,7 @@ class LLM:
 
 def _show(shown: Any, requests: Sequence[Request]) -> None:
     """Finished prompts and new tokens, on a tqdm bar."""
-    shown.set_postfix_str(f"{sum(len(r.sampled) for r in requests):,} tokens", refresh=False)
+    shown.set_postfix_str(f"{sum(r.num_sampled for r in requests):,} tokens", refresh=False)
     shown.update(sum(r.finish_reason is not None for r in requests) - shown.n)
 
 

@@ -58,6 +58,7 @@ class Request:
         snapshot_points: numbers of tokens, ascending, at which a prefill stops so that its state there can be kept.
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
+        known: its new tokens with their log-probabilities, if the params ask for these.
     """
 
     id: str
@@ -79,7 +80,7 @@ class Request:
     snapshot_points: list[int] = field(default_factory=list)
     snapshots: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0
-    sampled: list[SampledToken] = field(default_factory=list)
+    known: list[SampledToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
@@ -138,6 +139,18 @@ class Request:
         return self.num_tokens - self.num_prompt >= self.max_new_tokens
 
     @property
+    def num_sampled(self) -> int:
+        """New tokens that the host knows."""
+        return len(self.tokens) - len(self.prompt_token_ids)
+
+    @property
+    def sampled(self) -> tuple[SampledToken, ...]:
+        """New tokens that the host knows, with log-probabilities if the params ask for them."""
+        if self.params.logprobs is not None:
+            return tuple(self.known)
+        return tuple(SampledToken(token_id, None, None) for token_id in self.output_token_ids)
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[len(self.prompt_token_ids) :]
 
@@ -190,7 +203,7 @@ class Completion:
     def of(cls, request: Request) -> Completion:
         logprobs = None
         if request.params.logprobs is not None:
-            logprobs = [{**dict(s.top_logprobs or ()), s.token_id: s.logprob} for s in request.sampled if s.logprob is not None]
+            logprobs = [{**dict(s.top_logprobs or ()), s.token_id: s.logprob} for s in request.known if s.logprob is not None]
         return cls(
             request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
             str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens,

@@ -130,7 +130,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None 
     _check(logits)
     if len(logits) != len(states):
         raise ValueError(f"states: got {len(states)} for {len(logits)} rows of logits; allowed: one per row; pass logits[:N]")
-    tokens = Sampler().choose(logits, dict(enumerate(states)), best).wait()
+    tokens = Sampler().choose(logits, dict(enumerate(states)), best).wait().sampled
     if bad := [row for row, token in enumerate(tokens) if token is None]:
         for state in states:
             state.num_chosen -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import overload
 
@@ -11,23 +11,18 @@ from paged_attn.engine.request import TokenEvent
 
 class TokenEvents(Sequence[TokenEvent]):
     """Events in order, equal to a list of the same; a sum with others is a list. An event of a token and nothing else is made when somebody
-    reads: to make hundreds takes longer than all else that is done with a step's tokens, and who waits for whole texts reads none."""
+    reads: to make hundreds takes longer than all else that is done with a step's tokens, and who waits for whole texts reads none.
+
+    Attributes:
+        append: takes an event, or a request's id and its token for `TokenEvent(id, token, "")`.
+    """
 
     __hash__ = None  # type: ignore[assignment]  # it grows
 
     def __init__(self) -> None:
-        self._made: list[TokenEvent] = []  # of the first that were told; they stay the same objects
-        self._request_ids: list[str] = []
-        self._said: list[TokenEvent | int] = []  # an event, or its token alone
-
-    def append(self, event: TokenEvent) -> None:
-        self._request_ids.append(event.request_id)
-        self._said.append(event)
-
-    def append_token(self, request_id: str, token_id: int) -> None:
-        """As `append(TokenEvent(request_id, token_id, ""))`."""
-        self._request_ids.append(request_id)
-        self._said.append(token_id)
+        self._made: list[TokenEvent] = []  # the first ones, which stay the same objects from now on
+        self._told: list[TokenEvent | tuple[str, int]] = []
+        self.append: Callable[[TokenEvent | tuple[str, int]], None] = self._told.append
 
     def without(self, request_id: str) -> TokenEvents:
         """Those of the other requests."""
@@ -38,7 +33,7 @@ class TokenEvents(Sequence[TokenEvent]):
         return others
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._told)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         return iter(self._all())
@@ -65,6 +60,6 @@ class TokenEvents(Sequence[TokenEvent]):
         return repr(self._all())
 
     def _all(self) -> list[TokenEvent]:
-        untold = islice(zip(self._request_ids, self._said, strict=True), len(self._made), None)
-        self._made += [said if isinstance(said, TokenEvent) else TokenEvent(request_id, said, "") for request_id, said in untold]
+        new = islice(self._told, len(self._made), None)
+        self._made += [each if isinstance(each, TokenEvent) else TokenEvent(*each, "") for each in new]
         return self._made

@@ -16,7 +16,7 @@ def told(events: list[TokenEvent] = LISTED) -> TokenEvents:
     made = TokenEvents()
     for event in events:
         if event == TokenEvent(event.request_id, event.token_id, "") and event.token_id is not None:
-            made.append_token(event.request_id, event.token_id)
+            made.append((event.request_id, event.token_id))
         else:
             made.append(event)
     return made
@@ -38,7 +38,7 @@ def test_what_was_read_stays_the_same_object_while_more_come() -> None:
     events = told()
     first = events[0]
     first.index = 3  # as `LLM.stream` does
-    events.append_token("d", 1)
+    events.append(("d", 1))
     events.append(LISTED[1])
     assert events[0] is first and [event.index for event in events] == [3, -1, -1, -1, -1, -1]
     assert events[4:] == [TokenEvent("d", 1, ""), LISTED[1]] and len(events) == 6
