@@ -176,7 +176,7 @@ class Engine:
             if request.finish_reason is None:
                 self._owed.append(self._finish(request, FinishReason.LENGTH))
         may_overlap = self.overlaps and not self.scheduler.wants_drain and not self._num_host_bound
-        self._collect(1 if may_overlap else 0)  # more only if an exception left it over
+        self._collect(1 if may_overlap else 0)
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.model_seconds - waited)
@@ -233,8 +233,8 @@ class Engine:
         return chosen
 
     def _collect(self, keep: int) -> None:
-        """Take in what the oldest steps chose, until `keep` are left; events go to `_owed`."""
-        while self._flights and (len(self._flights) > keep or not self.requests):
+        """Take in what the oldest steps chose, until `keep` are left, and what an exception left over; events go to `_owed`."""
+        while self._flights and (len(self._flights) > keep or self._flights[0].has_come or not self.requests):
             if not self.requests:  # nobody waits for what it computes
                 self._flights.clear()
                 return
@@ -294,9 +294,10 @@ class Engine:
         request.tokens.append(token_id)
         if request.params.logprobs is not None:
             request.known.append(token)
-        if request.num_sampled == 1:
+        is_first = request.num_sampled == 1
+        if is_first:
             self.stats.cached_tokens += request.cached_tokens
-        if request.num_sampled == 1 or request.snapshots:
+        if is_first or request.snapshots:
             self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
         self.stats.new_tokens += 1
         text = detokenizer.append(token_id)

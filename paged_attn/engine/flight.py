@@ -112,6 +112,11 @@ class Flight:
             ends = self.parts.ends[self.parts.samples]
             self._landing = zip(self.parts.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
 
+    @property
+    def has_come(self) -> bool:
+        """Whether the tokens are there, and some may have been taken in."""
+        return self._landing is not None
+
     def land(self) -> Iterator[Landed]:
         """Each request that samples, once: what an exception of the caller leaves over comes at the next call. With it come up to where it
         was computed, its token (-1: logits were not finite), the token with log-probabilities if it asks for them, and whether the token is
@@ -122,7 +127,7 @@ class Flight:
 
     def undo(self) -> list[Request]:
         """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""
-        assert self._landing is None
+        assert not self.has_come
         for request in self.parts.sampling:
             request.num_tokens -= 1
         for state in self.parts.states.values():
