@@ -33,16 +33,18 @@ class IntBuffer:
     def __init__(self, size: int, device: torch.device | str) -> None:
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
             self.ints = torch.zeros(size, dtype=torch.int64, device=device)
-        self._views: dict[_Layout, list[Tensor]] = {}
+        self._views: dict[_Layout, tuple[Tensor, list[Tensor]]] = {}
 
     def copy_from(self, host: Tensor, layout: _Layout) -> list[Tensor]:
-        """Copy `host` [size] int64 to the start, without waiting; every field as a tensor."""
+        """Copy `host` [layout.size] int64 to the start, without waiting; every field as a tensor."""
         if layout not in self._views:
             if len(self._views) == self.KEPT:
                 self._views.clear()
-            self._views[layout] = layout.views(self.ints)
-        self.ints[: len(host)].copy_(host, non_blocking=True)
-        return self._views[layout]
+            with torch.inference_mode(False):
+                self._views[layout] = self.ints[: layout.size], layout.views(self.ints)
+        start, fields = self._views[layout]
+        start.copy_(host, non_blocking=True)
+        return fields
 
 
 class PackedInts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -74,6 +76,7 @@ class StepBuffers:
         self._ints = IntBuffer(size, device)
         with torch.inference_mode(False):  # as IntBuffer
             self.page_table = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device)
+        self._corner = _corners(self.page_table)
 
     @property
     def nbytes(self) -> int:
@@ -101,9 +104,21 @@ class StepBuffers:
 
     def place_table(self, table: Tensor) -> Tensor:
         """Copy `table` [R, width] into the corner of `page_table`, on the device, and return its first R rows."""
-        rows = self.page_table[: table.shape[0]]
-        rows[:, : table.shape[1]].copy_(table)
+        rows, corner = self._corner(*table.shape)
+        corner.copy_(table)
         return rows
+
+
+def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    """The first rows of a table, and of these the first columns, as views that are kept: see `IntBuffer`."""
+
+    @lru_cache(maxsize=IntBuffer.KEPT)
+    def corner(num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):
+            rows = table[:num_rows]
+            return rows, rows[:, :width]
+
+    return corner
 
 
 def fields(shape: StepShape, num_requests: int, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

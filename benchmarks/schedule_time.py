@@ -24,7 +24,7 @@ def request(rng: random.Random, arrival: int, tenant: int) -> Request:
     tokens = [rng.randrange(100_000) for _ in range(rng.randrange(PROMPT - 64, PROMPT))]
     params = SamplingParams()
     return Request(
-        id=str(arrival), prompt_token_ids=tokens, params=params, stop_token_ids=frozenset(), max_new_tokens=10**6,
+        id=str(arrival), prompt_token_ids=list(tokens), params=params, stop_token_ids=frozenset(), max_new_tokens=10**6,
         sampling=SamplingState(params, tokens), detokenizer=IncrementalDetokenizer(None), arrival=arrival, namespace=tenant, tokens=tokens,
     )  # fmt: skip
 
@@ -40,7 +40,6 @@ def step(scheduler: Scheduler) -> tuple[float, int]:
             s.request.num_tokens += 1
             s.request.num_vouched = s.request.num_cached
             s.request.tokens.append(1)
-            s.request.sampled.append(None)  # type: ignore[arg-type]
     return seconds * 1e6, len(scheduled)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -38,15 +39,10 @@ def waiting_first() -> Iterator[None]:
     if not config.triton.enable_pdl:
         yield
         return
-    theirs = TritonKernel._filter_pdl
-    TritonKernel._filter_pdl = _wait_first
-    try:
-        # Inductor's own cache on disk must not take kernels that wait elsewhere for these; it keys a pass, too.
-        marked = {} if config.post_grad_custom_post_pass else {"post_grad_custom_post_pass": _Marker()}
-        with config.patch(marked):
-            yield
-    finally:
-        TritonKernel._filter_pdl = theirs
+    # Inductor's own cache on disk must not take kernels that wait elsewhere for these; it keys a pass, too.
+    marked = {} if config.post_grad_custom_post_pass else {"post_grad_custom_post_pass": _Marker()}
+    with patch.object(TritonKernel, "_filter_pdl", _wait_first), config.patch(marked):
+        yield
 
 
 def _wait_first(kernel: Any, code: Any) -> None:

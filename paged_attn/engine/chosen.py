@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,15 +23,16 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] | None
 
 
-class _Plain(dict[int, SampledToken]):
-    """Tokens without log-probabilities: one object each, however often it is chosen."""
+class ChosenTokens(NamedTuple):
+    """Of each row of a step its token, -1 where logits were not finite, and what was asked about it, None where nothing was."""
 
-    def __missing__(self, token: int) -> SampledToken:
-        self[token] = made = SampledToken(token, None, None)
-        return made
+    ids: list[int]
+    known: list[SampledToken | None]
 
-
-PLAIN = _Plain()
+    @property
+    def sampled(self) -> list[SampledToken | None]:
+        """A token for each row, None where logits were not finite."""
+        return [None if i < 0 else known or SampledToken(i, None, None) for i, known in zip(self.ids, self.known, strict=True)]
 
 
 class Logprobs(NamedTuple):
@@ -60,23 +61,19 @@ class Chosen:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> list[SampledToken | None]:
-        """A token for each row, None where logits were not finite."""
+    def wait(self) -> ChosenTokens:
+        """Until the copies are there."""
         if self._event is not None:
             self._event.synchronize()
-        tokens: list[int] = self._copies[0].tolist()
-        sampled: list[SampledToken | None]
-        if tokens and min(tokens) < 0:
-            sampled = [PLAIN[token] if token >= 0 else None for token in tokens]
-        else:
-            sampled = list(map(PLAIN.__getitem__, tokens))
+        ids: list[int] = self._copies[0].tolist()
+        chosen = ChosenTokens(ids, [None] * len(ids))
         if self._logprobs is not None:
             rows, counts = self._logprobs.rows, self._logprobs.counts
-            for row, count, own, ids, values in zip(rows, counts, *(copy.tolist() for copy in self._copies[1:]), strict=True):
-                if tokens[row] >= 0:
-                    top = tuple((i, value) for i, value in zip(ids[:count], values[:count], strict=True) if value > NEG_INF)
-                    sampled[row] = SampledToken(tokens[row], own, top)
-        return sampled
+            for row, count, own, top_ids, values in zip(rows, counts, *(copy.tolist() for copy in self._copies[1:]), strict=True):
+                if ids[row] >= 0:
+                    top = tuple((i, value) for i, value in zip(top_ids[:count], values[:count], strict=True) if value > NEG_INF)
+                    chosen.known[row] = SampledToken(ids[row], own, top)
+        return chosen
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
@@ -85,15 +82,13 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None], rows_on_device: Tensor) -> Logprobs:
+def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], rows_on_device: Tensor) -> Logprobs:
     """Log-probabilities of the chosen tokens [N] and of the most likely ones.
 
     Args:
-        logits: [N, V]; wanted: how many of the most likely each row asks for, None for no log-probability at all.
-        rows_on_device: [L] int64, the rows that ask.
+        logits: [N, V]; wanted: how many of the most likely each of L rows asks for; rows_on_device: those rows [L] int64.
     """
-    rows = [row for row, count in enumerate(wanted) if count is not None]
-    counts = [count for count in wanted if count is not None]
+    rows, counts = list(wanted), list(wanted.values())
     logprobs = logits.index_select(0, rows_on_device).float().log_softmax(-1)
     own = logprobs.gather(-1, tokens.index_select(0, rows_on_device).clamp(min=0).unsqueeze(-1)).squeeze(-1)
     ids = _most_likely(logprobs, min(max(counts), logits.shape[-1]))

@@ -16,7 +16,7 @@ from paged_attn.attn_ops.state_pool import StatePool
 from paged_attn.capture.recorder import Recorder
 from paged_attn.engine.chosen import Chosen, SampledToken
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.flight import Flight, lay_out
+from paged_attn.engine.flight import NONE_UNDER_WAY, Flight, lay_out
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.make_steps import make_runner, ready_to_step
 from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
@@ -27,6 +27,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.scheduler import Scheduler
 from paged_attn.engine.step_runner import StepOutput
+from paged_attn.engine.token_events import TokenEvents
 from paged_attn.recurrent.run import RecurrentRunner
 
 logger = logging.getLogger("paged_attn")
@@ -99,10 +100,10 @@ class Engine:
         self.sampler = Sampler(self.runner.ranks)
         self.last_scheduled: Sequence[Request] = ()
         self._flights: deque[Flight] = deque()  # two at most, the oldest first
-        self._owed: list[TokenEvent] = []  # events of the next call of `step`
+        self._owed = TokenEvents()  # those of the next call of `step`
         self._nothing_to_do: list[Request] = []  # requests that want no token
         self._num_host_bound = 0  # requests that choose with the host's help
-        self._arrivals = itertools.count()
+        self._arrivals, self._flight_numbers = itertools.count(), itertools.count(1)
 
     @property
     def limits(self) -> ModelLimits:
@@ -159,10 +160,10 @@ class Engine:
         if request is None:
             return False
         self._finish(request, FinishReason.CANCELLED)
-        self._owed = [event for event in self._owed if event.request_id != request_id]
+        self._owed = self._owed.without(request_id)
         return True
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> TokenEvents:
         """Launch one batch and wait for the one before it, or, without overlap, for itself.
 
         Returns an event per token that came, and one without a token for requests that end without one; with overlap it may return
@@ -174,8 +175,8 @@ class Engine:
             request = self._nothing_to_do.pop(0)
             if request.finish_reason is None:
                 self._owed.append(self._finish(request, FinishReason.LENGTH))
-        if self._flights and (self.scheduler.wants_drain or self._num_host_bound):
-            self._collect(0)
+        may_overlap = self.overlaps and not self.scheduler.wants_drain and not self._num_host_bound
+        self._collect(1 if may_overlap else 0)
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.model_seconds - waited)
@@ -201,15 +202,15 @@ class Engine:
             )
             return False
         running, requests = self.scheduler.running, scheduled.requests
-        parts, columns = lay_out(scheduled, running.rows, running.places(requests))
+        under_way = self._flights[-1].number if self._flights else NONE_UNDER_WAY
+        parts, columns = lay_out(scheduled, running.rows, running.places(requests), under_way)
         self.last_scheduled = requests
         step = self.steps.prepare(columns)
-        sampling = [request.sampling for request in parts.sampling]
         before_model = time.perf_counter()
         try:
             output = self.steps.run(step)
             self.stats.model_seconds += time.perf_counter() - before_model
-            chosen = self._choose(output, sampling) if sampling else None
+            chosen = self._choose(output, parts.states) if parts.sampling else None
         except BaseException:
             try:
                 self._collect(0)  # what came before it is not lost
@@ -217,7 +218,7 @@ class Engine:
                 self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._flights.append(Flight(parts, chosen))
+        self._flights.append(Flight(parts, chosen, next(self._flight_numbers)))
         if self.states is not None:
             for request in requests:
                 self.kv.keep_state(request)
@@ -225,15 +226,15 @@ class Engine:
         self.stats.prompt_tokens += parts.num_of_prompts
         return True
 
-    def _choose(self, output: StepOutput, sampling: list[SamplingState]) -> Chosen:
-        chosen = self.sampler.choose(output.logits, sampling, output.tail)
+    def _choose(self, output: StepOutput, states: dict[int, SamplingState]) -> Chosen:
+        chosen = self.sampler.choose(output.logits, states, output.tail)
         if chosen.tokens is not output.tail:
             self.steps.feed.put(chosen.tokens)
         return chosen
 
     def _collect(self, keep: int) -> None:
-        """Take in what the oldest steps chose, until `keep` are left; events go to `_owed`."""
-        while self._flights and (len(self._flights) > keep or not self.requests):
+        """Take in what the oldest steps chose, until `keep` are left, and what an exception left over; events go to `_owed`."""
+        while self._flights and (len(self._flights) > keep or self._flights[0].has_come or not self.requests):
             if not self.requests:  # nobody waits for what it computes
                 self._flights.clear()
                 return
@@ -261,41 +262,42 @@ class Engine:
                 request.num_vouched = 0  # its state may be ahead of it
                 self.scheduler.preempt(request)
 
-    def due_events(self) -> list[TokenEvent]:
+    def due_events(self) -> TokenEvents:
         """Events that the next `step` would return first: of tokens that came before a step failed."""
-        events, self._owed = self._owed, []
+        events, self._owed = self._owed, TokenEvents()
         return events
 
     def _take_in(self, flight: Flight) -> None:
         """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
         owed, num_plain = self._owed.append, 0
         try:
-            for request, end, token, goes_on in flight.land():
+            for request, end, token_id, known, goes_on in flight.land():
                 if request.finish_reason is not None:
                     request.num_tokens -= 1  # it ended while this step ran
                     continue
                 request.num_vouched = end
-                if token is None:
+                if token_id < 0:
                     request.num_tokens -= 1
                     owed(self._fail(request))
-                elif goes_on and (token_id := token.token_id) not in request.stop_token_ids:
+                elif goes_on and token_id not in request.stop_token_ids:
                     num_plain += 1
                     request.tokens.append(token_id)
-                    request.sampled.append(token)
-                    owed(TokenEvent(request.id, token_id, ""))
+                    owed((request.id, token_id))
                 else:
-                    owed(self._accept(request, token))
+                    owed(self._accept(request, known or SampledToken(token_id, None, None)))
         finally:
             self.stats.new_tokens += num_plain
 
     def _accept(self, request: Request, token: SampledToken) -> TokenEvent:
         """Take in a token with all that it may mean."""
-        token_id, sampled, detokenizer = token.token_id, request.sampled, request.detokenizer
+        token_id, detokenizer = token.token_id, request.detokenizer
         request.tokens.append(token_id)
-        sampled.append(token)
-        if len(sampled) == 1:
+        if request.params.logprobs is not None:
+            request.known.append(token)
+        is_first = request.num_sampled == 1
+        if is_first:
             self.stats.cached_tokens += request.cached_tokens
-        if len(sampled) == 1 or request.snapshots:
+        if is_first or request.snapshots:
             self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
         self.stats.new_tokens += 1
         text = detokenizer.append(token_id)
@@ -304,7 +306,7 @@ class Engine:
             reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
         elif token_id in request.stop_token_ids:
             reason, request.stop_reason = FinishReason.STOP, token_id
-        elif len(sampled) >= request.max_new_tokens:
+        elif request.num_sampled >= request.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             text += self._finish(request, reason).text
@@ -322,6 +324,6 @@ class Engine:
         text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
         self.sampler.forget(request.sampling)
         self._num_host_bound -= bool(request.params.logits_processors)
-        self.scheduler.remove(request, share=bool(request.sampled) and reason is not FinishReason.ERROR)
+        self.scheduler.remove(request, share=request.num_sampled > 0 and reason is not FinishReason.ERROR)
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)

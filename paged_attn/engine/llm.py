@@ -210,8 +210,8 @@ class LLM:
                 raise
             self._hand_out(events)
 
-    def _hand_out(self, events: list[TokenEvent]) -> None:
-        for event in events:
+    def _hand_out(self, events: Sequence[TokenEvent]) -> None:
+        for event in events if self._inboxes else ():
             if event.request_id in self._inboxes:
                 self._inboxes[event.request_id].append(event)
 
@@ -230,7 +230,7 @@ class LLM:
 
 def _show(shown: Any, requests: Sequence[Request]) -> None:
     """Finished prompts and new tokens, on a tqdm bar."""
-    shown.set_postfix_str(f"{sum(len(r.sampled) for r in requests):,} tokens", refresh=False)
+    shown.set_postfix_str(f"{sum(r.num_sampled for r in requests):,} tokens", refresh=False)
     shown.update(sum(r.finish_reason is not None for r in requests) - shown.n)
 
 

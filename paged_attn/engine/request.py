@@ -48,7 +48,9 @@ class Request:
         num_cached: tokens whose KV is in its pages, those of launched steps included.
         num_pages: pages that it has: enough for `num_cached` tokens, and maybe more.
         is_plain: 1 if a token is only one more token while it goes on: there is no text to decode at once, no log-probability, no state.
+        is_simple: 1 if `sampling` is.
         feed_row: where the device has the last chosen token (see `TokenFeed`).
+        chosen_by: the number of the flight that chose it; 0 before there is one.
         rows, row: where its numbers and pages lie.
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
         state_slot: of its recurrent state while it runs, 0 if it has none.
@@ -56,6 +58,7 @@ class Request:
         snapshot_points: numbers of tokens, ascending, at which a prefill stops so that its state there can be kept.
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
+        known: its new tokens with their log-probabilities, if the params ask for these.
     """
 
     id: str
@@ -77,7 +80,7 @@ class Request:
     snapshot_points: list[int] = field(default_factory=list)
     snapshots: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0
-    sampled: list[SampledToken] = field(default_factory=list)
+    known: list[SampledToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
@@ -88,12 +91,15 @@ class Request:
     token_limit = _InRow()
     num_pages = _InRow()
     feed_row = _InRow()
+    chosen_by = _InRow()
     state_slot = _InRow()
     is_plain = _InRow()
+    is_simple = _InRow()
 
     def __post_init__(self) -> None:
         self.row = self.rows.take()
         self.num_tokens, self.num_prompt = len(self.tokens), len(self.prompt_token_ids)
+        self.is_simple = int(self.sampling.is_simple)
 
     def move_to(self, rows: RequestRows) -> None:
         """Keep numbers and pages in a row of another place from now on."""
@@ -131,6 +137,18 @@ class Request:
     def has_all_tokens(self) -> bool:
         """Whether the last token that the request may have was chosen, be it known or not."""
         return self.num_tokens - self.num_prompt >= self.max_new_tokens
+
+    @property
+    def num_sampled(self) -> int:
+        """New tokens that the host knows."""
+        return len(self.tokens) - len(self.prompt_token_ids)
+
+    @property
+    def sampled(self) -> tuple[SampledToken, ...]:
+        """New tokens that the host knows, with log-probabilities if the params ask for them."""
+        if self.params.logprobs is not None:
+            return tuple(self.known)
+        return tuple(SampledToken(token_id, None, None) for token_id in self.output_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -185,7 +203,7 @@ class Completion:
     def of(cls, request: Request) -> Completion:
         logprobs = None
         if request.params.logprobs is not None:
-            logprobs = [{**dict(s.top_logprobs or ()), s.token_id: s.logprob} for s in request.sampled if s.logprob is not None]
+            logprobs = [{**dict(s.top_logprobs or ()), s.token_id: s.logprob} for s in request.known if s.logprob is not None]
         return cls(
             request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
             str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens,

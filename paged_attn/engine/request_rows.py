@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-NAMES = ("num_cached", "num_tokens", "num_prompt", "token_limit", "num_pages", "feed_row", "state_slot", "is_plain")
+NAMES = (
+    "num_cached", "num_tokens", "num_prompt", "token_limit", "num_pages", "feed_row", "chosen_by", "state_slot", "is_plain", "is_simple",
+)  # fmt: skip
 
 
 class RequestRows:
@@ -22,8 +24,10 @@ class RequestRows:
     token_limit: NDArray[np.int64]
     num_pages: NDArray[np.int64]
     feed_row: NDArray[np.int64]
+    chosen_by: NDArray[np.int64]
     state_slot: NDArray[np.int64]
     is_plain: NDArray[np.int64]
+    is_simple: NDArray[np.int64]
 
     def __init__(self, rows: int) -> None:
         self._numbers = np.zeros((len(NAMES), rows), np.int64)

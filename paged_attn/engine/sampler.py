@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from paged_attn.attn_ops.packed_ints import PackedInts
 from paged_attn.backends.store_kv import has_triton
 from paged_attn.engine.candidates import Filters, at_temperature, draw_from, draw_from_all, filter_scores
-from paged_attn.engine.chosen import Chosen, Logprobs, SampledToken, logprobs_of
+from paged_attn.engine.chosen import Chosen, SampledToken, logprobs_of
 from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.token_counts import TokenCounts, penalised
 from paged_attn.parallel.ranks import Ranks
@@ -43,12 +43,13 @@ class Sampler:
         self._ranks = ranks
         self._counts: TokenCounts | None = None
 
-    def choose(self, logits: Tensor, states: Sequence[SamplingState], best: Tensor | None = None) -> Chosen:
+    def choose(self, logits: Tensor, states: Mapping[int, SamplingState], best: Tensor | None = None) -> Chosen:
         """Choose one token per row; `num_chosen` of every state advances.
 
         Args:
             logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
-            states: N of them, all different, row by row. A request's tokens depend on its own row, seed and tokens so far only.
+            states: of some rows, all different; the others get the most likely token, as those with a simple state do. A request's tokens
+                depend on its own row, seed and tokens so far only.
             best: what `best_tokens` says of the logits, where it is known already (a captured graph holds it).
 
         Raises:
@@ -58,18 +59,16 @@ class Sampler:
         Source: the order and boundaries of transformers 5.23 (`generation/logits_process.py`).
         """
         logits = logits.detach()
-        _check(logits, len(states))
+        _check(logits)
+        if missing := [row for row in states if not 0 <= row < len(logits)]:
+            raise ValueError(f"states: got some for rows {missing} of {len(logits)} rows of logits; allowed: 0 to {len(logits) - 1}")
         tokens = best_tokens(logits) if best is None else best
-        others = [row for row, state in enumerate(states) if not state.is_simple]
-        changed = [row for row in others if not states[row].is_plain]
+        changed = [row for row, state in states.items() if not state.is_plain]
         if changed:
             tokens = self._choose_changed(logits, tokens, changed, states)
-        asking = [row for row in others if states[row].params.logprobs is not None]
-        logprobs: Logprobs | None = None
-        if asking:
-            wanted = [state.params.logprobs for state in states]
-            logprobs = logprobs_of(logits, tokens, wanted, _on_device(asking, logits.device))
-        for state in states:
+        wanted = {row: count for row, state in states.items() if (count := state.params.logprobs) is not None}
+        logprobs = logprobs_of(logits, tokens, wanted, _on_device(list(wanted), logits.device)) if wanted else None
+        for state in states.values():
             state.num_chosen += 1
         return Chosen(tokens, logprobs)
 
@@ -78,7 +77,7 @@ class Sampler:
         if self._counts is not None:
             self._counts.forget(state)
 
-    def _choose_changed(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Sequence[SamplingState]) -> Tensor:
+    def _choose_changed(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Mapping[int, SamplingState]) -> Tensor:
         """`best` [N] with the tokens of some rows replaced."""
         rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn from all, drawn from some
         states = [all_states[row] for row in rows]
@@ -129,7 +128,10 @@ def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None 
     """
     if not states:
         return []
-    tokens = Sampler().choose(logits, states, best).wait()
+    _check(logits)
+    if len(logits) != len(states):
+        raise ValueError(f"states: got {len(states)} for {len(logits)} rows of logits; allowed: one per row; pass logits[:N]")
+    tokens = Sampler().choose(logits, dict(enumerate(states)), best).wait().sampled
     if bad := [row for row, token in enumerate(tokens) if token is None]:
         for state in states:
             state.num_chosen -= 1
@@ -220,11 +222,9 @@ def _on_device(rows: Sequence[int], device: torch.device) -> Tensor:
     return packed.to_device()[0]
 
 
-def _check(logits: Tensor, num_states: int) -> None:
+def _check(logits: Tensor) -> None:
     if logits.dim() != 2 or logits.shape[-1] == 0 or not logits.is_floating_point():
         raise ValueError(
             f"logits: got shape {tuple(logits.shape)}, {logits.dtype}; allowed: [N, V] with V >= 1, floating point;"
             " pass the last position's logits"
         )
-    if len(logits) != num_states:
-        raise ValueError(f"states: got {num_states} for {len(logits)} rows of logits; allowed: one per row; pass logits[:N]")

@@ -19,8 +19,8 @@ class SamplingState:
 
     Attributes:
         seed: the seed in use, drawn from entropy when `params.seed` is None.
-        num_chosen: tokens chosen so far, those included that the host does not know yet. The next random number depends on it and on the
-            seed alone, so that a step which failed can be done again: set it back.
+        num_chosen: how often `Sampler.choose` got this state, which need not be while it `is_simple`. The next random number depends on it
+            and on the seed alone, so that a step which failed can be done again: set it back.
         is_plain: the most likely token is the one, whatever came before.
         is_simple: that, and nobody asks for log-probabilities.
         counts_tokens: some penalty asks which tokens there were.

@@ -157,7 +157,7 @@ class Scheduler:
         waited = self.waiting.take(request)
         if waited is not None:
             self.stats.count_admission(waited, len(request.tokens), request.num_cached)
-        if not request.sampled:
+        if not request.num_sampled:
             request.cached_tokens = request.num_cached
         self._prefills.start(request)
         self.running.add(request)
@@ -186,7 +186,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's pages and let it wait, before new ones of its priority; all its tokens must be known."""
         assert not request.num_pending, f"request {request.id!r} has a token under way: collect the step before preempting it"
-        self._stop(request, share=bool(request.sampled))
+        self._stop(request, share=request.num_sampled > 0)
         self.running.remove(request)
         self.waiting.append_preempted(request)
         self.stats.preemptions += 1

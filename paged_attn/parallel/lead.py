@@ -12,8 +12,9 @@ import torch.distributed as dist
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.request import Request, TokenEvent
+from paged_attn.engine.request import Request
 from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.token_events import TokenEvents
 from paged_attn.parallel.ranks import Ranks
 
 IDLE = datetime.timedelta(days=365)  # how long nobody may ask for anything
@@ -101,7 +102,7 @@ class _Leader:
         self._line.say(("cancel", (request_id,), {}))
         return self._engine.cancel(request_id)
 
-    def step(self) -> list[TokenEvent]:
+    def step(self) -> TokenEvents:
         self._line.say(("step", (), {}))
         try:
             return self._engine.step()

@@ -19,7 +19,7 @@ Known = tuple[int, float, Sequence[tuple[int, float]]]
 
 
 def usage(requests: Sequence[Request]) -> dict[str, Any]:
-    prompt, new = (sum(len(ids) for ids in each) for each in zip(*((r.prompt_token_ids, r.sampled) for r in requests), strict=True))
+    prompt, new = sum(len(request.prompt_token_ids) for request in requests), sum(request.num_sampled for request in requests)
     cached = sum(request.cached_tokens for request in requests)
     details = {"cached_tokens": cached}
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": details}
@@ -59,7 +59,7 @@ class Reply:
         yield "[DONE]"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        known = None if completion.logprobs is None else [_known(s) for s in self.job.requests[index].sampled]
+        known = None if completion.logprobs is None else [_known(s) for s in self.job.requests[index].known]
         ids = {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids} if self.body.return_token_ids else {}
         return {
             "index": index, **self.content(completion.text), "logprobs": None if known is None else self.logprobs(index, known),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_attn import EngineConfig
-from paged_attn.engine.chosen import SampledToken
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.request import Request
 from paged_attn.engine.scheduler import Scheduler
@@ -50,7 +49,6 @@ def collect(*requests: Request) -> None:
     for request in requests:
         request.num_vouched = len(request.tokens)
         request.tokens.append(9)
-        request.sampled.append(SampledToken(9, None, None))
 
 
 def counts(scheduled: Sequence[Scheduled]) -> list[tuple[str, int, bool]]:

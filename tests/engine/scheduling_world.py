@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_attn import EngineConfig
-from paged_attn.engine.chosen import SampledToken
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.model_limits import NO_STATE, StateSlots
 from paged_attn.engine.request import Request
@@ -160,7 +159,6 @@ class World:
             self.kv.share(request)
         token = self.truth[request][end]
         request.tokens.append(token)
-        request.sampled.append(SampledToken(token, None, None))
         if len(request.sampled) == request.max_new_tokens or self.prefixes[request][end] % self.stops == 0:
             self.finish(request, share=True)
 

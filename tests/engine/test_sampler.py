@@ -51,7 +51,7 @@ def allowed_tokens(logits: torch.Tensor, states: list[SamplingState]) -> list[se
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SamplingParams, "has_filter", True)
         patch.setattr(sampler, "draw_from", draw)
-        Sampler().choose(logits, states)
+        Sampler().choose(logits, dict(enumerate(states)))
     (candidates,) = found
     return [set(order[first:].tolist()) for order, first in zip(candidates.order, candidates.first[:, 0].tolist(), strict=True)]
 
@@ -111,7 +111,7 @@ def test_repetition_penalty_is_bitwise_that_of_transformers():
     scores = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "draw_from_all", lambda scores_, uniform: scores.append(scores_) or scores_.argmax(-1))
-        Sampler().choose(logits, states)
+        Sampler().choose(logits, dict(enumerate(states)))
     for row in range(3):
         assert torch.equal(scores[0][row : row + 1], hf_scores(logits[row : row + 1], states[row].params, seen[row]))
 
@@ -278,10 +278,22 @@ def test_refused_calls():
             sample(logits, [state])
     with pytest.raises(ValueError, match="states: got 1 for 2 rows"):
         sample(torch.zeros(2, 9), [state])
+    with pytest.raises(ValueError, match=r"states: got some for rows \[2\] of 2 rows"):
+        Sampler().choose(torch.zeros(2, 9), {0: state, 2: state_of()})
     with pytest.raises(ValueError, match="tokens so far: got id 8; allowed: 0 to 7"):
         sample(torch.zeros(1, 8), [state])
     with pytest.raises(ValueError, match="got id -1"):
         sample(torch.zeros(1, 8), [state_of([3, -1], presence_penalty=1.0)])
+
+
+def test_rows_without_a_state_get_the_most_likely_token():
+    logits = torch.randn(5, 20, generator=torch.Generator().manual_seed(6))
+    logits[3, 0] = math.nan
+    settings = [{"temperature": 0.0}, {"seed": 3}, {"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 2}]
+    all_states, some_states = ([state_of(**each) for each in settings] for _ in range(2))
+    expected = Sampler().choose(logits, dict(enumerate(all_states))).wait().sampled
+    assert Sampler().choose(logits, {1: some_states[1], 4: some_states[4]}).wait().sampled == expected
+    assert expected[3] is None and [state.num_chosen for state in some_states] == [0, 1, 0, 0, 1]
 
 
 def test_frequency_and_presence_are_of_the_output_alone():
@@ -289,7 +301,7 @@ def test_frequency_and_presence_are_of_the_output_alone():
     state = state_of([0, 0, 0], temperature=0.0, frequency_penalty=0.3, presence_penalty=0.4)
     chosen, chooser = [], Sampler()
     for _ in range(6):
-        (token,) = chooser.choose(logits, [state]).wait()
+        (token,) = chooser.choose(logits, {0: state}).wait().sampled
         chosen.append(token.token_id)
         state.tokens.append(token.token_id)
     expected, counts = [], torch.zeros(4)
@@ -306,11 +318,11 @@ def test_penalties_know_the_tokens_that_the_host_does_not(known):
     states = [state_of([1], seed=s, repetition_penalty=1.9, frequency_penalty=0.5, temperature=t) for s, t in enumerate((0.0, 1.2))]
     chooser, late = Sampler(), []
     for step in logits:
-        chosen = chooser.choose(step, states)
+        chosen = chooser.choose(step, dict(enumerate(states)))
         if known:
             late.append(chosen)
         for done in late:
-            for state, token in zip(states, done.wait(), strict=True):
+            for state, token in zip(states, done.wait().sampled, strict=True):
                 state.tokens.append(token.token_id)
         late = [] if known else [chosen]
     reference = [state_of([1], seed=s, repetition_penalty=1.9, frequency_penalty=0.5, temperature=t) for s, t in enumerate((0.0, 1.2))]
@@ -327,13 +339,15 @@ def test_rows_of_counts_are_cleared_and_more_are_made():
     logits[0, 3] = 0.1
     for _ in range(30):
         state = state_of([], temperature=0.0, presence_penalty=1.0)
-        assert [chooser.choose(logits, [state]).wait()[0].token_id for _ in range(2)] == [3, 0], "the row held another request's counts"
+        assert [chooser.choose(logits, {0: state}).wait().sampled[0].token_id for _ in range(2)] == [3, 0], (
+            "the row held another request's counts"
+        )
         chooser.forget(state)
     assert len(chooser._counts.counts) == 8
     many = [state_of([], temperature=0.0, presence_penalty=1.0) for _ in range(20)]
     kept = many[:3]
-    assert [t.token_id for t in chooser.choose(logits.expand(3, 5), kept).wait()] == [3] * 3
-    assert [t.token_id for t in chooser.choose(logits.expand(20, 5), many).wait()] == [0] * 3 + [3] * 17
+    assert [t.token_id for t in chooser.choose(logits.expand(3, 5), dict(enumerate(kept))).wait().sampled] == [3] * 3
+    assert [t.token_id for t in chooser.choose(logits.expand(20, 5), dict(enumerate(many))).wait().sampled] == [0] * 3 + [3] * 17
 
 
 def test_processors_of_transformers_plug_in():

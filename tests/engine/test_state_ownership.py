@@ -92,7 +92,6 @@ class StateOwnership(RuleBasedStateMachine):
         self.kv.share(request)
         assert not request.snapshots and not request.snapshot_points
         request.tokens.append(data.draw(st.integers(1, 2)))
-        request.sampled.append(object())  # type: ignore[arg-type]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), again=st.booleans())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paged_attn import SamplingParams
 from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape
-from paged_attn.engine.flight import lay_out
+from paged_attn.engine.flight import NONE_UNDER_WAY, lay_out
 from paged_attn.engine.request_rows import RequestRows
 from paged_attn.engine.running_set import RunningSet
 from paged_attn.engine.step_plan import Scheduled, ScheduledStep
@@ -41,12 +41,16 @@ def assert_equal(got: Batch, expected: Batch) -> None:
 class LaidOut(World):
     """Lays out every step both ways. (That a request's pages are the right ones the world knows from what they hold.)"""
 
+    number = 0  # of the last step that was laid out
+
     def _check_step(self, scheduled: Sequence[Scheduled]) -> None:
         super()._check_step(scheduled)
         assert isinstance(scheduled, ScheduledStep)
         running = self.scheduler.running
         assert running.in_order()[0] == list(running)
-        parts, columns = lay_out(scheduled, running.rows, running.places(scheduled.requests))
+        parts, columns = lay_out(
+            scheduled, running.rows, running.places(scheduled.requests), self.number if self.flights else NONE_UNDER_WAY
+        )
         rows = [one_by_one(each) for each in scheduled]
         assert list(columns) == rows
         assert_equal(Batch.build(columns, self.page_size), Batch.build(rows, self.page_size))
@@ -57,8 +61,9 @@ class LaidOut(World):
             )
             assert_equal(got, expected)
         assert parts.sampling == [each.request for each in scheduled if each.samples]
+        self.number += 1
         for row, request in enumerate(parts.sampling):
-            request.feed_row = row
+            request.feed_row, request.chosen_by = row, self.number
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -104,11 +109,14 @@ def test_rows_that_get_a_page_each_become_wider() -> None:
     assert rows.pages[places, :3].tolist() == [[0, 0, 0], [5, 6, 9], [8, 0, 0]] and not rows.pages[:, 3:].any()
 
 
+@pytest.mark.parametrize("step_tokens", [None, 3])  # with 3 the requests that decode are not all in every step
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("at_call", [0, 1, 2, 9])
-def test_what_a_failed_text_leaves_over_is_taken_in_later(overlap: bool, at_call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_failed_text_leaves_over_is_taken_in_later(
+    overlap: bool, at_call: int, step_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of five requests the third is decoded as it grows, and that fails once, in the middle of a step's tokens."""
-    engine = make_engine(tokenizer=tokenizer(), overlap=overlap)
+    engine = make_engine(tokenizer=tokenizer(), overlap=overlap, max_batch_tokens=step_tokens)
     prompts = random_prompts(0, 6, 19, 11, 5, 8)
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     requests = [engine.add_request(prompt, params, text_at_end=index != 2) for index, prompt in enumerate(prompts)]
