@@ -88,7 +88,7 @@ class Shares:
             kind, (requests, 1), (batch.seq_lens, batch.query_start, self.units, self.tile_ends, window, chunk),
             self.constants | {"BLOCK_T": 64}, {"num_warps": 1}, device,
         )  # fmt: skip
-        block_r = min(power_of_2(requests), 256)
+        block_r = 16 if requests <= 16 else 256  # two kernels to compile, not one for every power of two
         _deal(
             (kind, block_r), (_ceil(self.programs + 1, 16), 1),
             (batch.seq_lens, batch.query_start, self.units, self.tile_ends, self.work, self.counters, requests, self.programs, window,
