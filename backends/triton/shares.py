@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.triton.fast_launch import FastKernel, device_index
 from paged_attn.backends.triton.plan_kernels import WORK_COLUMNS, count_units, deal_work
-from paged_attn.backends.triton.tiling import RowsKind, Tiling, power_of_2
+from paged_attn.backends.triton.tiling import RowsKind, Tiling
 
 _count, _deal = FastKernel(count_units), FastKernel(deal_work)
 
