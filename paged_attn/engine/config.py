@@ -12,6 +12,9 @@ def _setting(default: Any, help: str, low: float | None = None, choices: tuple[s
     return field(default=default, metadata={"help": help, "low": low, "choices": choices})
 
 
+OF_THE_GRAPH = ("inductor", "merge_linears", "one_row_linears", "rope_and_store", "early_launches")  # True only where somebody asked
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine. Each has a flag (`--page-size`) and an environment variable (`PAGED_ATTN_PAGE_SIZE`).
@@ -100,6 +103,11 @@ class EngineConfig:
             choices = setting.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"{setting.name} is {value!r}; allowed are {' and '.join(map(repr, choices))}: {setting.metadata['help']}")
+        if not self.compile and (asked := [f"{name}=True" for name in OF_THE_GRAPH if getattr(self, name)]):
+            raise ValueError(
+                f"{', '.join(asked)} with compile=False: that needs the model's graph, and with eager breaks none is traced; "
+                "leave one of them out"
+            )
 
     @property
     def step_tokens(self) -> int:
