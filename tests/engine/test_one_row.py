@@ -86,7 +86,7 @@ def test_by_default_a_request_on_the_cpu_is_padded_to_two_rows() -> None:
 
 
 def test_eager_breaks_know_no_single_rows() -> None:
-    engine = engine_of(compile=False)
+    engine = engine_of(compile=False, one_row_linears=None)
     sizes = sizes_of(engine)
     assert tokens_of(engine, (PROMPT, 4)) == [oracle(PROMPT, 4)]
     assert set(sizes) == {0, 2}
