@@ -15,7 +15,6 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
 
 @contextlib.contextmanager
@@ -40,7 +39,7 @@ def waiting_first() -> Iterator[None]:
         yield
         return
     # Inductor's own cache on disk must not take kernels that wait elsewhere for these; it keys a pass, too.
-    marked = {} if config.post_grad_custom_post_pass else {"post_grad_custom_post_pass": _Marker()}
+    marked = {} if config.post_grad_custom_post_pass else {"post_grad_custom_post_pass": _marker()}
     with patch.object(TritonKernel, "_filter_pdl", _wait_first), config.patch(marked):
         yield
 
@@ -52,11 +51,15 @@ def _wait_first(kernel: Any, code: Any) -> None:
     code._lines = [*mine, *lines] if kernel._enable_pdl_codegen() else lines
 
 
-class _Marker(CustomGraphPass):
-    """Changes nothing."""
+def _marker() -> Any:
+    """A pass that changes nothing and has a name. Made here, as Inductor takes a second to import and most processes need none of it."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    def __call__(self, graph: fx.Graph) -> None:
-        pass
+    class Marker(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            pass
 
-    def uuid(self) -> str:
-        return "paged_attn: kernels wait first"
+        def uuid(self) -> str:
+            return "paged_attn: kernels wait first"
+
+    return Marker()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -119,3 +121,10 @@ def test_an_error_while_compiling_leaves_inductor_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), early_launches(True), waiting_first():
         raise ZeroDivisionError
     assert TritonKernel._filter_pdl is theirs and not config.triton.enable_pdl and config.post_grad_custom_post_pass is None
+
+
+def test_an_engine_is_imported_without_inductor() -> None:
+    """It takes a second, which a process that compiles nothing need not wait for."""
+    code = "import sys; from paged_attn import LLM; LLM; print([name for name in sys.modules if name.startswith('torch._inductor')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
