@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.engine import EngineStats
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.loading import load_model
 from paged_attn.engine.request import Completion, Request, TokenEvent
@@ -71,7 +70,7 @@ def load(path: str | Path, dtype: str, device: str, config: EngineConfig) -> Loa
     llm = LLM(model, tokenizer=tokenizer, config=config)
     rewritten = time.perf_counter()
     llm.generate([[0]], SamplingParams(max_new_tokens=1))
-    llm.engine.stats = EngineStats()
+    llm.engine.stats.reset()
     return Loaded(llm, loaded - started, rewritten - loaded, time.perf_counter() - rewritten)
 
 

@@ -6,22 +6,23 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from paged_attn.attn_ops.state_pool import StatePool
 from paged_attn.capture.recorder import Recorder
-from paged_attn.engine.chosen import Chosen, SampledToken
+from paged_attn.engine.chosen import Chosen
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.flight import NONE_UNDER_WAY, Flight, lay_out
+from paged_attn.engine.intake import Intake
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.make_steps import make_runner, ready_to_step
 from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.new_requests import NewRequests
-from paged_attn.engine.request import FinishReason, Request, TokenEvent
+from paged_attn.engine.request import FinishReason, Request
 from paged_attn.engine.sampler import Sampler
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.sampling_state import SamplingState
@@ -32,18 +33,6 @@ from paged_attn.recurrent.run import RecurrentRunner
 
 logger = logging.getLogger("paged_attn")
 CUDA_STEP_TOKENS = 8192  # more in a step is more in a second, but the tokens of others come later
-
-
-@dataclass
-class EngineStats:
-    """Counters since the engine was made; seconds are wall time: in the model or waiting for it, and all else in `step`."""
-
-    steps: int = 0
-    model_seconds: float = 0.0
-    host_seconds: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    new_tokens: int = 0
 
 
 class Engine:
@@ -93,16 +82,13 @@ class Engine:
         self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
         self.new_requests = NewRequests(limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None)
         self.scheduler = Scheduler(self.config, self.kv)
-        self.requests: dict[str, Request] = {}
-        self.stats = EngineStats()
         self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
         self.overlaps = self.config.overlap if self.config.overlap is not None else device.type == "cuda"
         self.sampler = Sampler(self.runner.ranks)
+        self.intake = Intake(self.kv, self.scheduler, self.sampler)
         self.last_scheduled: Sequence[Request] = ()
         self._flights: deque[Flight] = deque()  # two at most, the oldest first
-        self._owed = TokenEvents()  # those of the next call of `step`
         self._nothing_to_do: list[Request] = []  # requests that want no token
-        self._num_host_bound = 0  # requests that choose with the host's help
         self._arrivals, self._flight_numbers = itertools.count(), itertools.count(1)
 
     @property
@@ -110,9 +96,19 @@ class Engine:
         return self.new_requests.limits
 
     @property
+    def requests(self) -> Mapping[str, Request]:
+        """Those that have not finished, by id."""
+        return self.intake.requests
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made, or since their `reset`."""
+        return self.intake.stats
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return bool(self.requests or self._owed)
+        return bool(self.requests or self.intake.owed)
 
     def add_request(
         self,
@@ -146,8 +142,7 @@ class Engine:
             prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, prompt=prompt, priority=priority,
             text_at_end=text_at_end,
         )  # fmt: skip
-        self.requests[request_id] = request
-        self._num_host_bound += bool(params.logits_processors)
+        self.intake.expect(request)
         if request.max_new_tokens:
             self.scheduler.waiting.append(request)
         else:
@@ -159,8 +154,7 @@ class Engine:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self._finish(request, FinishReason.CANCELLED)
-        self._owed = self._owed.without(request_id)
+        self.intake.cancel(request)
         return True
 
     def step(self) -> TokenEvents:
@@ -174,8 +168,8 @@ class Engine:
         while self._nothing_to_do:
             request = self._nothing_to_do.pop(0)
             if request.finish_reason is None:
-                self._owed.append(self._finish(request, FinishReason.LENGTH))
-        may_overlap = self.overlaps and not self.scheduler.wants_drain and not self._num_host_bound
+                self.intake.end(request, FinishReason.LENGTH)
+        may_overlap = self.overlaps and not self.scheduler.wants_drain and not self.intake.num_host_bound
         self._collect(1 if may_overlap else 0)
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
@@ -233,7 +227,7 @@ class Engine:
         return chosen
 
     def _collect(self, keep: int) -> None:
-        """Take in what the oldest steps chose, until `keep` are left, and what an exception left over; events go to `_owed`."""
+        """Take in what the oldest steps chose, until `keep` are left, and what an exception left over; events go to the intake."""
         while self._flights and (len(self._flights) > keep or self._flights[0].has_come or not self.requests):
             if not self.requests:  # nobody waits for what it computes
                 self._flights.clear()
@@ -250,7 +244,7 @@ class Engine:
                 raise
             finally:
                 self.stats.model_seconds += time.perf_counter() - started
-            self._take_in(flight)
+            self.intake.take_in(flight)
             self._flights.popleft()
 
     def _restart(self, requests: list[Request]) -> None:
@@ -264,66 +258,4 @@ class Engine:
 
     def due_events(self) -> TokenEvents:
         """Events that the next `step` would return first: of tokens that came before a step failed."""
-        events, self._owed = self._owed, TokenEvents()
-        return events
-
-    def _take_in(self, flight: Flight) -> None:
-        """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
-        owed, num_plain = self._owed.append, 0
-        try:
-            for request, end, token_id, known, goes_on in flight.land():
-                if request.finish_reason is not None:
-                    request.num_tokens -= 1  # it ended while this step ran
-                    continue
-                request.num_vouched = end
-                if token_id < 0:
-                    request.num_tokens -= 1
-                    owed(self._fail(request))
-                elif goes_on and token_id not in request.stop_token_ids:
-                    num_plain += 1
-                    request.tokens.append(token_id)
-                    owed((request.id, token_id))
-                else:
-                    owed(self._accept(request, known or SampledToken(token_id, None, None)))
-        finally:
-            self.stats.new_tokens += num_plain
-
-    def _accept(self, request: Request, token: SampledToken) -> TokenEvent:
-        """Take in a token with all that it may mean."""
-        token_id, detokenizer = token.token_id, request.detokenizer
-        request.tokens.append(token_id)
-        if request.params.logprobs is not None:
-            request.known.append(token)
-        is_first = request.num_sampled == 1
-        if is_first:
-            self.stats.cached_tokens += request.cached_tokens
-        if is_first or request.snapshots:
-            self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
-        self.stats.new_tokens += 1
-        text = detokenizer.append(token_id)
-        reason: FinishReason | None = None
-        if detokenizer.stopped is not None:
-            reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
-        elif token_id in request.stop_token_ids:
-            reason, request.stop_reason = FinishReason.STOP, token_id
-        elif request.num_sampled >= request.max_new_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            text += self._finish(request, reason).text
-        return TokenEvent(request.id, token_id, text, reason, token.logprob, token.top_logprobs)
-
-    def _fail(self, request: Request) -> TokenEvent:
-        request.error = ValueError(
-            f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
-            "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
-        )
-        return self._finish(request, FinishReason.ERROR)
-
-    def _finish(self, request: Request, reason: FinishReason) -> TokenEvent:
-        request.finish_reason = reason
-        text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
-        self.sampler.forget(request.sampling)
-        self._num_host_bound -= bool(request.params.logits_processors)
-        self.scheduler.remove(request, share=request.num_sampled > 0 and reason is not FinishReason.ERROR)
-        del self.requests[request.id]
-        return TokenEvent(request.id, None, text, reason)
+        return self.intake.due()

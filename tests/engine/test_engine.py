@@ -6,6 +6,7 @@ import pytest
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.engine_stats import EngineStats
 from tests.engine.models import assert_idle, make_engine, make_llm, oracle, random_prompts, run_all, tiny, tokenizer
 
 PROMPTS = random_prompts(0, 6, 19, 11, 3)
@@ -54,6 +55,11 @@ def test_statistics_add_up() -> None:
     stats = engine.stats
     assert (stats.prompt_tokens, stats.cached_tokens, stats.new_tokens) == (6 + 19 + 11 + 3 + 3, 16, 60)
     assert stats.steps > 12 and stats.model_seconds > 0 and stats.host_seconds > 0
+    stats.reset()
+    assert stats == EngineStats()
+    engine.add_request(PROMPTS[1], GREEDY)
+    run_all(engine)
+    assert (engine.stats.prompt_tokens, engine.stats.cached_tokens, engine.stats.new_tokens) == (3, 16, 12) and engine.stats.steps >= 12
 
 
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
