@@ -15,6 +15,7 @@ from paged_attn.options import CompileOptions
 from paged_attn.rows_apart import check_rows_apart
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import LONG_ROPE, VOCAB, build
+from tests.versions import newest_only
 
 MOVES = (
     r"a token at position 255 moves the logits .* in Phi3ForCausalLM .*set model\.config\.max_position_embeddings = 64 on the loaded model"
@@ -22,6 +23,7 @@ MOVES = (
 PROMPTS = random_prompts((5, 20, 3))
 
 
+@newest_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_engine_refuses_a_long_rope_model_and_serves_it_up_to_the_length_that_it_names(dtype: torch.dtype) -> None:
     model = build("phi3", dtype=dtype, **LONG_ROPE)
@@ -34,6 +36,7 @@ def test_the_engine_refuses_a_long_rope_model_and_serves_it_up_to_the_length_tha
         assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=6))] == expected
 
 
+@newest_only
 def test_a_compiled_model_refuses_its_first_paged_batch() -> None:
     model = build("phi3", **LONG_ROPE)
     compiled = torch.compile(model, backend="paged_attn")
@@ -42,6 +45,7 @@ def test_a_compiled_model_refuses_its_first_paged_batch() -> None:
         compiled(**batch.model_inputs())
 
 
+@newest_only
 def test_without_the_self_check_nothing_is_compared_and_a_long_request_does_change_a_short_one() -> None:
     """The negative control: what is refused above goes wrong."""
     model, params = build("phi3", **LONG_ROPE), SamplingParams(max_new_tokens=8)

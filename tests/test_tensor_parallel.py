@@ -28,9 +28,11 @@ from paged_attn.parallel.shard import shard
 from tests import two_ranks
 from tests.oracle import greedy
 from tests.two_ranks import CASES, PROMPTS, SETTINGS, whole
+from tests.versions import NEWEST, newest_only
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
+ODD_HEADS = ("uneven vocabulary", "example")  # of 97 and 257 tokens: transformers 5.17 gathers no head of odd size
 RECORDED_TOKENS = 12  # what tests/engine/test_captured_steps.py asks for
 
 
@@ -40,7 +42,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("ranks") / "seen"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.two_ranks", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([*command, *CASES], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    cases = [case for case in CASES if NEWEST or case not in ODD_HEADS]
+    done = subprocess.run([*command, *cases], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
 
@@ -113,6 +116,7 @@ def test_tied_embeddings_stay_tied_where_both_are_cut_alike(seen: list[dict[str,
     assert got["tokens"] == [expected("qwen3", tie_word_embeddings=True)] * 2
 
 
+@newest_only
 def test_a_vocabulary_that_does_not_divide(seen: list[dict[str, Any]]) -> None:
     assert on_both(seen, "uneven vocabulary") == expected("llama", vocab_size=97)
 
@@ -160,6 +164,7 @@ def test_only_sharded_models_are_led() -> None:
             pass
 
 
+@newest_only
 def test_the_example_says_in_two_processes_what_it_says_in_one(seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert on_both(seen, "example") == importlib.import_module("examples.tensor_parallel").main()

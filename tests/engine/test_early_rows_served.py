@@ -20,6 +20,7 @@ from paged_attn.passes.token_data import name_of
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import RECURRENT, recurrent
 from tests.tiny_models import ARCHITECTURES, COMMON, build
+from tests.versions import NEWEST, newest_only
 
 PROMPTS = random_prompts((3, 30, 8, 17))
 GREEDY = SamplingParams(max_new_tokens=8)
@@ -37,6 +38,8 @@ LAST = {  # products from the last attention's output on, all of which run on N 
     "starcoder2": 4, "stablelm": 5, "phi": 4, "gptj": 4, "gpt_oss": 5, "falcon_h1": 5, "lfm2": 4, "bamba": 4, "jamba": 4, "mamba": 1,
     "mamba2": 1, "qwen3_next": 4,
 }  # fmt: skip
+if not NEWEST:  # these experts mix rows in a way that is not known to be apart, so that fewer products run on N rows
+    LAST |= {**dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), 1), "deepseek_v3": 4}
 
 
 def model_of(name: str) -> PreTrainedModel:
@@ -93,7 +96,7 @@ def test_the_last_mlp_sees_as_many_rows_as_are_sampled_from(monkeypatch: pytest.
     assert [rows for rows, _ in seen[-5:]] == [2] * 5
 
 
-@pytest.mark.parametrize(("name", "products"), [("llama", 4), ("deepseek_v3", 7)])
+@pytest.mark.parametrize(("name", "products"), [("llama", 4), pytest.param("deepseek_v3", 7, marks=newest_only)])
 def test_merged_linears_take_the_chosen_rows(name: str, products: int) -> None:
     model = model_of(name)
     want = expected(model)

@@ -26,6 +26,7 @@ from tests.capture.tape import TapeRecorder
 from tests.engine.models import oracle, random_prompts
 from tests.recurrent_models import recurrent
 from tests.tiny_models import COMMON, LONG_ROPE, VOCAB, build
+from tests.versions import newest_only
 
 OPTIONS = CompileOptions()
 GREEDY = SamplingParams(max_new_tokens=6)
@@ -267,13 +268,16 @@ def _long_rope(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model
 
 
+LONG_CHANGES_SHORT = r"a token at position 255 moves.*a long request would change"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: build("llama4_text"), "self-check failed"),
         (lambda: build("falcon"), "AttentionInterface"),
-        (_long_rope, r"a token at position 255 moves.*a long request would change"),
-        (lambda: _long_rope(torch.bfloat16), r"a token at position 255 moves.*a long request would change"),
+        pytest.param(_long_rope, LONG_CHANGES_SHORT, marks=newest_only),  # 5.17's own forward leaves other frequencies
+        pytest.param(lambda: _long_rope(torch.bfloat16), LONG_CHANGES_SHORT, marks=newest_only),
         (Both, "PreTrainedModel, got Both"),
         (lambda: build("llama").to("meta"), r"the model lies on \['meta'\]"),
         (_acausal, "attends in both directions"),
