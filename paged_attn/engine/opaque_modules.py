@@ -21,6 +21,7 @@ from paged_attn.attn_ops.module_op import MODULE, register_module
 from paged_attn.replaced_forward import replaced_forward
 
 logger = logging.getLogger("paged_attn")
+INSTEAD = "with compile=False nothing is traced, and its attention is hooked"
 
 
 def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[nn.Module] | None:
@@ -88,7 +89,7 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
             raise UnsupportedError(
                 f"{type(module).__name__} can not be traced, and can not be called as one op: it is given "
                 f"{', '.join(type(v).__name__ for v in given)} and returns {type(output).__name__}; known are tensors, and an "
-                "output that is shaped like one of them"
+                f"output that is shaped like one of them; {INSTEAD}"
             )
         seen.setdefault(module, set()).add(_Call(names, nothing, alike[0], output.dtype))
 
@@ -100,7 +101,9 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
             model(**inputs(length))
     several = [type(module).__name__ for module, calls in seen.items() if len(calls) > 1]
     if several:
-        raise UnsupportedError(f"{several[0]} can not be traced, and is called in several ways, so that it can not be called as one op")
+        raise UnsupportedError(
+            f"{several[0]} can not be traced, and is called in several ways, so that it can not be called as one op; {INSTEAD}"
+        )
     return {module: next(iter(calls)) for module, calls in seen.items()}
 
 

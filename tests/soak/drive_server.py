@@ -107,7 +107,7 @@ def drive(plan: Plan) -> Counter[str]:
         kept.append(make_llm(plan).engine)
         return kept[0]
 
-    queue = rng.choice([4, 1000])
+    queue = 2 if plan.tight else rng.choice([4, 1000])  # three prompts come as one request
     with serving(make, max_queue=queue) as running, tempfile.TemporaryDirectory() as folder, poisoned(model_of(plan)):
         faults = ServerFaults(running.engine, plan.rng("faults"), rng.choice([0.0, FAULT_RATE]))
         table = Path(folder) / "table.json"

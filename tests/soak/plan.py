@@ -9,6 +9,7 @@ from typing import Any
 KINDS = ("engine", "threads", "server")
 ORDER = ("engine", "threads", "engine", "server", "engine", "threads")
 ABRUPT = (4, 7, 9)  # of twelve rounds: one of each kind
+TIGHT = 3  # of twenty-four rounds: the first with a server
 ATTENTION, RECURRENT = ("qwen3", "gemma3_text", "gpt2"), ("lfm2", "qwen3_next", "falcon_h1")
 
 
@@ -22,6 +23,7 @@ class Plan:
         own_capture: the model is traced anew for this engine.
         turns: engine: turns of the loop; threads, server: calls.
         abrupt: closed, or shut down, in the middle of its work.
+        tight: so little room that clients of the server are turned away for certain.
     """
 
     seed: int
@@ -33,6 +35,7 @@ class Plan:
     own_capture: bool
     turns: int
     abrupt: bool
+    tight: bool = False
 
     @classmethod
     def of(cls, seed: int, number: int, kind: str | None = None) -> Plan:
@@ -63,7 +66,10 @@ class Plan:
         own_capture = settings["compile"] and rng.random() < 0.15
         if own_capture:  # what engines do on GPUs; the shared captures are without
             settings |= {"merge_linears": True, "rope_and_store": True, "one_row_linears": True}
-        return cls(seed, number, kind, model, settings, captured, own_capture, turns, number % 12 in ABRUPT)
+        tight = kind == "server" and number % 24 == TIGHT
+        if tight:
+            settings["max_requests"] = 1
+        return cls(seed, number, kind, model, settings, captured, own_capture, turns, number % 12 in ABRUPT, tight)
 
     def rng(self, purpose: str) -> random.Random:
         """Random numbers of their own for each purpose, so that threads do not share any."""
