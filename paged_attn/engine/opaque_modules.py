@@ -21,7 +21,7 @@ from paged_attn.attn_ops.module_op import MODULE, register_module
 from paged_attn.replaced_forward import replaced_forward
 
 logger = logging.getLogger("paged_attn")
-INSTEAD = "with compile=False nothing is traced, and its attention is hooked"
+INSTEAD = "compile=False, which traces nothing, may serve the model"
 
 
 def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[nn.Module] | None:
