@@ -13,32 +13,30 @@ from torch import fx
 def marked(change: str) -> Iterator[None]:
     """Inside, Inductor's cache takes nothing that was compiled without `change`, and nothing else takes what is compiled here.
 
-    Inductor keys a pass of the user's by its name, so this is a pass that changes nothing; marks inside marks add up. A pass that is there
-    already keeps its place.
+    Inductor keys the user's pass over the graph by the name that it gives itself; here that name is longer. Marks inside marks add up.
     """
     from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     present = config.post_grad_custom_post_pass
-    before = getattr(present, "changes", ()) if present is not None else ()
-    if present is not None and not before:
-        yield
+    if present is not None and not isinstance(present, CustomGraphPass):
+        yield  # a pass without a name, with which Inductor caches nothing
         return
-    with config.patch({"post_grad_custom_post_pass": _mark((*before, change))}):
+    with config.patch({"post_grad_custom_post_pass": _mark(present, change)}):
         yield
 
 
-def _mark(changes: tuple[str, ...]) -> Any:
+def _mark(present: Any, change: str) -> Any:
     """Made here, as Inductor takes a second to import and most processes need none of it."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Mark(CustomGraphPass):
-        def __init__(self) -> None:
-            self.changes = changes
-
         def __call__(self, graph: fx.Graph) -> None:
-            pass
+            if present is not None:
+                present(graph)
 
-        def uuid(self) -> str:
-            return "paged_attn: " + ", ".join(changes)
+        def uuid(self) -> Any:
+            mine, theirs = f"paged_attn: {change}", None if present is None else present.uuid()
+            return mine if present is None else theirs and (theirs, mine)  # nothing is cached with a pass that gives no name
 
     return Mark()

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch._dynamo.source import ConstantSource
 from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.sizevars import SizeVarAllocator
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from paged_attn.capture.early_launch import early_launches, waiting_first
 from paged_attn.capture.launch_sizes import ROWS, blocks_for_many_rows
 
 HINT = next(name for name in ("symbolic_hint", "optimization_hint") if hasattr(SizeVarAllocator, name))
@@ -71,24 +69,3 @@ def test_an_error_leaves_inductor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ZeroDivisionError), blocks_for_many_rows():
         write(Traced(6))
     assert TritonKernel.codegen_kernel is fails and getattr(SizeVarAllocator, HINT) is hint and config.post_grad_custom_post_pass is None
-
-
-def test_inductors_cache_knows_both_changes() -> None:
-    with early_launches(True), waiting_first(), blocks_for_many_rows():
-        both = config.post_grad_custom_post_pass.uuid()
-    with blocks_for_many_rows():
-        one = config.post_grad_custom_post_pass.uuid()
-    assert "wait first" in both and f"{ROWS} rows" in both and f"{ROWS} rows" in one and "wait" not in one
-
-
-def test_a_pass_of_the_users_stays() -> None:
-    class Users:
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            pass
-
-        def uuid(self) -> str:
-            return "the user's"
-
-    theirs = Users()
-    with config.patch({"post_grad_custom_post_pass": theirs}), blocks_for_many_rows():
-        assert config.post_grad_custom_post_pass is theirs
