@@ -20,7 +20,7 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
 _TORCH_MODULES = ("torch", "_operator", "operator", "builtins", "math")
-_TORCH_OPS = ("aten", "prim", "prims")
+_TORCH_OPS = ("aten", "prim", "prims", "_c10d_functional")
 
 
 class Indescribable(Exception):

@@ -87,6 +87,13 @@ def test_the_model_is_left_as_it_was_found(seen: list[dict[str, Any]]) -> None:
     assert all(got.values()), got
 
 
+def test_graphs_are_found_on_disk_by_all_ranks_or_by_none(seen: list[dict[str, Any]]) -> None:
+    """Each rank keeps one of its own. What traces runs the model, and with it the collectives of all."""
+    got = on_both(seen, "kept graphs")
+    assert [found for found, _ in got["runs"]] == [False, True, False] and got["files"] == 2
+    assert [tokens for _, tokens in got["runs"]] == [expected("llama")] * 3
+
+
 def test_ranks_capture_the_same_shapes(seen: list[dict[str, Any]]) -> None:
     """Rank 0 has room for more; a shape that rank 1 runs padded and rank 0 not would mix up their sums."""
     got = on_both(seen, "unequal budgets")

@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import pathlib
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.engine import engine as engine_module
+from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.parallel.lead import first_rank_leads
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.parallel.shard import shard
@@ -252,6 +254,24 @@ def led() -> dict[str, Any]:
     return {"leader": result, "ended": ended, "together": together}
 
 
+def kept_graphs() -> dict[str, Any]:
+    """Traced; found on disk by both ranks; and found by rank 0 alone, so that both trace."""
+    model, runs = sharded("llama"), []
+    finds_nothing = mock.patch.object(Entries, "read", lambda entries, key: iter(()))
+    with tempfile.TemporaryDirectory() as folder:
+        where = [folder]
+        dist.broadcast_object_list(where)
+        with mock.patch.dict(os.environ, {VARIABLE: where[0]}):
+            for patched in (contextlib.nullcontext(), contextlib.nullcontext(), finds_nothing if RANK == 1 else contextlib.nullcontext()):
+                with patched, LLM(model, **SETTINGS) as llm:
+                    found = llm.engine.runner.compiled.original is None
+                    runs.append([found, [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]])
+        dist.barrier()
+        files = len(list(pathlib.Path(where[0]).rglob("*.graph")))
+        dist.barrier()
+    return {"runs": runs, "files": files}
+
+
 def example() -> list[str]:
     from examples import tensor_parallel
 
@@ -316,6 +336,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "biases": biases,
     "read in shards": read_in_shards,
     "led": led,
+    "kept graphs": kept_graphs,
     "example": example,
     "divergence": divergence,
     "refusals": refusals,

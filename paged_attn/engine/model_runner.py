@@ -83,7 +83,10 @@ class ModelRunner:
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
         with replaced_by_ops(self.recurrent), evaluating(self.model):
             kept = KeptGraphs.of(self.model, options, positions)
-        if kept is not None and (found := kept.find()) is not None:
+        found = None if kept is None else kept.find()
+        if self.ranks is not None and not self.ranks.all_say(found is not None):
+            found = None  # ranks trace together, or none does
+        if kept is not None and found is not None:
             self.compiled, args, path = found
             try:
                 self._use(args, options)

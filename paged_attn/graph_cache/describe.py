@@ -202,6 +202,9 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
         return value.pattern, value.flags
     if isinstance(value, inspect.Signature):
         return (str(value),)
+    if isinstance(value, getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", ())):
+        groups = [group.group_name for group in value.get_all_groups()]
+        return value.device_type, value.mesh.tolist(), value.mesh_dim_names, value.get_coordinate(), groups
     return None
 
 

@@ -29,7 +29,7 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
     """
     whole = types.MethodType(type(module).forward, module)
     if style in AS_IT_IS and not isinstance(module, nn.Embedding):
-        return whole
+        return _as_it_is(whole)
     if style in ("colwise_gather_output", "colwise_rep") and isinstance(module, nn.Linear):
         return _gathered(whole, module.out_features, ranks)
     if style in ("rowwise", "rowwise_split_input", "rowwise_rep") and isinstance(module, nn.Linear):
@@ -39,7 +39,7 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
             return _gathered(whole, module.embedding_dim, ranks)
         return _summed_embedding(whole, module, ranks)
     if style in ("moe_tp_experts", "all_reduce"):
-        return _summed(whole, ranks) if cut or style == "all_reduce" else whole
+        return _summed(whole, ranks) if cut or style == "all_reduce" else _as_it_is(whole)
     if style == "moe_identity_expert":
         return lambda x, *args, **kwargs: whole(x / ranks.size, *args, **kwargs)
     raise UnsupportedError(
@@ -50,7 +50,13 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
 
 def equal_on_all_ranks(forward: Forward, ranks: Ranks) -> Forward:
     """`forward` with the first rank's result on all of them."""
-    return lambda *args, **kwargs: from_first(forward(*args, **kwargs), ranks.name)
+    group = ranks.name
+    return lambda *args, **kwargs: from_first(forward(*args, **kwargs), group)
+
+
+def _as_it_is(whole: Forward) -> Forward:
+    """A function of this file, so that the cache of graphs knows that the forward is ours."""
+    return lambda *args, **kwargs: whole(*args, **kwargs)
 
 
 def _gathered(whole: Forward, width: int, ranks: Ranks) -> Forward:
