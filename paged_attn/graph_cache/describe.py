@@ -202,7 +202,8 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
         return value.pattern, value.flags
     if isinstance(value, inspect.Signature):
         return (str(value),)
-    if isinstance(value, getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", ())):
+    mesh: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)  # torch may be built without
+    if mesh is not None and isinstance(value, mesh):
         groups = [group.group_name for group in value.get_all_groups()]
         return value.device_type, value.mesh.tolist(), value.mesh_dim_names, value.get_coordinate(), groups
     return None
