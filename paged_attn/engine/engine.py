@@ -206,10 +206,11 @@ class Engine:
             self.stats.model_seconds += time.perf_counter() - before_model
             chosen = self._choose(output, parts.states) if parts.sampling else None
         except BaseException:
-            try:
-                self._collect(0)  # what came before it is not lost
-            finally:
-                self._restart([request for request in requests if request.finish_reason is None])
+            with self.kv.advanced_states(requests):
+                try:
+                    self._collect(0)  # what came before it is not lost
+                finally:
+                    self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
         self._flights.append(Flight(parts, chosen, next(self._flight_numbers)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,6 +37,7 @@ class KVManager:
         self.version = 0  # grows when pages are given back or shared: until then who could not be admitted still can not
         self.snapshots: StateSnapshots | None = None
         self.tree: RadixCache | None = None
+        self._advanced: Collection[Request] = ()
         if prefix_cache and states is None:
             self.tree = RadixCache(self.allocator)
         elif prefix_cache and states is not None and slots.snapshots:
@@ -156,9 +160,21 @@ class KVManager:
         request.num_cached, request.num_locked, request.lock, request.state_slot = 0, 0, None, 0
         request.num_vouched, request.snapshot_points, request.snapshots = 0, [], {}
 
+    @contextmanager
+    def advanced_states(self, requests: Collection[Request]) -> Iterator[None]:
+        """Inside, the state slots of these requests may be ahead of their tokens, as a step failed that was for them: those that end leave
+        no state behind."""
+        self._advanced = requests
+        try:
+            yield
+        finally:
+            self._advanced = ()
+
     def _share_last_state(self, request: Request) -> None:
         """Keep the state of a request that ends or is preempted, if its tokens fill their last page: where `lock` ends."""
-        if self.snapshots is None or request.num_vouched != request.num_cached or not request.num_cached == request.num_locked > 0:
+        if self.snapshots is None or request in self._advanced:
+            return
+        if request.num_vouched != request.num_cached or not request.num_cached == request.num_locked > 0:
             return
         if request.lock.payload is None and (slot := self.snapshots.take(request.state_slot)) is not None:
             self.snapshots.attach(request.lock, slot)

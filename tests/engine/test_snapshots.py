@@ -9,7 +9,17 @@ import pytest
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.request import Request
-from tests.engine.models import POISON, assert_idle, assert_nothing_left, fail_once, make_engine, make_llm, poisoned, run_all
+from tests.engine.models import (
+    POISON,
+    assert_idle,
+    assert_nothing_left,
+    fail_once,
+    make_engine,
+    make_llm,
+    poisoned,
+    run_all,
+    run_past_errors,
+)
 from tests.engine.test_recurrent import poison_freed_slots
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import recurrent
@@ -173,6 +183,35 @@ def test_a_failed_step_leaves_no_state_behind_that_is_ahead_of_its_tokens(at_cal
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.output_token_ids == greedy(recurrent(HYBRID), prompt, NEW)
         for end in range(1, NEW):
+            ask(engine, prompt + request.output_token_ids[:end], 3)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("at_call", range(2, NEW + 2))
+def test_a_request_that_ends_while_the_step_after_it_fails_leaves_no_state_of_that_step(at_call: int) -> None:
+    """With overlap its last token is known only when that step has run, and is taken in after it has failed. Whatever a failed step leaves
+    in its states is no longer the state of their tokens."""
+    engine = poisoned_engine(page_size=1, overlap=True)
+    assert engine.states is not None
+    prompts = [STEM, OTHER[:7]]
+    answers = [greedy(recurrent(HYBRID), prompt, NEW) for prompt in prompts]
+    stops = [SamplingParams(max_new_tokens=2 * NEW, stop_token_ids=(answer[-2],)) for answer in answers]
+    requests = [engine.add_request(prompt, stop) for prompt, stop in zip(prompts, stops, strict=True)]
+    run, calls = engine.steps.run, iter(range(1, 10**9))
+
+    def failing(*args: Any) -> Any:
+        output = run(*args)
+        if next(calls) == at_call:
+            for request in engine.last_scheduled:
+                engine.states.fill(float("nan"), request.state_slot)  # type: ignore[union-attr]
+            raise RuntimeError("out of memory")
+        return output
+
+    engine.steps.run = failing  # type: ignore[method-assign]
+    run_past_errors(engine)
+    for prompt, request, answer in zip(prompts, requests, answers, strict=True):
+        assert request.output_token_ids == answer[: answer.index(answer[-2]) + 1] and request.finish_reason == "stop"
+        for end in range(1, len(request.output_token_ids) + 1):
             ask(engine, prompt + request.output_token_ids[:end], 3)
     assert_idle(engine)
 
