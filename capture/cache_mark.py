@@ -15,20 +15,13 @@ def marked(change: str) -> Iterator[None]:
 
     Inductor keys the user's pass over the graph by the name that it gives itself; here that name is longer. Marks inside marks add up.
     """
-    from torch._inductor import config
+    from torch._inductor import config  # not at the top: Inductor takes a second to import, and most processes need none of it
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    present = config.post_grad_custom_post_pass
+    present: Any = config.post_grad_custom_post_pass
     if present is not None and not isinstance(present, CustomGraphPass):
         yield  # a pass without a name, with which Inductor caches nothing
         return
-    with config.patch({"post_grad_custom_post_pass": _mark(present, change)}):
-        yield
-
-
-def _mark(present: Any, change: str) -> Any:
-    """Made here, as Inductor takes a second to import and most processes need none of it."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Mark(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -39,4 +32,5 @@ def _mark(present: Any, change: str) -> Any:
             mine, theirs = f"paged_attn: {change}", None if present is None else present.uuid()
             return mine if present is None else theirs and (theirs, mine)  # nothing is cached with a pass that gives no name
 
-    return Mark()
+    with config.patch({"post_grad_custom_post_pass": Mark()}):
+        yield
