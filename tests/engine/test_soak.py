@@ -16,15 +16,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.request import TokenEvent
 from tests.soak import __main__ as script
-from tests.soak import build, drive_engine, leaks, run
+from tests.soak import build, drive_engine, leaks, oracle, run
 from tests.soak.build import Faults
 from tests.soak.cases import Case, Outcome
 from tests.soak.plan import ORDER, Plan
 from tests.soak.run import DRIVERS, Soak
+from tests.tiny_models import VOCAB
 
 SMALL: dict[str, Any] = {
     "page_size": 4, "num_pages": 26, "max_batch_tokens": 16, "max_requests": 6, "prefix_cache": True, "compile": True, "graphs": "off",
@@ -79,6 +82,18 @@ def test_a_round_can_be_run_again() -> None:
         assert Plan.of(5, number) == Plan.of(5, number) != Plan.of(6, number)
     other = Plan.of(5, 0, "server")
     assert other.replay.endswith("--seed 5 --round 0 --kind server") and Plan.of(5, 0).replay.endswith("--seed 5 --round 0")
+
+
+def test_the_oracle_stops_before_a_tie_and_only_there() -> None:
+    """`generate` alone and a batch may round it in different ways."""
+    clear = torch.linspace(-1.0, 1.0, VOCAB)
+    tied = clear.clone()
+    tied[7] = clear.max() + 1e-6
+    for length in range(1, 200):  # each with other noise
+        for scores, firm in ((clear, None), (tied, 0)):
+            chooser = oracle.Chooser([1] * length, SamplingParams())
+            chooser(torch.ones(1, length, dtype=torch.int64), scores.unsqueeze(0))
+            assert chooser.firm == firm
 
 
 def leak_a_page(engine: Engine) -> None:
