@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -25,9 +26,11 @@ sys.exit(main(["doctor"]))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, which is built from the checkout."""
-    out = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "build", "--outdir", str(out), str(ROOT)], check=True, capture_output=True, timeout=400)
+    """Built from the sdist, which is built from a copy of the checkout: building writes into its folder, which other tests read."""
+    out, copied = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("copied") / "checkout"
+    shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "out", "tests"))
+    built = subprocess.run([sys.executable, "-m", "build", "--outdir", str(out), str(copied)], capture_output=True, text=True, timeout=400)
+    assert built.returncode == 0, built.stdout + built.stderr
     return next(out.glob("*.whl"))
 
 
