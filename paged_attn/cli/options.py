@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_attn.engine.config import EngineConfig, parse_setting
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_params import GUIDES, SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ENGINE = "engine_"
@@ -62,6 +62,9 @@ def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add("--seed", type=int, metavar="S", help="default: from entropy")
     add("--stop", action="append", default=[], metavar="STR", help="text that ends a completion; may be given many times")
     add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    add("--json-schema", metavar="JSON", help="the answer is JSON of this schema")
+    add("--regex", metavar="RE", help="the answer matches this regular expression")
+    add("--grammar", metavar="LARK", help="the answer follows this grammar, in llguidance's dialect of Lark")
     add("--logprobs", type=int, metavar="K", help="log-probability of each new token and of the K likeliest")
 
 
@@ -111,8 +114,10 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         )
     if args.check and (args.frequency_penalty or args.presence_penalty):
         raise ValueError("--check compares with generate(), which has no frequency and presence penalties; leave them or --check out")
+    if args.check and (guide := next((name for name in GUIDES if getattr(args, name) is not None), None)):
+        raise ValueError(f"--check compares with generate(), which has no --{guide.replace('_', '-')}; leave it or --check out")
     names = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
-    names += ["seed", "ignore_eos", "logprobs"]
+    names += ["seed", "ignore_eos", "logprobs", *GUIDES]
     return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
 
 

@@ -129,9 +129,11 @@ class Engine:
             text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
 
         Raises:
-            ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, or an id in use.
+            ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, an id in use, or a schema, regular
+                expression or grammar that can not be read.
             TypeError: a prompt that is not token ids, a namespace that does not hash, or a priority that is no whole number.
-            UnsupportedError: the pool can never hold prompt and new tokens; the message does the sum.
+            UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
+                there.
         """
         params = SamplingParams() if params is None else params
         arrival = next(self._arrivals)

@@ -35,7 +35,7 @@ class Intake:
     def expect(self, request: Request) -> None:
         """Tokens of the request may come from now on."""
         self.requests[request.id] = request
-        self.num_host_bound += bool(request.params.logits_processors)
+        self.num_host_bound += request.params.needs_host
 
     def due(self) -> TokenEvents:
         """The events that are owed, which with this call are not any more."""
@@ -90,6 +90,8 @@ class Intake:
             reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
         elif token_id in request.stop_token_ids:
             reason, request.stop_reason = FinishReason.STOP, token_id
+        elif request.sampling.guide is not None and not request.sampling.guide.goes_on_after(token_id):
+            reason = FinishReason.STOP
         elif request.num_sampled >= request.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
@@ -97,17 +99,21 @@ class Intake:
         return TokenEvent(request.id, token_id, text, reason, token.logprob, token.top_logprobs)
 
     def _fail(self, request: Request) -> TokenEvent:
-        request.error = ValueError(
-            f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
-            "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
-        )
+        guide = request.sampling.guide
+        if guide is not None and guide.error is not None:
+            request.error = ValueError(f"request {request.id!r} ended after {len(request.tokens)} tokens, others go on: {guide.error}")
+        else:
+            request.error = ValueError(
+                f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
+                "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
+            )
         return self._finish(request, FinishReason.ERROR)
 
     def _finish(self, request: Request, reason: FinishReason) -> TokenEvent:
         request.finish_reason = reason
         text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
         self.sampler.forget(request.sampling)
-        self.num_host_bound -= bool(request.params.logits_processors)
+        self.num_host_bound -= request.params.needs_host
         self.scheduler.remove(request, share=request.num_sampled > 0 and reason is not FinishReason.ERROR)
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)

@@ -8,6 +8,7 @@ from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.guides import Guides
 from paged_attn.engine.model_limits import ModelLimits
 from paged_attn.engine.request import Request
 from paged_attn.engine.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ class NewRequests:
         limits: of the model; num_pages, page_size: of the pool, as far as requests may use it.
         tokenizer: decodes new tokens to text; None gives empty texts.
         has_states: the model has recurrent state.
+        guides: of what the params ask for.
     """
 
     limits: ModelLimits
@@ -29,6 +31,9 @@ class NewRequests:
     page_size: int
     tokenizer: Any
     has_states: bool
+
+    def __post_init__(self) -> None:
+        self.guides = Guides(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
     def make(
         self,
@@ -50,15 +55,17 @@ class NewRequests:
         max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
         self._check_fits(len(ids), max_new)
         stop = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_token_ids)
+        self.limits.check_biases(params.biases)
+        guide = self.guides.guide(params)
         tokens = list(ids)
         text_at_end = not params.stop and (text_at_end or self.tokenizer is None)
         text = WholeText(self.tokenizer, tokens) if text_at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
-            sampling=SamplingState(params, tokens), detokenizer=text, arrival=arrival, namespace=namespace, prompt=prompt,
+            sampling=SamplingState(params, tokens, guide), detokenizer=text, arrival=arrival, namespace=namespace, prompt=prompt,
             priority=priority,
         )  # fmt: skip
-        request.is_plain = text_at_end and params.logprobs is None and not self.has_states
+        request.is_plain = text_at_end and params.logprobs is None and not self.has_states and guide is None
         return request
 
     def _check_fits(self, prompt: int, new: int) -> None:

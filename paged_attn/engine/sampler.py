@@ -13,6 +13,8 @@ from paged_attn.attn_ops.packed_ints import PackedInts
 from paged_attn.backends.store_kv import has_triton
 from paged_attn.engine.candidates import Filters, at_temperature, draw_from, draw_from_all, filter_scores
 from paged_attn.engine.chosen import Chosen, SampledToken, logprobs_of
+from paged_attn.engine.guides import forbid_others
+from paged_attn.engine.logit_bias import add_biases
 from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.token_counts import TokenCounts, penalised
 from paged_attn.parallel.ranks import Ranks
@@ -55,7 +57,8 @@ class Sampler:
         Raises:
             ValueError: wrong shapes, or a token so far that the vocabulary does not have.
 
-        Penalties, then the request's own logits processors, temperature, top-k, top-p, min-p; greedy rows are `logits.argmax(-1)`.
+        Biases, penalties, then the request's own logits processors, what its guide forbids, temperature, top-k, top-p, min-p; greedy rows
+        are `logits.argmax(-1)`.
         Source: the order and boundaries of transformers 5.23 (`generation/logits_process.py`).
         """
         logits = logits.detach()
@@ -85,6 +88,7 @@ class Sampler:
         count_rows = self._counts_for(logits).rows_of([states[place] for place in counting]) if counting else []
         numbers = _Numbers.of(rows, states, counting, count_rows, logits)
         scores = logits.index_select(0, numbers.rows).float()
+        add_biases(scores, [state.params.biases for state in states])
         if counting:
             assert self._counts is not None
             some = scores.index_select(0, numbers.counting)
@@ -93,6 +97,9 @@ class Sampler:
         for place, state in enumerate(states):
             for processor in state.params.logits_processors:
                 scores[place : place + 1] = _processed(processor, state, scores[place : place + 1])
+        guided = {place: state.guide for place, state in enumerate(states) if state.guide is not None}
+        if guided:
+            forbid_others(scores, list(guided), list(guided.values()))
         chosen = best_tokens(scores)
         greedy = sum(state.params.is_greedy for state in states)
         filtered = greedy + numbers.num_unfiltered

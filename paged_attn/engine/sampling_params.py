@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
 MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+GUIDES = ("json_schema", "regex", "grammar")
 MIN_TEMPERATURE = 1e-6  # below this float32 logits / temperature may overflow
 SEED_LIMIT = 2**64
 
@@ -34,13 +37,19 @@ class SamplingParams:
         stop: text that ends the request; a single str is taken as one stop string.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: None for none; k for each new token's log-probability and the k most likely tokens with theirs.
+        logit_bias: {token id: what is added to its logit, -100 to 100}, before penalties; kept as pairs.
+        json_schema: the answer is JSON of this schema (a mapping, or its text); kept as text.
+        regex: the whole answer matches this regular expression (of Rust's `regex`, without anchors).
+        grammar: the answer follows this context-free grammar, in the dialect of Lark that llguidance reads.
 
     Raises:
         TypeError: a value of the wrong type.
         ValueError: a value outside its range.
 
     The filters mean what they mean in transformers' `generation/logits_process.py` (5.23); frequency and presence penalties what they mean
-    in OpenAI's API.
+    in OpenAI's API. At most one of `json_schema`, `regex` and `grammar` may be given; they need llguidance and a tokenizer. What
+    they do not allow is forbidden before a token is chosen; the answer ends when nothing can follow, or with an end token where it may. Cut
+    at `max_new_tokens` it need not be whole. Like logits processors they need the host.
     """
 
     max_new_tokens: int = 128
@@ -57,6 +66,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -70,16 +83,29 @@ class SamplingParams:
             ),
             "frequency_penalty": _penalty("frequency_penalty", self.frequency_penalty),
             "presence_penalty": _penalty("presence_penalty", self.presence_penalty),
+            "logit_bias": _biases(self.logit_bias),
             "logits_processors": _processors(self.logits_processors),
             "seed": None if self.seed is None else _seed(self.seed),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "stop": _stop_strings(self.stop),
             "logprobs": None if self.logprobs is None else _whole("logprobs", self.logprobs, "None asks for none"),
+            "json_schema": None if self.json_schema is None else _json_schema(self.json_schema),
         }
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos: got {self.ignore_eos!r}; allowed: True or False; pass a bool")
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
+        self._check_guide()
+
+    def _check_guide(self) -> None:
+        for name in ("regex", "grammar"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise TypeError(f"{name}: got {value!r}; allowed: a str; None turns it off")
+        given = [name for name in GUIDES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: got one beside {given[0]}; allowed: one of {', '.join(GUIDES)}; leave the others out")
+        if given and self.ignore_eos:
+            raise ValueError(f"ignore_eos: got True beside {given[0]}; allowed: False; such an answer may end with an end token only")
 
     @property
     def is_greedy(self) -> bool:
@@ -88,6 +114,22 @@ class SamplingParams:
     @property
     def has_penalty(self) -> bool:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
+    def guide(self) -> tuple[str, str] | None:
+        """Which of the ways to guide the answer is used, and its text."""
+        return next(((name, text) for name in GUIDES if (text := getattr(self, name)) is not None), None)
+
+    @property
+    def needs_host(self) -> bool:
+        """A token can only be chosen when the host knows all those before it."""
+        return bool(self.logits_processors) or self.guide is not None
 
     @property
     def has_filter(self) -> bool:
@@ -119,6 +161,33 @@ def _penalty(name: str, value: object) -> float:
     if not -MAX_PENALTY <= number <= MAX_PENALTY:  # NaN is not, either
         raise ValueError(f"{name}: got {number}; allowed: {allowed}; {hint}")
     return number
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    allowed, hint = f"{{token id: number from {-MAX_BIAS:g} to {MAX_BIAS:g}}}, as in OpenAI's API", "{} turns it off"
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, (tuple, list)) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise TypeError(f"logit_bias: got {value!r}; allowed: {allowed}; {hint}")
+    for token, bias in pairs:
+        _whole("logit_bias", token, "keys are ids of the model's tokenizer")
+        if isinstance(bias, bool) or not isinstance(bias, Real):
+            raise TypeError(f"logit_bias: got {bias!r} for token {token}; allowed: {allowed}; {hint}")
+        if not -MAX_BIAS <= float(bias) <= MAX_BIAS:  # NaN is not, either
+            raise ValueError(f"logit_bias: got {float(bias)} for token {token}; allowed: {allowed}; {hint}")
+    return tuple(sorted({int(token): float(bias) for token, bias in pairs}.items()))
+
+
+def _json_schema(value: object) -> str:
+    allowed, hint = "a mapping, or a text that is a JSON object", "a pydantic model has model_json_schema()"
+    if not isinstance(value, (str, Mapping)):
+        raise TypeError(f"json_schema: got {value!r} ({type(value).__name__}); allowed: {allowed}; {hint}")
+    try:
+        text = value if isinstance(value, str) else json.dumps(value)
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("not an object")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema: got what is no JSON object ({error}); allowed: {allowed}; {hint}") from error
+    return text
 
 
 def _processors(value: object) -> tuple[LogitsProcessor, ...]:

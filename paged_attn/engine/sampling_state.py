@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from paged_attn.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from paged_attn.engine.guides import Guide
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -16,6 +20,7 @@ class SamplingState:
 
     Args:
         tokens: the request's own list, which grows as tokens become known; what it holds now is the prompt.
+        guide: says which tokens may come next; whoever adds to `tokens` tells it.
 
     Attributes:
         seed: the seed in use, drawn from entropy when `params.seed` is None.
@@ -26,14 +31,14 @@ class SamplingState:
         counts_tokens: some penalty asks which tokens there were.
     """
 
-    def __init__(self, params: SamplingParams, tokens: Iterable[int] = ()) -> None:
-        self.params = params
+    def __init__(self, params: SamplingParams, tokens: Iterable[int] = (), guide: Guide | None = None) -> None:
+        self.params, self.guide = params, guide
         self.tokens = tokens if isinstance(tokens, list) else list(tokens)
         self.num_prompt = len(self.tokens)
         self.seed = int.from_bytes(os.urandom(8)) if params.seed is None else params.seed
         self.num_chosen = 0
         self.counts_tokens = params.has_penalty
-        self.is_plain = params.is_greedy and not self.counts_tokens and not params.logits_processors
+        self.is_plain = params.is_greedy and not (self.counts_tokens or params.logit_bias or params.needs_host)
         self.is_simple = self.is_plain and params.logprobs is None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,23 +12,24 @@ from paged_attn.server.errors import ApiError, bad_request
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
+MAX_BIASES = 1024
+MAX_DIGITS = 12
+MAX_N = 128  # OpenAI's
 MAX_TOP_K = 2**31 - 1  # above any vocabulary
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of OpenAI's that change nothing here.
 IGNORED = frozenset({"user", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
 # Fields that would change the answer: only the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((None, 1), "send the request n times; its prompt is computed once and then comes from the prefix cache"),
-    "best_of": ((None, 1), "send several requests with logprobs and compare"),
+    "best_of": ((None, 1), "use n with logprobs and compare"),
     "echo": (NOTHING, "put the prompt in front yourself"),
     "suffix": (NOTHING, "put the model's own fill-in-the-middle tokens into the prompt"),
-    "logit_bias": (NOTHING, "leave it out"),
     "tools": (NOTHING, "leave it out"),
     "tool_choice": ((None, "none", "auto"), "leave it out"),
     "parallel_tool_calls": ((None, False, True), "leave it out"),
     "functions": (NOTHING, "leave it out"),
     "function_call": ((None, "none", "auto"), "leave it out"),
-    "response_format": ((None, {"type": "text"}), "leave it out"),
+    "response_format": ((None, {"type": "text"}), "only chats have it; give json_schema, regex or grammar"),
     "modalities": ((None, ["text"]), "leave it out"),
     "audio": (NOTHING, "leave it out"),
     "prediction": (NOTHING, "leave it out"),
@@ -61,9 +62,14 @@ class Body(BaseModel):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     seed: int | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="token ids, as texts, and what is added to their logits")
+    n: int | None = Field(None, description="how many answers to each prompt; default 1")
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = Field(None, description="extension")
     ignore_eos: bool | None = Field(None, description="extension")
+    json_schema: dict[str, Any] | None = Field(None, description="extension: the answer is JSON of this schema")
+    regex: str | None = Field(None, description="extension: the answer matches this regular expression")
+    grammar: str | None = Field(None, description="extension: the answer follows this grammar, in llguidance's dialect of Lark")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="extension: token_ids and prompt_token_ids in the answer")
@@ -93,11 +99,27 @@ class Body(BaseModel):
             raise ApiError(400, "stream_options: allowed only with stream=true", param="stream_options")
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def num_answers(self) -> int:
+        """Of each prompt.
+
+        Raises:
+            ApiError: 400 for too few or too many.
+        """
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_N:
+            raise ApiError(400, f"n: got {n}; allowed: 1 to {MAX_N}", param="n")
+        return n
+
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
+    def wanted_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer shall follow, if any."""
+        return self.json_schema
+
     def sampling_params(self, room: int) -> SamplingParams:
-        """The engine's parameters.
+        """The engine's parameters, for one answer.
 
         Args:
             room: the most new tokens that the model and its pool have room for, for requests that give no limit.
@@ -111,6 +133,7 @@ class Body(BaseModel):
             "repetition_penalty": self.repetition_penalty, "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty, "seed": self.seed, "stop": self._stops(), "ignore_eos": self.ignore_eos,
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids), "logprobs": self._logprobs(),
+            "logit_bias": self._biases(), "json_schema": self.wanted_schema(), "regex": self.regex, "grammar": self.grammar,
         }  # fmt: skip
         try:
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -128,6 +151,14 @@ class Body(BaseModel):
             name = "top_logprobs" if isinstance(self, ChatBody) else "logprobs"
             raise ApiError(400, f"{name}: got {count}; allowed: 0 to {MAX_LOGPROBS}", param=name)
         return count
+
+    def _biases(self) -> dict[int, float] | None:
+        biases = self.logit_bias or {}
+        if len(biases) > MAX_BIASES:
+            raise ApiError(400, f"logit_bias: got {len(biases)} tokens; allowed: at most {MAX_BIASES}", param="logit_bias")
+        if bad := [token for token in biases if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS)]:
+            raise ApiError(400, f"logit_bias: got {bad[0]!r}; allowed: token ids, written as texts", param="logit_bias")
+        return {int(token): bias for token, bias in biases.items()} or None
 
     def _stops(self) -> tuple[str, ...] | None:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -147,6 +178,20 @@ class CompletionBody(Body):
         return self.logprobs
 
 
+class JsonSchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="answers always follow the schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
 class ChatBody(Body):
     """The body of POST /v1/chat/completions."""
 
@@ -154,6 +199,7 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; default: what there is room for")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}; needs logprobs=true")
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="extension: variables for the model's chat template")
 
     def num_logprobs(self) -> int | None:
@@ -167,6 +213,16 @@ class ChatBody(Body):
             what = f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}"
             raise ApiError(400, f"{what}; give one of them", param="max_completion_tokens")
         return both.pop() if both else room  # type: ignore[return-value]
+
+    def wanted_schema(self) -> dict[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return self.json_schema
+        if self.json_schema is not None:
+            raise ApiError(400, "json_schema: got one beside response_format; give one of them", param="json_schema")
+        if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+            raise ApiError(400, 'response_format: json_schema belongs to type "json_schema", and to it alone', param="response_format")
+        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """Messages of role, content (text) and name, as templates expect them.

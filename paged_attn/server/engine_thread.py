@@ -183,9 +183,9 @@ class EngineThread:
         if job.cancelled:
             return None
         try:
-            for prompt in job.prompts:
+            for prompt, params in zip(job.prompts, job.params, strict=True):
                 request = engine.add_request(
-                    prompt.token_ids, job.params, namespace=job.namespace, prompt=prompt.text, priority=job.priority,
+                    prompt.token_ids, params, namespace=job.namespace, prompt=prompt.text, priority=job.priority,
                     text_at_end=job.text_at_end,
                 )  # fmt: skip
                 self._owners[request.id] = (job, len(job.requests))

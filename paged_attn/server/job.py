@@ -29,11 +29,13 @@ Update = Accepted | ApiError | tuple[int, TokenEvent]
 
 
 class Job:
-    """Prompts that share their params.
+    """Prompts and their params; several in a row may be answers to the same prompt.
 
     The engine's thread fills `requests` and sends updates; all else belongs to the event loop.
 
     Args:
+        params: one for each prompt, or one for all.
+        num_answers: so many prompts in a row are one prompt of the client's.
         text_at_end: the text is read when a request has ended, and not with each token.
 
     Attributes:
@@ -42,9 +44,18 @@ class Job:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], params: SamplingParams, namespace: Hashable = None, *, priority: int = 0, text_at_end: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        namespace: Hashable = None,
+        *,
+        num_answers: int = 1,
+        priority: int = 0,
+        text_at_end: bool = False,
     ) -> None:
-        self.prompts, self.params, self.namespace, self.priority, self.text_at_end = prompts, params, namespace, priority, text_at_end
+        self.prompts, self.num_answers = prompts, num_answers
+        self.params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        self.namespace, self.priority, self.text_at_end = namespace, priority, text_at_end
         self.created = time.perf_counter()
         self.requests: list[Request] = []
         self.cancelled = False
@@ -79,7 +90,9 @@ class Job:
             assert isinstance(update, tuple), update
             index, event = update
             if event.finish_reason == "error":
-                raise ApiError(500, str(self.requests[index].error), code="bad_logits")
+                guide = self.requests[index].sampling.guide
+                code = "bad_logits" if guide is None or guide.error is None else "guide_failed"
+                raise ApiError(500, str(self.requests[index].error), code=code)
             left -= event.finish_reason is not None
             yield index, event
 

@@ -18,9 +18,10 @@ from paged_attn.server.texts import Texts
 Known = tuple[int, float, Sequence[tuple[int, float]]]
 
 
-def usage(requests: Sequence[Request]) -> dict[str, Any]:
-    prompt, new = sum(len(request.prompt_token_ids) for request in requests), sum(request.num_sampled for request in requests)
-    cached = sum(request.cached_tokens for request in requests)
+def usage(requests: Sequence[Request], num_answers: int) -> dict[str, Any]:
+    """A prompt counts once, however many answers it got."""
+    prompts, new = requests[::num_answers], sum(request.num_sampled for request in requests)
+    prompt, cached = sum(len(request.prompt_token_ids) for request in prompts), sum(request.cached_tokens for request in prompts)
     details = {"cached_tokens": cached}
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": details}
 
@@ -41,7 +42,7 @@ class Reply:
     async def whole(self) -> dict[str, Any]:
         """Raises ApiError if a request failed."""
         choices = [self.choice(i, completion) for i, completion in enumerate(await self.job.completions())]
-        return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.job.requests)}
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.job.requests, self.job.num_answers)}
 
     async def lines(self) -> AsyncIterator[str]:
         """The data of the server-sent events; an error after the beginning is the last but one."""
@@ -53,7 +54,7 @@ class Reply:
                 for choice in self.parts(index, event):
                     yield self._line([choice], extra)
             if extra:
-                yield self._line([], {"usage": usage(self.job.requests)})
+                yield self._line([], {"usage": usage(self.job.requests, self.job.num_answers)})
         except ApiError as error:
             yield json.dumps(error.payload())
         yield "[DONE]"
@@ -123,7 +124,8 @@ class ChatReply(Reply):
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def openings(self) -> list[dict[str, Any]]:
-        return [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}]
+        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [{"index": index, **opening} for index in range(len(self.job.prompts))]
 
     def content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -10,12 +11,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.sampling_params import SEED_LIMIT, SamplingParams
 from paged_attn.server.bodies import Body, ChatBody, CompletionBody
 from paged_attn.server.disconnect import ClientGone, EventStream, unless_gone
-from paged_attn.server.errors import ApiError
+from paged_attn.server.errors import ApiError, bad_request
 from paged_attn.server.job import Job, Prompt
 from paged_attn.server.replies import ChatReply, CompletionReply, Reply
-from paged_attn.server.settings import ServerSettings
 from paged_attn.server.status import Status
 from paged_attn.server.texts import Texts
 
@@ -56,7 +57,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete one or several prompts."""
     state, engine, texts = _ready(request, body)
     prompts = await texts.prompts(body.prompt)
-    job = _job(prompts, body, engine, state.settings)
+    job = await _job(prompts, body, engine, state)
     return await _answer(request, job, CompletionReply(job, body, texts, state.settings.model_name))
 
 
@@ -65,15 +66,43 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     """The next message of a conversation."""
     state, engine, texts = _ready(request, body)
     prompt = await texts.chat(body.plain_messages(), body.chat_template_kwargs or {})
-    job = _job([prompt], body, engine, state.settings)
+    job = await _job([prompt], body, engine, state)
     return await _answer(request, job, ChatReply(job, body, texts, state.settings.model_name))
 
 
-def _job(prompts: Sequence[Prompt], body: Body, engine: Engine, settings: ServerSettings) -> Job:
-    if body.priority and not settings.allow_priority:
+async def _job(prompts: Sequence[Prompt], body: Body, engine: Engine, state: ServerState) -> Job:
+    if body.priority and not state.settings.allow_priority:
         raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
-    params = body.sampling_params(_room(engine, prompts))
-    return Job(prompts, params, body.cache_salt, priority=body.priority or 0, text_at_end=not body.stream)
+    params, n = body.sampling_params(_room(engine, prompts)), body.num_answers
+    await _check_params(params, engine, state)
+    answers = [params] if n == 1 else [_with_seed(params, number) for number in range(n)]
+    return Job(
+        [prompt for prompt in prompts for _ in range(n)], answers * len(prompts), body.cache_salt,
+        num_answers=n, priority=body.priority or 0, text_at_end=not body.stream,
+    )  # fmt: skip
+
+
+def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
+    """The params of one of several answers: with a seed each has its own."""
+    return params if params.seed is None else replace(params, seed=(params.seed + number) % SEED_LIMIT)
+
+
+async def _check_params(params: SamplingParams, engine: Engine, state: ServerState) -> None:
+    """What the engine would refuse, said of the field at fault. What an answer shall follow is read here, beside the engine.
+
+    Raises:
+        ApiError: 400.
+    """
+    assert state.texts is not None
+    try:
+        engine.limits.check_biases(params.biases)
+    except ValueError as error:
+        raise bad_request(error, "logit_bias") from error
+    if params.guide is not None:
+        try:
+            await state.texts.in_worker(lambda: engine.new_requests.guides.guide(params))
+        except ValueError as error:  # UnsupportedError is one
+            raise bad_request(error, params.guide[0]) from error
 
 
 async def _answer(request: Request, job: Job, reply: Reply) -> Response:

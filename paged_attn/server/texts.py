@@ -41,7 +41,7 @@ class Texts:
         Raises:
             ApiError: 400 if it is anything else, or text that can not be tokenized.
         """
-        return await self._in_worker(lambda: [self._prompt(each) for each in _listed(given)])
+        return await self.in_worker(lambda: [self._prompt(each) for each in _listed(given)])
 
     async def chat(self, messages: list[dict[str, Any]], template_settings: dict[str, Any]) -> Prompt:
         """Messages in the tokenizer's chat template, with the beginning of the answer.
@@ -49,7 +49,7 @@ class Texts:
         Raises:
             ApiError: 400 if there is no template, or it refuses the messages; then with its own words.
         """
-        return await self._in_worker(lambda: self._chat(messages, template_settings))
+        return await self.in_worker(lambda: self._chat(messages, template_settings))
 
     def of_token(self, token_id: int) -> str:
         """A token's text with its leading space; `token_id:N` for one that is no whole text, such as a part of a character."""
@@ -57,7 +57,8 @@ class Texts:
             self._token_texts[token_id] = self._of_token(token_id)
         return self._token_texts[token_id]
 
-    async def _in_worker(self, work: Callable[[], T]) -> T:
+    async def in_worker(self, work: Callable[[], T]) -> T:
+        """What `work` returns, from the thread for long work."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     def _prompt(self, given: str | list[int]) -> Prompt:

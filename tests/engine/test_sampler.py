@@ -393,3 +393,24 @@ def test_imports_without_transformers():
     names = "sampling_params, sampling_state, token_counts, candidates, chosen, sampler, detokenizer"
     code = f"import sys; from paged_attn.engine import {names}; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_biases_are_added_before_penalties_to_their_own_row():
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+    biases = [{3: 2.0, 7: -100.0}, {}, {0: 1.5, 49: 0.25, 7: -1.0}, {49: -3.0}]
+    states = [state_of([3, 7, 49], temperature=t, top_k=k, repetition_penalty=1.7, logit_bias=b, seed=5)
+              for b, t, k in zip(biases, (0.0, 1.0, 1.0, 0.7), (0, 0, 9, 0), strict=True)]  # fmt: skip
+    added = torch.stack([logits[row].index_add(0, torch.tensor([*b], dtype=torch.int64), torch.tensor([*b.values()]))
+                         for row, b in enumerate(biases)])  # fmt: skip
+    plain = [state_of([3, 7, 49], temperature=s.params.temperature, top_k=s.params.top_k, repetition_penalty=1.7, seed=5) for s in states]
+    kept = logits.clone()
+    assert [t.token_id for t in sample(logits, states)] == [t.token_id for t in sample(added, plain)]
+    assert torch.equal(logits, kept)
+
+
+def test_a_greedy_request_takes_the_token_with_the_bias():
+    logits = torch.zeros(3, 20)
+    states = [state_of(temperature=0.0), state_of(temperature=0.0, logit_bias={11: 0.5}), state_of(temperature=0.0, logit_bias={0: -100})]
+    assert [t.token_id for t in sample(logits, states)] == [0, 11, 1]
+    with pytest.raises(ValueError, match="logit_bias: got token id 20; allowed: 0 to 19"):
+        sample(logits[:1], [state_of(logit_bias={20: 1.0})])

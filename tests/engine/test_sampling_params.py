@@ -12,7 +12,10 @@ from paged_attn.engine.sampling_params import SamplingParams
 def test_defaults_are_greedy():
     params = SamplingParams()
     assert params.is_greedy
-    assert dataclasses.astuple(params) == (128, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), None, (), (), False, None)
+    assert dataclasses.astuple(params) == (
+        *(128, 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), None, (), (), False, None),
+        *((), None, None, None),
+    )
 
 
 def test_frozen_and_hashable():
@@ -31,6 +34,8 @@ def test_values_are_normalised():
         top_p=np.float32(0.5),
         logprobs=0,
         seed=2**64 - 1,
+        logit_bias={7: 1, np.int64(3): np.float32(-0.5)},
+        json_schema={"type": "object", "properties": {"b": {}, "a": {}}},
     )
     assert params.temperature == 1.0 and type(params.temperature) is float and not params.is_greedy
     assert params.stop == ("END",)
@@ -38,6 +43,9 @@ def test_values_are_normalised():
     assert type(params.top_k) is int and type(params.top_p) is float
     assert params.logprobs == 0
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert params.logit_bias == ((3, -0.5), (7, 1.0)) and type(params.logit_bias[0][0]) is int
+    assert params.guide == ("json_schema", '{"type": "object", "properties": {"b": {}, "a": {}}}')
+    assert dataclasses.replace(params, seed=1).logit_bias == params.logit_bias
 
 
 @pytest.mark.parametrize(
@@ -52,6 +60,11 @@ def test_values_are_normalised():
         {"frequency_penalty": -2},
         {"presence_penalty": 2.0},
         {"logits_processors": [max]},
+        {"logit_bias": {}},
+        {"logit_bias": {0: -100, 10**9: 100}},
+        {"json_schema": {}},
+        {"json_schema": '{"type": "object"}'},
+        {"regex": ""},
     ],
 )
 def test_edges_are_allowed(edge):
@@ -84,6 +97,12 @@ def test_edges_are_allowed(edge):
         ("stop", ""),
         ("stop", ("a", "")),
         ("logprobs", -1),
+        ("logit_bias", {1: 100.5}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {-1: 0.5}),
+        ("json_schema", "[]"),
+        ("json_schema", "{"),
+        ("json_schema", {"a": object()}),
     ],
 )
 def test_values_out_of_range(name, value):
@@ -118,8 +137,24 @@ def test_values_out_of_range(name, value):
         ("stop", (1,)),
         ("ignore_eos", 1),
         ("logprobs", True),
+        ("logit_bias", [5]),
+        ("logit_bias", {"5": 1}),
+        ("logit_bias", {5: "1"}),
+        ("json_schema", True),
+        ("regex", b"a"),
+        ("grammar", 1),
     ],
 )
 def test_wrong_types(name, value):
     with pytest.raises(TypeError, match=f"^{name}: got .*allowed: "):
         SamplingParams(**{name: value})
+
+
+def test_there_is_one_way_to_guide_an_answer_and_it_may_end():
+    with pytest.raises(ValueError, match=r"^grammar: got one beside regex; allowed: one of json_schema, regex, grammar; leave"):
+        SamplingParams(regex="a", grammar="start: /a/")
+    with pytest.raises(ValueError, match=r"^ignore_eos: got True beside json_schema; allowed: False; "):
+        SamplingParams(json_schema={}, ignore_eos=True)
+    assert SamplingParams().guide is None and not SamplingParams().needs_host
+    assert SamplingParams(regex="a").needs_host and SamplingParams(logits_processors=(max,)).needs_host
+    assert not SamplingParams(logit_bias={1: 1}).needs_host

@@ -22,7 +22,7 @@ def test_counts_of_requests_tokens_pages_and_steps() -> None:
     with serving(lambda: make_engine(tokenizer=chat_tokenizer()), max_queue=7) as running:
         for _ in range(2):
             assert running.http.post("/v1/completions", json=body).status_code == 200
-        assert running.http.post("/v1/completions", json={**body, "n": 2}).status_code == 400
+        assert running.http.post("/v1/completions", json={**body, "best_of": 2}).status_code == 400
         running.http.get("/no/such/route")
         running.wait_idle()
         found = samples(running)

@@ -27,6 +27,9 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 1.5, "presence_penalty": -0.5},
     {"temperature": 1.0, "presence_penalty": 0.7},
     {"logits_processors": (NoRepeatNGramLogitsProcessor(2),)},
+    {"logit_bias": {5: 4.0, 40: -100.0, 61: 2.5}, "temperature": 0.8},
+    {"regex": "[a-f]{2,9}(-[0-9]{1,4}){1,3}", "temperature": 1.0},
+    {"regex": "([A-Z][a-z]{1,3} ?){2,12}"},
 )
 BAD: tuple[tuple[Any, dict[str, Any]], ...] = (
     ([], {}),
@@ -106,6 +109,8 @@ def ending(said: Said, params: SamplingParams) -> Outcome:
             return Outcome(said.tokens[:n], text[: n - len(longest)], "stop", longest, said.logprobs[:n])
         if said.tokens[n - 1] in params.stop_token_ids:
             return Outcome(said.tokens[:n], text[:n], "stop", said.tokens[n - 1], said.logprobs[:n])
+    if said.is_whole and end == len(said.tokens):
+        return Outcome(said.tokens, text, "stop", None, said.logprobs)
     return Outcome(said.tokens[:end], text[:end], "length", None, said.logprobs[:end])
 
 

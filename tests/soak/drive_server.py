@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BAD_BODIES: tuple[dict[str, Any], ...] = (
     {"prompt": [1], "max_tokens": "many"},
     {"prompt": [1], "temperature": -1},
-    {"prompt": [1], "n": 3},
+    {"prompt": [1], "best_of": 3},
     {"prompt": [1], "unheard_of": 1},
     {},
 )
@@ -47,6 +47,7 @@ def exchange_of(case: Case, rng: random.Random) -> dict[str, Any]:
         "prompt": case.prompt, "max_tokens": params.max_new_tokens, "temperature": params.temperature, "top_p": params.top_p,
         "top_k": params.top_k, "min_p": params.min_p, "repetition_penalty": params.repetition_penalty, "seed": params.seed,
         "stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids), "logprobs": params.logprobs, "return_token_ids": True,
+        "logit_bias": {str(token): bias for token, bias in dict(params.logit_bias).items()}, "regex": params.regex,
         "cache_salt": rng.choice([None, None, "tenant"]),
     }  # fmt: skip
     return {"path": "/v1/completions", "body": body, "status": 500 if case.nan else 200, "choices": [choice_of(case.expected)]}
@@ -87,7 +88,7 @@ def exchanges(book: Book, rng: random.Random, engine: Engine) -> list[dict[str, 
         if case.num_pages(engine.config.page_size) > engine.kv.num_usable:
             exchange |= {"status": 400, "choices": []}
         elif not case.nan and len(made) % 5 == 0:  # the same prompt several times over
-            exchange["body"]["prompt"] = [case.prompt] * 3
+            exchange["body"] |= {"n": 3} if params.is_greedy and rng.random() < 0.5 else {"prompt": [case.prompt] * 3}
             exchange["choices"] = [choice_of(case.expected)] * 3
         made.append(exchange)
     for prompt, settings in BAD:
