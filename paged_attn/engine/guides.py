@@ -6,8 +6,8 @@ import copy
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,30 +32,38 @@ class Guide:
     Args:
         matcher: an `LLMatcher` of llguidance at the beginning of an answer, of nobody else.
         what: the parameter that asks for it, for messages.
-        never: a token that may not be chosen whatever the matcher says.
+        vocabulary: of the matcher.
     """
 
-    def __init__(self, matcher: Any, what: str, never: int | None = None) -> None:
-        self._matcher, self._what, self._never = matcher, what, never
+    def __init__(self, matcher: Any, what: str, vocabulary: _Vocabulary) -> None:
+        self.matcher, self._what, self.vocabulary = matcher, what, vocabulary
+
+    def copy(self) -> Guide:
+        """One that goes on from here by itself."""
+        return Guide(self.matcher.deep_copy(), self._what, self.vocabulary)
 
     def goes_on_after(self, token_id: int) -> bool:
         """Take in the answer's next token; whether another may follow."""
-        self._matcher.consume_token(token_id)
-        return bool(self._matcher.is_error() or not self._matcher.is_stopped())  # an error is told by the next mask
-
-    def allowed(self) -> NDArray[np.int32]:
-        """The tokens that may come next: token i is bit i % 32 of word i // 32; none after an error."""
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32).copy()
-        if self._matcher.is_error():
-            return words[:0]
-        if self._never is not None:
-            words.view(np.uint32)[self._never // BITS] &= ~np.uint32(1 << self._never % BITS)
-        return words
+        self.matcher.consume_token(token_id)
+        return bool(self.matcher.is_error() or not self.matcher.is_stopped())  # an error is told by the next mask
 
     @property
     def error(self) -> str | None:
         """Why no answer can be found, if so."""
-        return f"{self._what}: {_first_words(self._matcher)}" if self._matcher.is_error() else None
+        return f"{self._what}: {_first_words(self.matcher)}" if self.matcher.is_error() else None
+
+
+class _Vocabulary(NamedTuple):
+    """A tokenizer as llguidance has read it.
+
+    tokens: the `LLTokenizer`; size: how many tokens masks are of; never: one that may not be chosen whatever a matcher says, if there is
+    one; executor: threads that work out masks.
+    """
+
+    tokens: Any
+    size: int
+    never: int | None
+    executor: Any
 
 
 class Guides:
@@ -70,9 +78,8 @@ class Guides:
 
     def __init__(self, tokenizer: Any, vocab_size: int | None, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
-        self._vocabulary: Any = None
-        self._never: int | None = None
-        self._matchers: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._vocabulary: _Vocabulary | None = None
+        self._kept: OrderedDict[tuple[str, str], Guide] = OrderedDict()
         self._lock = threading.Lock()
 
     def guide(self, params: SamplingParams) -> Guide | None:
@@ -85,14 +92,14 @@ class Guides:
         if params.guide is None:
             return None
         with self._lock:
-            if params.guide not in self._matchers:
-                self._matchers[params.guide] = self._read(*params.guide)
-                if len(self._matchers) > MAX_KEPT:
-                    self._matchers.popitem(last=False)
-            self._matchers.move_to_end(params.guide)
-            return Guide(self._matchers[params.guide].deep_copy(), params.guide[0], self._never)
+            if params.guide not in self._kept:
+                self._kept[params.guide] = self._read(*params.guide)
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(params.guide)
+            return self._kept[params.guide].copy()
 
-    def _read(self, what: str, source: str) -> Any:
+    def _read(self, what: str, source: str) -> Guide:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -104,41 +111,52 @@ class Guides:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        matcher = LLMatcher(self._vocabulary, readers[what](source), log_level=0)
+        matcher = LLMatcher(self._vocabulary.tokens, readers[what](source), log_level=0)
         if matcher.is_error():
             raise ValueError(f"{what}: {_first_words(matcher)}; got {_shortened(source)}")
-        return matcher
+        return Guide(matcher, what, self._vocabulary)
 
-    def _read_vocabulary(self, what: str) -> Any:
+    def _read_vocabulary(self, what: str) -> _Vocabulary:
+        from llguidance import LLExecutor
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
             raise UnsupportedError(f"{what} needs the model's tokenizer: LLM(model, tokenizer=...)")
-        tokenizer, eos = self._tokenizer, self._eos
+        tokenizer, eos, never = self._tokenizer, self._eos, None
         if not eos:  # then answers end when nothing can follow, and llguidance, which wants one, gets one that is never allowed
             tokenizer = copy.deepcopy(tokenizer)
             tokenizer.add_special_tokens({"eos_token": NO_TOKEN})
-            eos = [self._never] = [tokenizer.eos_token_id]
+            eos = [never] = [tokenizer.eos_token_id]
+        size = max(len(tokenizer), self._vocab_size or 0)
         try:
-            return from_tokenizer(tokenizer, n_vocab=max(len(tokenizer), self._vocab_size or 0), eos_token=eos)
+            return _Vocabulary(from_tokenizer(tokenizer, n_vocab=size, eos_token=eos), size, never, LLExecutor())
         except ValueError as error:
             raise UnsupportedError(f"{what} needs a tokenizer that llguidance can read; of this one it says: {error}") from error
 
 
-def forbid_others(scores: Tensor, places: Sequence[int], guides: Sequence[Guide]) -> Tensor:
-    """scores [N, V] with -inf for the tokens that the guides of some rows do not allow."""
+def allowed_next(guides: Sequence[Guide]) -> NDArray[np.int32]:
+    """The tokens that may come next by N guides of one model [N, words]: token i is bit i % 32 of word i // 32; none after an error."""
+    _, size, never, executor = guides[0].vocabulary
+    masks = np.zeros((len(guides), -(-size // BITS)), np.int32)
+    executor.unsafe_compute_mask_ptr(
+        [(guide.matcher, row) for row, guide in enumerate(guides)], masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
+    )
+    if never is not None:
+        masks.view(np.uint32)[:, never // BITS] &= ~np.uint32(1 << never % BITS)
+    masks[[guide.matcher.is_error() for guide in guides]] = 0
+    return masks
+
+
+def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
+    """scores [N, V], in place: -inf for the tokens that the guides of some rows do not allow."""
     vocabulary = scores.shape[-1]
     words = -(-vocabulary // BITS)
-    host = torch.zeros(len(guides), words, dtype=torch.int32, pin_memory=scores.is_cuda)
-    for row, guide in zip(host.numpy(), guides, strict=True):
-        allowed = guide.allowed()[:words]
-        row[: len(allowed)] = allowed
-    masks = host.to(scores.device, non_blocking=True)
-    bits = (masks.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32, device=scores.device)) & 1
-    forbidden = bits.view(len(guides), -1)[:, :vocabulary] == 0
-    for place, row in zip(places, forbidden, strict=True):
-        scores[place].masked_fill_(row, float("-inf"))
-    return scores
+    host = torch.full((len(scores), words), -1, dtype=torch.int32, pin_memory=scores.is_cuda)
+    allowed = allowed_next(list(guides.values()))[:, :words]
+    host.numpy()[list(guides)] = np.pad(allowed, ((0, 0), (0, words - allowed.shape[1])))
+    octets = host.to(scores.device, non_blocking=True).view(torch.uint8).unsqueeze(-1)
+    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
+    scores.masked_fill_(bits.view(len(scores), -1)[:, :vocabulary] == 0, float("-inf"))
 
 
 def _json_options(schema: str) -> Any:

@@ -99,7 +99,7 @@ class Sampler:
                 scores[place : place + 1] = _processed(processor, state, scores[place : place + 1])
         guided = {place: state.guide for place, state in enumerate(states) if state.guide is not None}
         if guided:
-            forbid_others(scores, list(guided), list(guided.values()))
+            forbid_others(scores, guided)
         chosen = best_tokens(scores)
         greedy = sum(state.params.is_greedy for state in states)
         filtered = greedy + numbers.num_unfiltered

@@ -207,7 +207,7 @@ def test_without_llguidance_or_a_tokenizer_it_is_refused_and_nothing_else_is(mon
 def allowed_by(made: Guides, **settings: Any) -> list[int]:
     guide = made.guide(SamplingParams(**settings))
     assert guide is not None
-    return np.flatnonzero(np.unpackbits(guide.allowed().view(np.uint8), bitorder="little")).tolist()
+    return np.flatnonzero(np.unpackbits(guides.allowed_next([guide]).view(np.uint8), bitorder="little")).tolist()
 
 
 @pytest.mark.parametrize("vocab_size", [None, VOCAB, VOCAB + 1, 200])
@@ -234,7 +234,7 @@ def taken(made: Guides, text: str, **settings: Any) -> int:
     guide = made.guide(SamplingParams(**settings))
     assert guide is not None
     for count, token in enumerate(made_of(text)):
-        if not guide.allowed()[token // 32] >> token % 32 & 1:
+        if not guides.allowed_next([guide])[0, token // 32] >> token % 32 & 1:
             return count
         guide.goes_on_after(token)
     return len(text)
@@ -253,3 +253,16 @@ def test_json_may_be_indented_but_not_for_ever() -> None:
     assert taken(made, "{\n" + " " * 60, json_schema={"type": "object"}) == 42
     assert taken(made, "{\n\n", json_schema={"type": "object"}) == 2
     assert taken(made, "{ ", json_schema={"type": "object", **COMPACT}) == 1, "the schema may say otherwise"
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 64, 70, 200])
+def test_rows_without_a_guide_are_left_alone_whatever_the_width_of_the_logits(vocab: int) -> None:
+    made = Guides(tokenizer(), None, frozenset({END}))
+    some = {row: made.guide(SamplingParams(regex=regex)) for row, regex in ((4, "a|b"), (1, "!*"))}
+    scores = torch.randn(6, vocab)
+    kept = scores.clone()
+    guides.forbid_others(scores, some)  # type: ignore[arg-type]
+    allowed = {4: ids_of("ab"), 1: [END, *ids_of("!")]}
+    for row in range(6):
+        left = [token for token in allowed.get(row, range(vocab)) if token < vocab]
+        assert torch.equal(scores[row, left], kept[row, left]) and scores[row].isfinite().sum() == len(left)
