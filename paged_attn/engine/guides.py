@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import threading
 from collections import OrderedDict
@@ -19,9 +20,8 @@ from paged_attn.engine.sampling_params import SamplingParams
 
 INSTALL = "pip install 'paged-attn[structured]'"
 MAX_KEPT = 64
-JSON_DEFAULTS: Any = {
-    "whitespace_pattern": r" |\n {0,40}"
-}  # between tokens of JSON; without a bound a weak model goes on with line ends for ever
+# Between tokens of JSON; without a bound a weak model goes on with line ends for ever.
+JSON_DEFAULTS: Any = {"whitespace_pattern": r" |\n {0,40}"}
 NO_TOKEN = "<|paged_attn: no token|>"
 BITS = 32
 
@@ -56,14 +56,12 @@ class Guide:
 class _Vocabulary(NamedTuple):
     """A tokenizer as llguidance has read it.
 
-    tokens: the `LLTokenizer`; size: how many tokens masks are of; never: one that may not be chosen whatever a matcher says, if there is
-    one; executor: threads that work out masks.
+    tokens: the `LLTokenizer`; size: how many tokens masks are of; never: one that may not be chosen whatever a matcher says, if any.
     """
 
     tokens: Any
     size: int
     never: int | None
-    executor: Any
 
 
 class Guides:
@@ -117,7 +115,6 @@ class Guides:
         return Guide(matcher, what, self._vocabulary)
 
     def _read_vocabulary(self, what: str) -> _Vocabulary:
-        from llguidance import LLExecutor
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
@@ -129,16 +126,24 @@ class Guides:
             eos = [never] = [tokenizer.eos_token_id]
         size = max(len(tokenizer), self._vocab_size or 0)
         try:
-            return _Vocabulary(from_tokenizer(tokenizer, n_vocab=size, eos_token=eos), size, never, LLExecutor())
+            return _Vocabulary(from_tokenizer(tokenizer, n_vocab=size, eos_token=eos), size, never)
         except ValueError as error:
             raise UnsupportedError(f"{what} needs a tokenizer that llguidance can read; of this one it says: {error}") from error
 
 
+@functools.cache
+def _executor() -> Any:
+    """Threads of the process that work out masks side by side."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
 def allowed_next(guides: Sequence[Guide]) -> NDArray[np.int32]:
     """The tokens that may come next by N guides of one model [N, words]: token i is bit i % 32 of word i // 32; none after an error."""
-    _, size, never, executor = guides[0].vocabulary
+    _, size, never = guides[0].vocabulary
     masks = np.zeros((len(guides), -(-size // BITS)), np.int32)
-    executor.unsafe_compute_mask_ptr(
+    _executor().unsafe_compute_mask_ptr(
         [(guide.matcher, row) for row, guide in enumerate(guides)], masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
     )
     if never is not None:
