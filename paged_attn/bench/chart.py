@@ -29,7 +29,7 @@ def draw(record: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
         _text(16, 26, "Output tokens per second, the same prompts", size=16, weight="bold"),
-        _text(16, 46, f"{record['machine']['device']}, {model['name']}, {model['dtype']}, greedy; {record['date']}", PALE),
+        _text(16, 46, f"{record['machine']['device']}, {model['name']}, {model['dtype']}, {record['decoding']}; {record['date']}", PALE),
     ]
     top = HEAD
     for workload, bars in blocks:

@@ -26,11 +26,11 @@ def _equal_start(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def record(outcomes: Sequence[Outcome], workloads: Sequence[Workload], same_weights: frozenset[str], settings: Record) -> Record:
+def record(outcomes: Sequence[Outcome], workloads: Sequence[Workload], same_tokens: frozenset[str], settings: Record) -> Record:
     """Everything, ready for JSON.
 
     Args:
-        same_weights: systems whose weights equal ours, so that their tokens can be compared.
+        same_tokens: systems that should choose ours, so that they can be compared.
     """
     by_name = {outcome.system: outcome for outcome in outcomes}
     ours = by_name[OURS].timed
@@ -39,7 +39,7 @@ def record(outcomes: Sequence[Outcome], workloads: Sequence[Workload], same_weig
     for peer in outcomes[1:]:
         both = [workload.name for workload in workloads if workload.name in ours and workload.name in peer.timed]
         ratios[peer.system] = {name: ours[name]["tokens_per_second"] / peer.timed[name]["tokens_per_second"] for name in both}
-        if peer.system in same_weights:
+        if peer.system in same_tokens:
             equal[peer.system] = {name: agreement(ours[name]["tokens"], peer.timed[name]["tokens"]) for name in both}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

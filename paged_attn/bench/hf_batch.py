@@ -11,6 +11,7 @@ from typing import Any
 
 from paged_attn.bench import model_source
 from paged_attn.bench.job import Job
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.systems import Run, Stamps, Tokens, rows_of
 from paged_attn.bench.workloads import Prompts
 
@@ -43,14 +44,14 @@ def start(job: Job) -> HFBatch:
         requests = max(task.workload.requests for task in job.tasks)
         options.setdefault("num_blocks", -(-tokens // size) + 2 * requests)
         options.setdefault("max_batch_tokens", min(2048, max(256, tokens)))
-    return HFBatch(model_source.load(job.model), ContinuousBatchingConfig, options)
+    return HFBatch(model_source.load(job.model), ContinuousBatchingConfig, options, job.sampling)
 
 
 class HFBatch:
     stamps_are_free = True
 
-    def __init__(self, model: Any, config: Any, options: dict[str, Any]) -> None:
-        self.model, self._config, self.options = model, config, options
+    def __init__(self, model: Any, config: Any, options: dict[str, Any], sampling: Sampling) -> None:
+        self.model, self._config, self.options, self.sampling = model, config, options, sampling
         self.attention = model.config._attn_implementation
 
     @contextmanager
@@ -63,7 +64,7 @@ class HFBatch:
         gc.collect()  # the manager before this one held most of the free memory, in cycles
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        generation = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=NO_TOKEN, pad_token_id=0)
+        generation = GenerationConfig(**self.sampling.for_transformers, max_new_tokens=new, eos_token_id=NO_TOKEN, pad_token_id=0)
         hints = WorkloadHints(max_prompt_length=max(map(len, prompts)), max_generated_length=new, num_requests=len(prompts))
         with self.model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=self._config(**self.options), workload_hints=hints, timeout=5

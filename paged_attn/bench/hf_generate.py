@@ -9,20 +9,21 @@ from typing import Any
 
 from paged_attn.bench import model_source
 from paged_attn.bench.job import Job
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.systems import Run, Stamps, Tokens, rows_of
 from paged_attn.bench.workloads import Prompts
 
 
 def start(job: Job) -> HFGenerate:
     """Options are keywords of `generate`, e.g. {"cache_implementation": "static"}."""
-    return HFGenerate(model_source.load(job.model), dict(job.options))
+    return HFGenerate(model_source.load(job.model), dict(job.options), job.sampling)
 
 
 class HFGenerate:
     stamps_are_free = False
 
-    def __init__(self, model: Any, options: dict[str, Any]) -> None:
-        self.model, self.options = model, options
+    def __init__(self, model: Any, options: dict[str, Any], sampling: Sampling) -> None:
+        self.model, self.options, self.sampling = model, options, sampling
         model.generation_config.eos_token_id = None  # generate() takes from here what its own arguments leave open
 
     @contextmanager
@@ -35,8 +36,8 @@ class HFGenerate:
         rows = torch.tensor(prompts, device=self.model.device)
         with torch.no_grad():
             output = self.model.generate(
-                input_ids=rows, attention_mask=torch.ones_like(rows), do_sample=False, num_beams=1, max_new_tokens=new, pad_token_id=0,
-                streamer=clock, **self.options,
+                input_ids=rows, attention_mask=torch.ones_like(rows), num_beams=1, max_new_tokens=new, pad_token_id=0,
+                streamer=clock, **self.sampling.for_transformers, **self.options,
             )  # fmt: skip
         tokens = rows_of(output[:, rows.shape[1] :].tolist())
         return tokens, None if clock is None else clock.stamps

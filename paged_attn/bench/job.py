@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.workloads import Prompts, Workload
 
 
@@ -50,6 +51,7 @@ class Job:
     repeat: int
     max_seconds: float
     options: dict[str, Any] = field(default_factory=dict)
+    sampling: Sampling = field(default_factory=Sampling)
     progress: bool = False
 
     @property
@@ -64,7 +66,7 @@ class Job:
     def read(cls, path: Path) -> Job:
         fields = json.loads(path.read_text())
         tasks = [Task(Workload(**task["workload"]), task["prompts"]) for task in fields.pop("tasks")]
-        return cls(model=ModelSource(**fields.pop("model")), tasks=tasks, **fields)
+        return cls(model=ModelSource(**fields.pop("model")), tasks=tasks, sampling=Sampling(**fields.pop("sampling")), **fields)
 
 
 class Log:

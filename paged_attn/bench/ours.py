@@ -9,6 +9,7 @@ from typing import Any
 
 from paged_attn.bench import model_source
 from paged_attn.bench.job import Job
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.systems import Run, Stamps, Tokens
 from paged_attn.bench.workloads import Prompts
 from paged_attn.engine.config import EngineConfig
@@ -22,14 +23,14 @@ def start(job: Job) -> Ours:
     model = model_source.load(job.model)
     loaded = time.perf_counter()
     llm = LLM(model, config=EngineConfig.from_environment(**job.options), progress=job.progress or None)
-    return Ours(llm, loaded - started)
+    return Ours(llm, loaded - started, job.sampling)
 
 
 class Ours:
     stamps_are_free = False
 
-    def __init__(self, llm: LLM, load_seconds: float) -> None:
-        self.llm, self.load_seconds = llm, load_seconds
+    def __init__(self, llm: LLM, load_seconds: float, sampling: Sampling) -> None:
+        self.llm, self.load_seconds, self.sampling = llm, load_seconds, sampling
 
     @contextmanager
     def ready(self, prompts: Prompts, new: int, *, stamped: bool) -> Iterator[Run]:
@@ -37,7 +38,7 @@ class Ours:
         tree = self.llm.engine.kv.tree
         if tree is not None and tree.num_pages:
             raise RuntimeError(f"{tree.num_pages} pages stayed in the prefix cache after it was cleared")
-        params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=new, ignore_eos=True, **self.sampling.given)
         yield lambda: self._stamped(prompts, params) if stamped else (self._generate(prompts, params), None)
 
     def _generate(self, prompts: Prompts, params: SamplingParams) -> Tokens:

@@ -6,13 +6,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paged_attn.bench.job import Job, ModelSource, Task
 from paged_attn.bench.launch import Outcome, launch
 from paged_attn.bench.model_source import SHAPES, save_weights, text_config, write_shape
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.systems import OURS, SYSTEMS
 from paged_attn.bench.workloads import Workload
 from paged_attn.capture.progress import bar
@@ -44,6 +45,7 @@ class Session:
     max_seconds: float
     timeout: float
     options: dict[str, dict[str, Any]]
+    sampling: Sampling = field(default_factory=Sampling)
     show_output: bool = False
 
     @property
@@ -76,18 +78,22 @@ class Session:
     def facts(self, machine: dict[str, Any]) -> dict[str, Any]:
         """For the record."""
         name = self.model or f"{self.shape}, random weights"
-        shown = ("repeat", "seed", "max_seconds", "timeout", "options", "save_weights")
+        shown = ("repeat", "seed", "max_seconds", "timeout", "options", "save_weights", "sampling")
         return {
             "command": " ".join(["paged-attn", *sys.argv[1:]]),
             "machine": machine,
             "model": {"name": name, "dtype": self._dtype},
+            "decoding": str(self.sampling),
             "settings": {field: value for field, value in asdict(self).items() if field in shown},
         }
 
     @property
-    def same_weights(self) -> frozenset[str]:
-        """Systems whose weights are this engine's: vLLM fills a config without weights with numbers of its own."""
+    def same_tokens(self) -> frozenset[str]:
+        """Systems that should choose this engine's tokens: none where they are drawn, and vLLM fills a config without weights with numbers
+        of its own."""
         own = self.model is None and not self.save_weights
+        if not self.sampling.is_greedy:
+            return frozenset()
         return frozenset(name for name in self.systems if not (own and SYSTEMS[name].package == "vllm"))
 
     @property
@@ -121,7 +127,7 @@ class Session:
         why = SYSTEMS[name].missing(self.device)
         if why is None:
             note("starting")
-            job = Job(name, source, tasks, self.repeat, self.max_seconds, self.options[name], self.show_output)
+            job = Job(name, source, tasks, self.repeat, self.max_seconds, self.options[name], self.sampling, self.show_output)
             outcome = launch(job, folder, note, shown.update, timeout=self.timeout, show_output=self.show_output)
         else:
             outcome = Outcome(name, failed=why)

@@ -13,7 +13,8 @@ Row = Sequence[str]
 def lines(record: dict[str, Any]) -> Iterator[str]:
     """All tables of a record."""
     model = record["model"]
-    yield f"{record['machine']['device']}, {model['name']}, {model['dtype']}, greedy, seed {record['settings']['seed']}, {record['date']}"
+    how = f"{record['decoding']}, seed {record['settings']['seed']}"
+    yield f"{record['machine']['device']}, {model['name']}, {model['dtype']}, {how}, {record['date']}"
     ran = [name for name, system in record["systems"].items() if system["timed"]]
     yield "output tokens per second (seconds), median of the repetitions; x: how many times as fast paged_attn was"
     yield from _aligned([["", *ran], *([name, *(_speed(record, name, system) for system in ran)] for name in _names(record))])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from paged_attn.bench.job import Job
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.systems import Run, Stamps, Tokens, rows_of
 from paged_attn.bench.workloads import Prompts
 
@@ -23,14 +24,14 @@ def start(job: Job) -> VLLM:
         "load_format": "dummy" if job.model.random_weights else "auto", "skip_tokenizer_init": True,
         "max_model_len": job.longest, "enable_prefix_caching": True, "seed": 0,
     }  # fmt: skip
-    return VLLM(LLM(**{**asked, **job.options}), {**asked, **job.options})
+    return VLLM(LLM(**{**asked, **job.options}), {**asked, **job.options}, job.sampling)
 
 
 class VLLM:
     stamps_are_free = False
 
-    def __init__(self, llm: Any, options: dict[str, Any]) -> None:
-        self.llm, self.options = llm, options
+    def __init__(self, llm: Any, options: dict[str, Any], sampling: Sampling) -> None:
+        self.llm, self.options, self.sampling = llm, options, sampling
         self._calls = 0
 
     @contextmanager
@@ -63,11 +64,11 @@ class VLLM:
                 stamps[row] += [now] * len(fresh)
         return tokens, stamps
 
-    @staticmethod
-    def _params(new: int, **more: Any) -> Any:
+    def _params(self, new: int, **more: Any) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False, **more)
+        how = {"temperature": 0.0, **self.sampling.given}  # its own default is 1
+        return SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, **how, **more)
 
     def facts(self) -> dict[str, Any]:
         import torch

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.systems import OURS, PEERS, SYSTEMS, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
 from paged_attn.cli.options import DTYPES, add_common, add_engine, engine_config, set_verbosity
@@ -39,6 +40,9 @@ def add_parser(commands: Any) -> None:
     work.add_argument("--output-len", type=int, metavar="N", help="new tokens of each request")
     work.add_argument("--shared-len", type=int, metavar="N", help="tokens that the prompts of the prefix workload share")
     work.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
+    work.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    work.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature; 1 turns it off")
+    work.add_argument("--top-k", type=int, default=0, metavar="K", help="with a temperature; 0 turns it off")
     how = parser.add_argument_group("measurement")
     words = "; ".join(f"{name}: {SYSTEMS[name].about}" for name in PEERS)
     how.add_argument("--compare", default="", metavar="A,B", help=f"peers, or all. {words}")
@@ -85,8 +89,19 @@ def _session(args: argparse.Namespace) -> Session:
 
     return Session(
         args.model, shape, args.dtype, device, args.save_weights, workloads, names, args.seed, args.repeat, args.max_seconds,
-        args.timeout, options, args.verbose,
+        args.timeout, options, _sampling(args), args.verbose,
     )  # fmt: skip
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    """Raises ValueError for values out of range, and for a filter where nothing is drawn."""
+    from paged_attn.engine.sampling_params import SamplingParams
+
+    found = Sampling(args.temperature, args.top_p, args.top_k)
+    SamplingParams(**vars(found))
+    if found.is_greedy and (filters := [name for name in found.given if name != "temperature"]):
+        raise ValueError(f"--{filters[0].replace('_', '-')} changes nothing at temperature 0; give --temperature as well, or leave it out")
+    return found
 
 
 def _report(args: argparse.Namespace, session: Session, outcomes: list[Outcome]) -> int:
@@ -95,7 +110,7 @@ def _report(args: argparse.Namespace, session: Session, outcomes: list[Outcome])
     from paged_attn.bench.machine import machine
     from paged_attn.bench.tables import lines
 
-    found = record(outcomes, session.workloads, session.same_weights, session.facts(machine(session.device)))
+    found = record(outcomes, session.workloads, session.same_tokens, session.facts(machine(session.device)))
     if args.json is not None:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
     print("\n".join(lines(found)))

@@ -17,6 +17,7 @@ from paged_attn.bench import worker
 from paged_attn.bench.job import Job, Log, ModelSource, Task
 from paged_attn.bench.launch import Outcome
 from paged_attn.bench.model_source import load, save_weights, write_shape
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.workloads import Workload
 from paged_attn.cli.main import main
 from tests.versions import NEWEST
@@ -169,6 +170,21 @@ def test_a_checkpoint_in_this_process(system: str, model_folder: Path, tmp_path:
     assert events[-1]["facts"]["attention"] == attention or system == "paged_attn"
 
 
+@pytest.mark.parametrize("system", ["transformers", "transformers-generate", "paged_attn"])
+def test_tokens_are_drawn_where_a_temperature_is_given(system: str, model_folder: Path, tmp_path: Path) -> None:
+    workload = Workload("throughput", 4, 9, 9, 6)
+    tasks = [Task(workload, [[5, 6, 7, 8, 9, 10, 11, 12, 13]] * 4)]
+    options = {"compile": False, "num_pages": 32} if system == "paged_attn" else {}
+    source = ModelSource(str(model_folder), False, "float32", "cpu")
+    answers = {}
+    for sampling in (Sampling(), Sampling(2.0), Sampling(2.0, top_k=1), Sampling(2.0, top_p=1e-6)):
+        log = Log(tmp_path / str(sampling))
+        worker.run(Job(system, source, tasks, 1, 60.0, options, sampling), log)
+        answers[str(sampling)] = next(event["tokens"] for event in log.new() if event["event"] == "timed")
+    greedy, drawn, *filtered = answers.values()
+    assert filtered == [greedy, greedy] and len({tuple(row) for row in greedy}) == 1 and len({tuple(row) for row in drawn}) == 4
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -193,6 +209,9 @@ def test_a_checkpoint_in_this_process(system: str, model_folder: Path, tmp_path:
         (["--option", "vllm", "--compare", "vllm"], "allowed is SYSTEM.NAME=VALUE with a peer that --compare asks for (vllm)"),
         (["--device", "toaster"], "--device 'toaster' is no device"),
         (["--page-size", "0"], "page_size is 0"),
+        (["--temperature", "-1"], "temperature: got -1.0"),
+        (["--temperature", "1", "--top-p", "0"], "top_p: got 0.0"),
+        (["--top-k", "5"], "--top-k changes nothing at temperature 0; give --temperature as well"),
         (["--save-weights", "--model", "/some/model"], "--save-weights is for random weights"),
         (["--model", "/some/model"], "no model could be read from '/some/model'"),
     ],

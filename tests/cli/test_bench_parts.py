@@ -17,6 +17,7 @@ from paged_attn.bench.compare import agreement, record
 from paged_attn.bench.job import Task
 from paged_attn.bench.launch import Outcome
 from paged_attn.bench.measure import latencies, measure, spread
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.systems import PEERS, SYSTEMS, peers
 from paged_attn.bench.tables import lines
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
@@ -157,6 +158,7 @@ def outcomes() -> list[Outcome]:
 
 SETTINGS = {
     "machine": {"device": "H200 & Co"}, "model": {"name": "tiny", "dtype": "float32"}, "settings": {"seed": 3}, "command": "bench",
+    "decoding": "greedy",
 }  # fmt: skip
 
 
@@ -171,6 +173,7 @@ def test_record_and_tables() -> None:
     assert "tokens" not in found["systems"]["vllm"]["timed"][EVEN.name] and json.loads(json.dumps(found)) == found
     text = "\n".join(lines(found))
     for words in (
+        "H200 & Co, tiny, float32, greedy, seed 3, ",
         f"{EVEN.name}  12.0 (0.500)  6.0 (1.000) x2.00",
         "paged_attn  1.00 / 2.00 / 3.00  -",
         "paged_attn  3.0            -         1.00        torch 2.13",
@@ -193,3 +196,11 @@ def test_chart() -> None:
         assert words in text, words
     with pytest.raises(ValueError, match="nothing was timed"):
         draw(found | {"systems": {}})
+
+
+def test_sampling_is_told_to_each_system_by_its_own_words() -> None:
+    greedy, drawn = Sampling(), Sampling(0.8, top_k=20)
+    assert (str(greedy), str(drawn)) == ("greedy", "temperature 0.8, top-k 20")
+    assert greedy.given == {} and drawn.given == {"temperature": 0.8, "top_k": 20}
+    assert greedy.for_transformers == {"do_sample": False}
+    assert drawn.for_transformers == {"do_sample": True, "temperature": 0.8, "top_p": 1.0, "top_k": 20}

@@ -13,6 +13,7 @@ import pytest
 from paged_attn.bench import machine, worker
 from paged_attn.bench.job import Job, Log, ModelSource, Task
 from paged_attn.bench.launch import Outcome, launch
+from paged_attn.bench.sampling import Sampling
 from paged_attn.bench.workloads import Workload
 
 FAKE_VLLM = Path(__file__).parent / "fake_vllm"
@@ -95,7 +96,7 @@ def test_events_are_read_when_they_are_whole(tmp_path: Path) -> None:
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
-    asked = job(tasks=[EVEN, Workload("prefix", 2, 3, 4, 5, 6)], some="option")
+    asked = replace(job(tasks=[EVEN, Workload("prefix", 2, 3, 4, 5, 6)], some="option"), sampling=Sampling(0.5, 0.9, 7))
     asked.write(tmp_path / "job")
     assert Job.read(tmp_path / "job") == asked and asked.longest == 15
 
@@ -155,6 +156,11 @@ def test_vllm_is_asked_for_the_same_work(tmp_path: Path, vllm: Any) -> None:
     assert vllm.LLM.resets == 8
     assert all((p.temperature, p.ignore_eos, p.detokenize) == (0.0, True, False) for p in vllm.LLM.params)
     assert {p.max_tokens for p in vllm.LLM.params} == {3, 5}
+
+
+def test_vllm_draws_as_it_is_told(tmp_path: Path, vllm: Any) -> None:
+    run_worker(tmp_path, replace(job("vllm"), sampling=Sampling(0.7, top_p=0.9)))
+    assert {(p.temperature, p.top_p, p.top_k, p.ignore_eos) for p in vllm.LLM.params} == {(0.7, 0.9, 0, True)}
 
 
 def test_vllm_with_its_transformers_backend_and_real_weights(tmp_path: Path, vllm: Any) -> None:

@@ -15,6 +15,8 @@ class RequestOutputKind(enum.Enum):
 @dataclass
 class SamplingParams:
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     max_tokens: int = 16
     ignore_eos: bool = False
     detokenize: bool = True
