@@ -109,7 +109,11 @@ class Guides:
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        matcher = LLMatcher(self._vocabulary.tokens, readers[what](source), log_level=0)
+        try:
+            matcher = LLMatcher(self._vocabulary.tokens, readers[what](source), log_level=0)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}; got {_shortened(source)}") from error
+        matcher.compute_bitmask()  # the first one may take a second, and is where some turn out to be too large, or to allow nothing
         if matcher.is_error():
             raise ValueError(f"{what}: {_first_words(matcher)}; got {_shortened(source)}")
         return Guide(matcher, what, self._vocabulary)
@@ -171,8 +175,8 @@ def _json_options(schema: str) -> Any:
 
 def _first_words(matcher: Any) -> str:
     """The error of a matcher without the state that is printed behind it."""
-    words: str = matcher.get_error()
-    return words.partition("<state>")[0].strip()
+    words: str = matcher.get_error().partition("<state>")[0].strip()
+    return "no answer can follow it" if words == "NoExtensionBias" else words
 
 
 def _shortened(source: str, most: int = 80) -> str:

@@ -33,6 +33,7 @@ PERSON = {
         "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 1, "maxItems": 3},
     },
 }  # fmt: skip
+NESTED: dict[str, Any] = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(300), {"type": "integer"})
 END = 5
 
 
@@ -182,6 +183,14 @@ def test_an_answer_that_can_not_go_on_ends_alone_with_the_reason() -> None:
         ({"json_schema": {"type": "objec"}}, "json_schema: Invalid type: objec"),
         ({"regex": "a(b"}, "regex: .*unclosed group"),
         ({"grammar": "start: x"}, 'grammar: .*unknown name: "x"'),
+        ({"grammar": "start: start"}, "grammar: no answer can follow it; got 'start: start'"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: no answer can follow it"),
+        ({"json_schema": {"$ref": "file:///etc/passwd"}}, "json_schema: .*does not fetch"),
+        ({"json_schema": NESTED}, "json_schema: recursion limit exceeded"),
+        ({"json_schema": '{"items":' * 20_000 + "{}" + "}" * 20_000}, "json_schema: got what is no JSON object .*recursion"),
+        ({"regex": "(a{1000}){1000}"}, "regex: lexer error: too many expressions"),
+        ({"regex": "(" * 20_000 + "a" + ")" * 20_000}, "regex: .*nest"),
+        ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "grammar: .*too deeply nested"),
     ],
 )
 def test_what_can_not_be_read_is_refused_in_the_readers_words(settings: dict[str, Any], words: str) -> None:
