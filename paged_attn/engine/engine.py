@@ -253,11 +253,11 @@ class Engine:
     def _restart(self, requests: list[Request]) -> None:
         """After an error: what the device counted for them is not to be relied on, and recurrent states are computed anew: unlike KV, which
         the next try writes over, a state that has advanced can not be taken back."""
-        for request in requests:
-            self.sampler.forget(request.sampling)
-            if self.states is not None and request.num_cached:
-                request.num_vouched = 0  # its state may be ahead of it
-                self.scheduler.preempt(request)
+        with self.kv.advanced_states(requests):
+            for request in requests:
+                self.sampler.forget(request.sampling)
+                if self.states is not None and request.num_cached:
+                    self.scheduler.preempt(request)
 
     def due_events(self) -> TokenEvents:
         """Events that the next `step` would return first: of tokens that came before a step failed."""

@@ -162,13 +162,13 @@ class KVManager:
 
     @contextmanager
     def advanced_states(self, requests: Collection[Request]) -> Iterator[None]:
-        """Inside, the state slots of these requests may be ahead of their tokens, as a step failed that was for them: those that end leave
-        no state behind."""
-        self._advanced = requests
+        """Inside, the state slots of these requests may be ahead of their tokens, as a step failed that was for them: those that end or are
+        preempted leave no state behind. May be nested."""
+        before, self._advanced = self._advanced, [*self._advanced, *requests]
         try:
             yield
         finally:
-            self._advanced = ()
+            self._advanced = before
 
     def _share_last_state(self, request: Request) -> None:
         """Keep the state of a request that ends or is preempted, if its tokens fill their last page: where `lock` ends."""
