@@ -90,9 +90,10 @@ class Job:
             assert isinstance(update, tuple), update
             index, event = update
             if event.finish_reason == "error":
-                guide = self.requests[index].sampling.guide
-                code = "bad_logits" if guide is None or guide.error is None else "guide_failed"
-                raise ApiError(500, str(self.requests[index].error), code=code)
+                guide, words = self.requests[index].sampling.guide, str(self.requests[index].error)
+                if guide is not None and guide.error is not None:  # what the client asked for is at fault, though it shows only now
+                    raise ApiError(400, words, code="guide_failed")
+                raise ApiError(500, words, code="bad_logits")
             left -= event.finish_reason is not None
             yield index, event
 

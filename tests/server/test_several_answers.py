@@ -143,7 +143,7 @@ def test_a_guide_that_fails_midway_says_so_and_the_server_goes_on(running: Runni
     make = guides.guide
     monkeypatch.setattr(guides, "guide", guide_of_nothing)
     status, error = post(running, "/v1/completions", {"prompt": "a", "regex": "[b-d]+"})
-    assert (status, error["code"]) == (500, "guide_failed") and "doesn't satisfy the grammar" in error["message"]
+    assert (status, error["code"]) == (400, "guide_failed") and "doesn't satisfy the grammar" in error["message"]
     monkeypatch.undo()
     assert complete(running, "a", extra_body={"regex": "[b-d]{2}"}).choices[0].finish_reason == "stop"
     assert running.client.models.list().data[0].id == MODEL
