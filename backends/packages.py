@@ -48,8 +48,8 @@ PACKAGES = (
     OptionalPackage("flash_attn", ("flash-attn",), "FlashAttention 2 with pages (CUDA)", "pip install 'paged-attn[flash-attn]'", True),
     OptionalPackage("matplotlib", ("matplotlib",), "plots of the benchmarks", "pip install 'paged-attn[bench]'"),
     OptionalPackage("fastapi", ("fastapi",), "the HTTP server", "pip install 'paged-attn[serve]'"),
-    OptionalPackage("llguidance", ("llguidance",), "answers that follow a schema or grammar", "pip install 'paged-attn[structured]'"),
     OptionalPackage("uvicorn", ("uvicorn",), "the HTTP server", "pip install 'paged-attn[serve]'"),
+    OptionalPackage("llguidance", ("llguidance",), "answers that follow a schema or grammar", "pip install 'paged-attn[structured]'"),
 )
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.packed_ints import PackedInts
 from paged_attn.engine.sampling_params import SamplingParams
 
 INSTALL = "pip install 'paged-attn[structured]'"
@@ -24,6 +25,10 @@ MAX_KEPT = 64
 JSON_DEFAULTS: Any = {"whitespace_pattern": r" |\n {0,40}"}
 NO_TOKEN = "<|paged_attn: no token|>"
 BITS = 32
+
+
+class GuideError(ValueError):
+    """No answer can be found any more that follows what was asked for."""
 
 
 class Guide:
@@ -87,15 +92,16 @@ class Guides:
             UnsupportedError: llguidance is not installed, or there is no tokenizer that it can read.
             ValueError: it can not read the schema, expression or grammar; in its own words.
         """
-        if params.guide is None:
+        asked = params.guide
+        if asked is None:
             return None
         with self._lock:
-            if params.guide not in self._kept:
-                self._kept[params.guide] = self._read(*params.guide)
+            if asked not in self._kept:
+                self._kept[asked] = self._read(*asked)
                 if len(self._kept) > MAX_KEPT:
                     self._kept.popitem(last=False)
-            self._kept.move_to_end(params.guide)
-            return self._kept[params.guide].copy()
+            self._kept.move_to_end(asked)
+            return self._kept[asked].copy()
 
     def _read(self, what: str, source: str) -> Guide:
         try:
@@ -160,12 +166,15 @@ def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
     """scores [N, V], in place: -inf for the tokens that the guides of some rows do not allow."""
     vocabulary = scores.shape[-1]
     words = -(-vocabulary // BITS)
-    host = torch.full((len(scores), words), -1, dtype=torch.int32, pin_memory=scores.is_cuda)
     allowed = allowed_next(list(guides.values()))[:, :words]
-    host.numpy()[list(guides)] = np.pad(allowed, ((0, 0), (0, words - allowed.shape[1])))
-    octets = host.to(scores.device, non_blocking=True).view(torch.uint8).unsqueeze(-1)
+    packed = PackedInts((len(guides),), (len(guides) * words,), scores.device)
+    packed.host[0][:] = list(guides)
+    packed.host[1].reshape(len(guides), words)[:, : allowed.shape[1]] = allowed
+    rows, masks = packed.to_device()
+    octets = masks.view(torch.uint8).unsqueeze(-1)
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
-    scores.masked_fill_(bits.view(len(scores), -1)[:, :vocabulary] == 0, float("-inf"))
+    forbidden = bits.view(len(guides), -1)[:, :vocabulary] == 0
+    scores[rows] = scores[rows].masked_fill_(forbidden, float("-inf"))
 
 
 def _json_options(schema: str) -> Any:

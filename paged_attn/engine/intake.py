@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from paged_attn.engine.chosen import SampledToken
 from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.flight import Flight
+from paged_attn.engine.guides import GuideError
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampler import Sampler
@@ -101,7 +102,7 @@ class Intake:
     def _fail(self, request: Request) -> TokenEvent:
         guide = request.sampling.guide
         if guide is not None and guide.error is not None:
-            request.error = ValueError(f"request {request.id!r} ended after {len(request.tokens)} tokens, others go on: {guide.error}")
+            request.error = GuideError(f"request {request.id!r} ended after {len(request.tokens)} tokens, others go on: {guide.error}")
         else:
             request.error = ValueError(
                 f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "

@@ -74,9 +74,9 @@ class ModelLimits:
 
     def check_biases(self, biases: Iterable[tuple[int, float]]) -> None:
         """Raises ValueError for a token id that this model does not have."""
-        bad = [token for token, _ in biases if self.vocab_size is not None and token >= self.vocab_size]
-        if bad:
-            raise ValueError(f"logit_bias: got token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}, the ids of this model")  # type: ignore[operator]
+        for token, _ in biases:
+            if self.vocab_size is not None and token >= self.vocab_size:
+                raise ValueError(f"logit_bias: got token id {token}; allowed: 0 to {self.vocab_size - 1}, the ids of this model")
 
     def allowed_new_tokens(self, prompt: int, wanted: int) -> int:
         """`wanted`, cut so that no token lies past the model's positions (such a request ends with "length")."""

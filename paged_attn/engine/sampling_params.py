@@ -182,12 +182,13 @@ def _json_schema(value: object) -> str:
     if not isinstance(value, (str, Mapping)):
         raise TypeError(f"json_schema: got {value!r} ({type(value).__name__}); allowed: {allowed}; {hint}")
     try:
-        text = value if isinstance(value, str) else json.dumps(value)
-        if not isinstance(json.loads(text), dict):
+        if not isinstance(value, str):
+            return json.dumps(value)
+        if not isinstance(json.loads(value), dict):
             raise ValueError("not an object")
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json_schema: got what is no JSON object ({error}); allowed: {allowed}; {hint}") from error
-    return text
+    return value
 
 
 def _processors(value: object) -> tuple[LogitsProcessor, ...]:

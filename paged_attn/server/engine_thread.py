@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import islice, product
 
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.request import FinishReason, TokenEvent
@@ -86,7 +86,7 @@ class EngineThread:
         Raises:
             ApiError: 503 if the engine does not run, 429 if too many wait, 400 if so many prompts can never wait.
         """
-        count = len(job.prompts)
+        count = job.size
         with self._condition:
             config, now = self.refuse_unless_ready().config, self.snapshot
             if count > config.max_requests + self.max_queue:
@@ -170,7 +170,7 @@ class EngineThread:
             else:
                 running = self._fail(engine, {job for job, _ in self._owners.values()}, everything, "cancelled")
                 self._send([*running, *((job, everything) for job in adds)])
-            self._publish(engine, sum(len(job.prompts) for job in adds))
+            self._publish(engine, sum(job.size for job in adds))
             if stopping:
                 return
             if engine.has_work:
@@ -183,7 +183,7 @@ class EngineThread:
         if job.cancelled:
             return None
         try:
-            for prompt, params in zip(job.prompts, job.params, strict=True):
+            for prompt, params in product(job.prompts, job.answers):
                 request = engine.add_request(
                     prompt.token_ids, params, namespace=job.namespace, prompt=prompt.text, priority=job.priority,
                     text_at_end=job.text_at_end,
@@ -192,7 +192,7 @@ class EngineThread:
                 job.requests.append(request)
         except (ValueError, TypeError) as error:  # UnsupportedError is a ValueError
             if len(job.prompts) > 1:
-                error.add_note(f"(prompt {len(job.requests)} of {len(job.prompts)})")
+                error.add_note(f"(prompt {len(job.requests) // len(job.answers)} of {len(job.prompts)})")
             self._drop(engine, job, None)
             return job, bad_request(error, "prompt")
         return job, Accepted()

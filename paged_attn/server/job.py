@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 
+from paged_attn.engine.guides import GuideError
 from paged_attn.engine.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.errors import ApiError
@@ -29,37 +30,39 @@ Update = Accepted | ApiError | tuple[int, TokenEvent]
 
 
 class Job:
-    """Prompts and their params; several in a row may be answers to the same prompt.
+    """Prompts, and for each the answers wanted: a request of the engine for each of those, in order.
 
     The engine's thread fills `requests` and sends updates; all else belongs to the event loop.
 
     Args:
-        params: one for each prompt, or one for all.
-        num_answers: so many prompts in a row are one prompt of the client's.
+        answers: the params of each answer to a prompt.
         text_at_end: the text is read when a request has ended, and not with each token.
 
     Attributes:
-        requests: one per prompt, from acceptance on; to be read once a request has finished.
+        requests: one per answer, those to the first prompt first, from acceptance on; to be read once a request has finished.
         cancelled: the engine shall not begin it, or has been told to stop.
     """
 
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
+        answers: Sequence[SamplingParams],
         namespace: Hashable = None,
         *,
-        num_answers: int = 1,
         priority: int = 0,
         text_at_end: bool = False,
     ) -> None:
-        self.prompts, self.num_answers = prompts, num_answers
-        self.params = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        self.prompts, self.answers = prompts, answers
         self.namespace, self.priority, self.text_at_end = namespace, priority, text_at_end
         self.created = time.perf_counter()
         self.requests: list[Request] = []
         self.cancelled = False
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
+
+    @property
+    def size(self) -> int:
+        """How many requests it is."""
+        return len(self.prompts) * len(self.answers)
 
     def receive(self, update: Update) -> None:
         """Called on the event loop."""
@@ -77,12 +80,12 @@ class Job:
         assert isinstance(update, Accepted), update
 
     async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
-        """(number of the prompt, event) until all have finished.
+        """(number of the request, event) until all have finished.
 
         Raises:
             ApiError: a request failed; the others of the job are then to be cancelled.
         """
-        left = len(self.prompts)
+        left = self.size
         while left:
             update = await self._updates.get()
             if isinstance(update, ApiError):
@@ -90,15 +93,15 @@ class Job:
             assert isinstance(update, tuple), update
             index, event = update
             if event.finish_reason == "error":
-                guide, words = self.requests[index].sampling.guide, str(self.requests[index].error)
-                if guide is not None and guide.error is not None:  # what the client asked for is at fault, though it shows only now
-                    raise ApiError(400, words, code="guide_failed")
-                raise ApiError(500, words, code="bad_logits")
+                error = self.requests[index].error
+                if isinstance(error, GuideError):  # what the client asked for is at fault, though it shows only now
+                    raise ApiError(400, str(error), code="guide_failed")
+                raise ApiError(500, str(error), code="bad_logits")
             left -= event.finish_reason is not None
             yield index, event
 
     async def completions(self) -> list[Completion]:
-        """The results of all prompts; raises as `events` does."""
+        """The results of all requests; raises as `events` does."""
         async for _ in self.events():
             pass
         return [Completion.of(request) for request in self.requests]

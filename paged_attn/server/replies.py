@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from paged_attn.engine.request import Completion, Request, TokenEvent
+from paged_attn.engine.request import Completion, TokenEvent
 from paged_attn.server.bodies import Body
 from paged_attn.server.errors import ApiError
 from paged_attn.server.job import Job
@@ -18,9 +18,9 @@ from paged_attn.server.texts import Texts
 Known = tuple[int, float, Sequence[tuple[int, float]]]
 
 
-def usage(requests: Sequence[Request], num_answers: int) -> dict[str, Any]:
+def usage(job: Job) -> dict[str, Any]:
     """A prompt counts once, however many answers it got."""
-    prompts, new = requests[::num_answers], sum(request.num_sampled for request in requests)
+    prompts, new = job.requests[:: len(job.answers)], sum(request.num_sampled for request in job.requests)
     prompt, cached = sum(len(request.prompt_token_ids) for request in prompts), sum(request.cached_tokens for request in prompts)
     details = {"cached_tokens": cached}
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": details}
@@ -42,7 +42,7 @@ class Reply:
     async def whole(self) -> dict[str, Any]:
         """Raises ApiError if a request failed."""
         choices = [self.choice(i, completion) for i, completion in enumerate(await self.job.completions())]
-        return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.job.requests, self.job.num_answers)}
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage(self.job)}
 
     async def lines(self) -> AsyncIterator[str]:
         """The data of the server-sent events; an error after the beginning is the last but one."""
@@ -54,7 +54,7 @@ class Reply:
                 for choice in self.parts(index, event):
                     yield self._line([choice], extra)
             if extra:
-                yield self._line([], {"usage": usage(self.job.requests, self.job.num_answers)})
+                yield self._line([], {"usage": usage(self.job)})
         except ApiError as error:
             yield json.dumps(error.payload())
         yield "[DONE]"
@@ -101,7 +101,7 @@ class Reply:
 class CompletionReply(Reply):
     def __init__(self, job: Job, body: Body, texts: Texts, model: str) -> None:
         super().__init__(job, body, texts, model)
-        self._offsets = [0] * len(job.prompts)
+        self._offsets = [0] * job.size
 
     def content(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -125,7 +125,7 @@ class ChatReply(Reply):
 
     def openings(self) -> list[dict[str, Any]]:
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [{"index": index, **opening} for index in range(len(self.job.prompts))]
+        return [{"index": index, **opening} for index in range(self.job.size)]
 
     def content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}

@@ -73,18 +73,15 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
 async def _job(prompts: Sequence[Prompt], body: Body, engine: Engine, state: ServerState) -> Job:
     if body.priority and not state.settings.allow_priority:
         raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
-    params, n = body.sampling_params(_room(engine, prompts)), body.num_answers
+    params = body.sampling_params(_room(engine, prompts))
     await _check_params(params, engine, state)
-    answers = [params] if n == 1 else [_with_seed(params, number) for number in range(n)]
-    return Job(
-        [prompt for prompt in prompts for _ in range(n)], answers * len(prompts), body.cache_salt,
-        num_answers=n, priority=body.priority or 0, text_at_end=not body.stream,
-    )  # fmt: skip
+    answers = [_with_seed(params, number) for number in range(body.num_answers)]
+    return Job(prompts, answers, body.cache_salt, priority=body.priority or 0, text_at_end=not body.stream)
 
 
 def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
     """The params of one of several answers: with a seed each has its own."""
-    return params if params.seed is None else replace(params, seed=(params.seed + number) % SEED_LIMIT)
+    return params if params.seed is None or number == 0 else replace(params, seed=(params.seed + number) % SEED_LIMIT)
 
 
 async def _check_params(params: SamplingParams, engine: Engine, state: ServerState) -> None:

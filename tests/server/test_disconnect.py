@@ -74,7 +74,7 @@ def leave(running: Running, body: dict[str, Any]) -> None:
 
 
 def test_what_is_cancelled_before_the_engine_took_it_is_never_taken(narrow: Running) -> None:
-    thread, job = narrow.server.state.thread, Job([Prompt([9, 9, 9])], SamplingParams())
+    thread, job = narrow.server.state.thread, Job([Prompt([9, 9, 9])], [SamplingParams()])
     with held(narrow.engine) as permits, ThreadPoolExecutor(1) as pool:
         first = pool.submit(narrow.http.post, "/v1/completions", json={**BODY, "max_tokens": 1})
         wait_for(lambda: narrow.engine.has_work)

@@ -196,7 +196,7 @@ def test_a_dead_engine_is_found_out_though_requests_never_cease() -> None:
 
         def failing(*_: Any) -> Any:
             if thread.status is Status.READY:
-                thread.submit(Job([Prompt([4, 5])], SamplingParams()))
+                thread.submit(Job([Prompt([4, 5])], [SamplingParams()]))
             raise RuntimeError("the device is gone")
 
         running.engine.steps.run = failing  # type: ignore[method-assign]

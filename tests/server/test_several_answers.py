@@ -44,6 +44,12 @@ def test_a_prompt_with_several_answers_counts_once(running: Running, stream: boo
     running.engine.kv.tree.clear()  # type: ignore[union-attr]
 
 
+def test_what_is_said_of_a_prompt_counts_the_clients_prompts(running: Running) -> None:
+    _, error = post(running, "/v1/completions", {"prompt": [[5], [6], [-1]], "n": 4})
+    assert error["message"].endswith("(prompt 2 of 3)")
+    assert "prompt 0" not in post(running, "/v1/completions", {"prompt": [-1], "n": 4})[1]["message"]
+
+
 def test_a_chat_with_several_answers_opens_each_of_them(running: Running) -> None:
     whole = [choice.message.content for choice in chat(running, n=2, temperature=1.0, seed=4, max_tokens=6).choices]
     parts = [choice for chunk in chat(running, n=2, temperature=1.0, seed=4, max_tokens=6, stream=True) for choice in chunk.choices]
