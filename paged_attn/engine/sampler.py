@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.packed_ints import PackedInts
+from paged_attn.backends.drawn_rows import DrawnRows
 from paged_attn.backends.store_kv import has_triton
-from paged_attn.engine.candidates import Filters, at_temperature, draw_from, draw_from_all, filter_scores
+from paged_attn.engine.candidates import draw_tokens
 from paged_attn.engine.chosen import Chosen, SampledToken, logprobs_of
 from paged_attn.engine.guides import forbid_others
 from paged_attn.engine.logit_bias import add_biases
@@ -82,14 +84,34 @@ class Sampler:
 
     def _choose_changed(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Mapping[int, SamplingState]) -> Tensor:
         """`best` [N] with the tokens of some rows replaced."""
-        rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn from all, drawn from some
+        rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn, drawn from the likely ones
         states = [all_states[row] for row in rows]
         counting = [place for place, state in enumerate(states) if state.counts_tokens]
         count_rows = self._counts_for(logits).rows_of([states[place] for place in counting]) if counting else []
-        numbers = _Numbers.of(rows, states, counting, count_rows, logits)
+        edited = any(state.edits_logits for state in states)
+        numbers = _Numbers.of(rows, states, counting, count_rows, edited, logits)
+        source, most_likely = logits, best
+        if edited:
+            source = self._edited(logits, states, numbers)
+            most_likely = best_tokens(source)
+        chosen = most_likely if edited else best.index_select(0, numbers.rows)
+        greedy = len(states) - len(numbers.drawn.rows)
+        if greedy < len(states):
+            drawn = draw_tokens(source, most_likely, numbers.drawn)
+            chosen = torch.cat([chosen[:greedy], torch.where(chosen[greedy:] >= 0, drawn, -1)])
+        if self._ranks is not None:  # their logits are equal, but running sums need not round alike on every device
+            self._ranks.take_first(chosen)
+        if counting:
+            assert self._counts is not None
+            self._counts.add(numbers.count_rows, chosen.index_select(0, numbers.counting))
+        finite = best.index_select(0, numbers.rows) >= 0
+        return best.index_copy(0, numbers.rows, torch.where(finite, chosen, -1))
+
+    def _edited(self, logits: Tensor, states: Sequence[SamplingState], numbers: _Numbers) -> Tensor:
+        """Scores [L, V] float32 of the rows with these states."""
         scores = logits.index_select(0, numbers.rows).float()
         add_biases(scores, [state.params.biases for state in states])
-        if counting:
+        if len(numbers.counting):
             assert self._counts is not None
             some = scores.index_select(0, numbers.counting)
             counts = self._counts.counts.index_select(0, numbers.count_rows)
@@ -100,25 +122,7 @@ class Sampler:
         guided = {place: state.guide for place, state in enumerate(states) if state.guide is not None}
         if guided:
             forbid_others(scores, guided)
-        chosen = best_tokens(scores)
-        greedy = sum(state.params.is_greedy for state in states)
-        filtered = greedy + numbers.num_unfiltered
-        if greedy < len(states):
-            valid, scores = chosen[greedy:] >= 0, at_temperature(scores[greedy:], numbers.temperature)
-            parts = []
-            if filtered > greedy:
-                parts.append(draw_from_all(scores[: filtered - greedy], numbers.uniform[: filtered - greedy]))
-            if filtered < len(states):
-                candidates = filter_scores(scores[filtered - greedy :], numbers.filters)
-                parts.append(draw_from(candidates, numbers.uniform[filtered - greedy :]))
-            chosen = torch.cat([chosen[:greedy], torch.where(valid, torch.cat(parts), -1)])
-        if self._ranks is not None:  # their logits are equal, but running sums need not round alike on every device
-            self._ranks.take_first(chosen)
-        if counting:
-            assert self._counts is not None
-            self._counts.add(numbers.count_rows, chosen.index_select(0, numbers.counting))
-        finite = best.index_select(0, numbers.rows) >= 0
-        return best.index_copy(0, numbers.rows, torch.where(finite, chosen, -1))
+        return scores
 
     def _counts_for(self, logits: Tensor) -> TokenCounts:
         if self._counts is None:
@@ -164,49 +168,60 @@ class _Numbers(NamedTuple):
     counting: Tensor  # places among the rows that have penalties
     count_rows: Tensor
     penalties: tuple[Tensor, Tensor, Tensor]
-    uniform: Tensor  # of the drawn rows, and so is the temperature
-    temperature: Tensor
-    filters: Filters  # of those that are drawn from some tokens only
-    num_unfiltered: int
+    drawn: DrawnRows
 
     @classmethod
     def of(
-        cls, rows: Sequence[int], states: Sequence[SamplingState], counting: Sequence[int], count_rows: Sequence[int], logits: Tensor
-    ) -> _Numbers:
+        cls, rows: Sequence[int], states: Sequence[SamplingState], counting: Sequence[int], count_rows: Sequence[int], edited: bool,
+        logits: Tensor,
+    ) -> _Numbers:  # fmt: skip
+        """`edited`: tokens are drawn from scores that have these rows only, and not from the logits."""
         vocab = logits.shape[-1]
         drawn = [state for state in states if not state.params.is_greedy]
-        some = [state.params for state in drawn if state.params.has_filter]
-        counted = [states[place].params for place in counting]
+        params, counted = [state.params for state in drawn], [states[place].params for place in counting]
+        greedy, num_drawn, num_counting = len(states) - len(drawn), len(drawn), len(counting)
         packed = PackedInts(
-            (len(rows), len(counting), len(counting), len(drawn), len(some)),
-            (len(counting),) * 3 + (len(drawn), len(some), len(some)),
-            logits.device,
+            (len(rows), num_counting, num_counting, *(num_drawn,) * 4), (*(num_counting,) * 3, *(num_drawn,) * 2), logits.device
         )
         host = packed.host
         host[0][:], host[1][:], host[2][:] = rows, counting, count_rows
-        host[3].view(np.float64)[:] = [state.uniform for state in drawn]
-        host[4][:] = [vocab - min(p.top_k or vocab, vocab) for p in some]
+        host[3][:] = range(greedy, len(rows)) if edited else rows[greedy:]
+        host[4][:] = [vocab - min(p.top_k or vocab, vocab) for p in params]
+        host[5].view(np.float64)[:] = [state.uniform for state in drawn]
+        host[6].view(np.float64)[:] = _tails([p.top_p for p in params])
         reals: list[list[float]] = [
             [max(p.repetition_penalty, SMALLEST) for p in counted],  # float32 would make it 0
             [p.frequency_penalty for p in counted],
             [p.presence_penalty for p in counted],
-            [state.params.temperature for state in drawn],
-            # 1 - top_p is rounded from float64 once, as in transformers; top-p 1 must not drop underflown tokens
-            [1.0 - p.top_p if p.top_p < 1.0 else -1.0 for p in some],
-            [p.min_p for p in some],
+            [p.temperature for p in params],
+            [p.min_p for p in params],
         ]
-        for memory, values in zip(host[5:], reals, strict=True):
+        for memory, values in zip(host[7:], reals, strict=True):
             memory.view(np.float32)[:] = np.clip(values, -LARGEST, LARGEST)
         on = packed.to_device()
-        real = [tensor.view(torch.float32) for tensor in on[5:]]
-        any_of = (any(p.top_k for p in some), any(p.top_p < 1.0 for p in some), any(p.min_p for p in some))
-        filters = Filters(on[4], real[4], real[5], *any_of)
-        penalties = (real[0], real[1], real[2])
-        return cls(on[0], on[1], on[2], penalties, on[3].view(torch.float64), real[3], filters, len(drawn) - len(some))
+        repetition, frequency, presence, temperature, min_p = (tensor.view(torch.float32) for tensor in on[7:])
+        settings = DrawnRows(
+            on[3],
+            temperature,
+            on[5].view(torch.float64),
+            min_p if any(p.min_p for p in params) else None,
+            on[4] if any(p.top_k for p in params) else None,
+            on[6].view(torch.float64) if any(p.top_p < 1.0 for p in params) else None,
+            sum(not p.has_limit for p in params),
+        )
+        return cls(on[0], on[1], on[2], (repetition, frequency, presence), settings)
+
+
+def _tails(top_p: Sequence[float]) -> NDArray[np.float64]:
+    """The largest sums that count as no more than 1 - top_p: it is rounded to float32 from float64, and so is the sum, as in transformers.
+    Negative for top-p 1, which must not leave out tokens whose probability underflowed."""
+    whole = np.array(top_p)
+    tails = (1.0 - whole).astype(np.float32)
+    return np.where(whole < 1.0, (tails.astype(np.float64) + np.nextafter(tails, np.float32(2.0)).astype(np.float64)) / 2, -1.0)
 
 
 def _kind(state: SamplingState) -> int:
-    return 0 if state.params.is_greedy else 1 + state.params.has_filter
+    return 0 if state.params.is_greedy else 1 + state.params.has_limit
 
 
 def _processed(processor: object, state: SamplingState, scores: Tensor) -> Tensor:

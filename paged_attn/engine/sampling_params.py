@@ -132,8 +132,9 @@ class SamplingParams:
         return bool(self.logits_processors) or self.guide is not None
 
     @property
-    def has_filter(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+    def has_limit(self) -> bool:
+        """Which tokens may be drawn depends on their order."""
+        return self.top_k > 0 or self.top_p < 1.0
 
 
 def _whole(name: str, value: object, hint: str) -> int:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from paged_attn.engine import sampler
-from paged_attn.engine.candidates import SortedCandidates
+from paged_attn.engine import candidates
 from paged_attn.engine.chosen import SampledToken
 from paged_attn.engine.sampler import NonFiniteLogitsError, Sampler, sample
 from paged_attn.engine.sampling_params import SamplingParams
@@ -40,20 +39,21 @@ def state_of(seen: list[int] | None = None, **settings) -> SamplingState:
     return SamplingState(SamplingParams(**{"temperature": 1.0, "seed": 0, **settings}), seen or [])
 
 
+def drawn_from(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tensor:
+    """The scores that tokens are drawn from."""
+    found: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(candidates, "draw_from_all", lambda scores, uniform: found.append(scores) or scores.argmax(-1))
+        Sampler().choose(logits, dict(enumerate(states)))
+    (scores,) = found
+    return scores
+
+
 def allowed_tokens(logits: torch.Tensor, states: list[SamplingState]) -> list[set[int]]:
     """What each row may draw, all of them going through the filters; a filter that one row alone uses must not touch the others."""
-    found: list[SortedCandidates] = []
-
-    def draw(candidates: SortedCandidates, uniform: torch.Tensor) -> torch.Tensor:
-        found.append(candidates)
-        return candidates.order[:, -1]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SamplingParams, "has_filter", True)
-        patch.setattr(sampler, "draw_from", draw)
-        Sampler().choose(logits, dict(enumerate(states)))
-    (candidates,) = found
-    return [set(order[first:].tolist()) for order, first in zip(candidates.order, candidates.first[:, 0].tolist(), strict=True)]
+        patch.setattr(SamplingParams, "has_limit", True)
+        return [set((row > -INF).nonzero()[:, 0].tolist()) for row in drawn_from(logits, states)]
 
 
 SETTINGS = [
@@ -108,12 +108,9 @@ def test_repetition_penalty_is_bitwise_that_of_transformers():
     logits = torch.randn(3, 101, generator=torch.Generator().manual_seed(1))
     seen = [[1, 5, 5, 100], [], [7]]
     states = [state_of(ids, repetition_penalty=penalty) for ids, penalty in zip(seen, (1.3, 1.3, 0.8), strict=True)]
-    scores = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "draw_from_all", lambda scores_, uniform: scores.append(scores_) or scores_.argmax(-1))
-        Sampler().choose(logits, dict(enumerate(states)))
+    scores = drawn_from(logits, states)
     for row in range(3):
-        assert torch.equal(scores[0][row : row + 1], hf_scores(logits[row : row + 1], states[row].params, seen[row]))
+        assert torch.equal(scores[row : row + 1], hf_scores(logits[row : row + 1], states[row].params, seen[row]))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -56,3 +56,29 @@ def test_the_tokens_of_the_cpu_without_waiting(guided: bool) -> None:
                 state.tokens.append(token)
                 if state.guide is not None:
                     assert state.guide.goes_on_after(token) and state.guide.error is None
+
+
+DRAWS: tuple[dict[str, Any], ...] = ({}, {"min_p": 0.05}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 2000, "top_p": 0.7, "min_p": 0.01})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [5, 4097, 128256])
+def test_draws_of_the_kernels_and_of_the_cpu(dtype: torch.dtype, vocabulary: int) -> None:
+    """Their exponentials differ in the last place, so that one draw in many thousands may fall to the next token."""
+    logits = (torch.randn(200, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3).to(dtype)
+    settings = [{"temperature": 0.8 + 0.1 * (row % 3), "seed": row, **DRAWS[row % len(DRAWS)]} for row in range(len(logits))]
+    of_cpu, of_gpu = (dict(enumerate(SamplingState(SamplingParams(**each)) for each in settings)) for _ in range(2))
+    want, got = Sampler().choose(logits, of_cpu).wait().ids, Sampler().choose(logits.cuda(), of_gpu).wait().ids
+    assert sum(a == b for a, b in zip(want, got, strict=True)) >= 198
+
+
+def test_a_draw_on_the_device_is_the_same_in_every_batch() -> None:
+    logits = (torch.randn(60, 50257, generator=torch.Generator().manual_seed(3)) * 2).bfloat16().cuda()
+    settings = [{"temperature": 1.0, "seed": row, **DRAWS[row % len(DRAWS)]} for row in range(len(logits))]
+    states = [SamplingState(SamplingParams(**each)) for each in settings]
+    together = Sampler().choose(logits, dict(enumerate(states))).wait().ids
+    for row, each in enumerate(settings):
+        alone = Sampler().choose(logits[row : row + 1], {0: SamplingState(SamplingParams(**each))}).wait().ids
+        assert alone == [together[row]], each
+        penalised = SamplingState(SamplingParams(**each, logit_bias={0: 0.0}))  # drawn from scores of its own in float32
+        assert Sampler().choose(logits, {row: penalised}).wait().ids[row] == together[row]

@@ -1,0 +1,114 @@
+"""Microseconds to draw a token for each row of logits: our kernels, and PyTorch's sort, softmax and running sum.
+
+python benchmarks/draw_tokens.py [--rows 1 8 32 128 256] [--vocabulary 128256] [--out FILE]
+
+On the GPU alone: each way is captured in a CUDA graph and replayed. `host` is what a call takes that is not captured, without waiting for
+the GPU. Logits are random bfloat16 numbers: as flat as a model's with random weights, which leaves top-p most to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_attn.backends.drawn_rows import DrawnRows
+from paged_attn.backends.triton import draw_token
+from paged_attn.engine import candidates
+from paged_attn.engine.sampler import best_tokens
+
+SETTINGS: dict[str, dict[str, float]] = {
+    "temperature": {},
+    "min-p": {"min_p": 0.05},
+    "top-k 50": {"top_k": 50},
+    "top-p 0.95": {"top_p": 0.95},
+    "top-k 50, top-p 0.95": {"top_k": 50, "top_p": 0.95},
+}
+
+
+def rows_of(rows: int, vocabulary: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> DrawnRows:
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device="cuda")
+
+    return DrawnRows(
+        torch.arange(rows, device="cuda"),
+        full(0.8, torch.float32),
+        torch.rand(rows, dtype=torch.float64, device="cuda"),
+        full(min_p, torch.float32) if min_p else None,
+        full(vocabulary - top_k, torch.int64) if top_k else None,
+        full(1.0 - top_p, torch.float64) if top_p < 1.0 else None,
+        0 if top_k or top_p < 1.0 else rows,
+    )
+
+
+def device_us(call: Callable[[], Tensor], repeats: int = 20) -> float:
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats * 1e3
+
+
+def host_us(call: Callable[[], Tensor], repeats: int = 20) -> float:
+    call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    taken = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return taken / repeats * 1e6
+
+
+def by_sorting(logits: Tensor, best: Tensor, of: DrawnRows) -> Tensor:
+    scores = candidates.at_temperature(logits.index_select(0, of.rows).float(), of.temperature)
+    limited = scores if of.first_limited else candidates.within_limits(scores, of)
+    if of.min_p is not None:
+        shares = limited.softmax(-1)
+        limited = limited.masked_fill(shares < of.min_p.unsqueeze(-1) * shares.amax(-1, keepdim=True), float("-inf"))
+    return candidates.draw_from_all(limited, of.uniform)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    result: list[dict[str, Any]] = []
+    for rows in args.rows:
+        logits = (torch.randn(rows, args.vocabulary, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * 2).bfloat16()
+        best = best_tokens(logits)
+        for name, settings in SETTINGS.items():
+            of = rows_of(rows, args.vocabulary, **settings)  # type: ignore[arg-type]
+            row: dict[str, Any] = {"rows": rows, "settings": name}
+            ways = {"kernels": draw_token.draw_tokens, "sorting": by_sorting}
+            tokens = {way: draw(logits, best, of) for way, draw in ways.items()}
+            row["alike"] = (tokens["kernels"] == tokens["sorting"]).float().mean().item()
+            for way, draw in ways.items():
+                call = partial(draw, logits, best, of)
+                row[f"{way}_us"], row[f"{way}_host_us"] = round(device_us(call), 1), round(host_us(call), 1)
+            result.append(row)
+            print(json.dumps(row), flush=True)
+    if args.out is not None:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "vocabulary": args.vocabulary}
+        args.out.write_text(json.dumps({**about, "rows": result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
