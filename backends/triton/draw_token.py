@@ -12,18 +12,15 @@ import triton
 from torch import Tensor
 
 from paged_attn.backends.drawn_rows import DrawnRows
-from paged_attn.backends.triton.draw_token_kernel import draw, narrow, settle, weigh
+from paged_attn.backends.triton.draw_token_kernel import MOST_BITS, choose, draw, spread, weigh
 from paged_attn.backends.triton.fast_launch import FastKernel, device_index
 from paged_attn.backends.triton.tiling import machine_of, power_of_2
 
-PART = 4096  # logits that a program looks at
-BLOCK = 256  # of which it has so many at a time while it sums up by digits
-BITS = 4
-KEY_BITS = 32
-ROUNDS = -(-KEY_BITS // BITS)
+PART = 2048  # logits that a program looks at
+DIGITS = ((21, 11), (10, 11), (0, 10))  # of a key, from the first one on: its lowest bit, and how many it has
 SUM_BITS = 62
 WARPS = 4
-_narrow, _settle, _weigh, _draw = FastKernel(narrow), FastKernel(settle), FastKernel(weigh), FastKernel(draw)
+_spread, _choose, _weigh, _draw = FastKernel(spread), FastKernel(choose), FastKernel(weigh), FastKernel(draw)
 
 
 class Limits(NamedTuple):
@@ -53,7 +50,7 @@ class Drawing:
         self.device, early = device_index(logits.device), machine_of(logits.device).early
         self.options = {"num_warps": WARPS, "launch_pdl": early}
         scale = float(2 ** (SUM_BITS - self.vocabulary.bit_length()))
-        self.constants = {"SCALE": scale, "PARTS": power_of_2(self.parts), "EARLY": early}
+        self.constants = {"SCALE": scale, "EARLY": early}
         self.key = (logits.dtype, self.vocabulary, self.stride, self.parts)
         self.common = (logits, of.rows, best, of.temperature)
 
@@ -65,9 +62,8 @@ class Drawing:
         weights, ties, tokens = self._ints(self.count, self.parts), self._ints(self.count, self.parts), self._ints(self.count)
         keys, drops = (weights, weights) if limits is None else limits  # not read
         numbers = (self.vocabulary, self.stride, self.parts)
-        parts = {name: value for name, value in self.constants.items() if name != "PARTS"} | {"LIMITED": limits is not None, "PART": PART}
-        parts |= {"HAS_MIN_P": self.of.min_p is not None}
-        whole = parts | {"PARTS": self.constants["PARTS"]}
+        parts = {**self.constants, "LIMITED": limits is not None, "HAS_MIN_P": self.of.min_p is not None, "PART": PART}
+        whole = parts | {"PARTS": power_of_2(self.parts)}
         key = (*self.key, limits is not None, self.of.min_p is not None)
         inputs = (*self.common, self.of.temperature if self.of.min_p is None else self.of.min_p)
         _weigh(key, (self.count, self.parts), (*inputs, keys, weights, ties, *numbers), parts, self.options, self.device)
@@ -77,19 +73,18 @@ class Drawing:
 
     def _search(self, count: bool, floors: Limits | None) -> Limits:
         of, first = self.of, self.of.first_limited
-        states, sums = self._ints(2, self.count, 3), self._ints(2, self.count, self.parts, 2**BITS)
-        limits = Limits(self._ints(self.count), self._ints(self.count))
-        tails, lowest = of.temperature if of.tail is None else of.tail, of.rows if of.lowest is None else of.lowest
+        found, limits = self._ints(self.count, 3), Limits(self._ints(self.count), self._ints(self.count))
+        sums = torch.zeros(self.count, 2**MOST_BITS.value, dtype=torch.int64, device=self.logits.device)
+        lowest, tails = of.rows if of.lowest is None else of.lowest, of.temperature if of.tail is None else of.tail  # one of them is read
         floor_keys = limits.keys if floors is None else floors.keys
-        kind = {"COUNT": count, "HAS_FLOOR": floors is not None, "BITS": BITS, **self.constants}
-        key = (*self.key, count, floors is not None, tails.dtype)
-        arguments = (*self.common, lowest, tails, floor_keys, states, sums, self.vocabulary, self.stride, self.parts, first)
-        for index in range(ROUNDS):
-            constants = {**kind, "FIRST": index == 0, "PART": PART, "BLOCK": BLOCK}
-            numbers = (index % 2, (ROUNDS - 1 - index) * BITS)
-            _narrow((*key, index == 0), (self.count - first, self.parts), (*arguments, *numbers), constants, self.options, self.device)
-        last = (*self.common, tails, floor_keys, states, sums, *limits, self.stride, self.parts, first, self.count, ROUNDS % 2)
-        _settle(key, (self.count, 1), last, kind, self.options, self.device)
+        spread = (*self.common, floor_keys, found, sums, self.vocabulary, self.stride, first)
+        choose = (*self.common, lowest, tails, floor_keys, found, sums, *limits, self.vocabulary, self.stride, first)
+        for shift, bits in DIGITS:
+            key = (*self.key, count, floors is not None, shift)
+            constants = {"COUNT": count, "HAS_FLOOR": floors is not None, "FIRST": shift == DIGITS[0][0], "BITS": bits, **self.constants}
+            spreading = {**constants, "SHIFT": shift, "PART": PART}
+            _spread(key, (self.count - first, self.parts), spread, spreading, self.options, self.device)
+            _choose((*key, tails.dtype), (self.count, 1), choose, {**constants, "LAST": shift == 0}, self.options, self.device)
         return limits
 
     def _ints(self, *shape: int) -> Tensor:

@@ -2,8 +2,8 @@
 
 A logit's place in the order of numbers is its `key`, 0 to 2^32 - 1. A token's weight is exp((logit - largest) / temperature) in units of
 2^-scale, cut off: equal tokens weigh the same, and no sum is rounded. Top-k and top-p both ask for the least key up to which the tokens
-count, or weigh, more than some target. `narrow` finds it digit by digit (radix select): each program sums up its part of a row for every
-value of the next digit, and the next launch's programs all see from these sums in which of them the target lies.
+count, or weigh, more than some target. It is found digit by digit (radix select): `spread` adds up a row for every value of the next digit,
+and `choose` sees in which of them the target lies.
 """
 
 # mypy: ignore-errors
@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FROM_TAIL = tl.constexpr(-(2**62))  # the target is a share of the row's weight, which is not known yet
 NO_KEY = tl.constexpr(-1)
+MOST_BITS = tl.constexpr(11)  # of a digit
 
 
 @triton.jit
@@ -57,95 +57,82 @@ def _weight(share, SCALE: tl.constexpr):
     return (share * SCALE).to(tl.int64)
 
 
-@triton.jit
-def _digit_chosen(state, sums, tails, row, parts, COUNT: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr):
-    """The key's digits so far with one more, what lies below them, and the target."""
-    part, digit = tl.arange(0, PARTS), tl.arange(0, 1 << BITS)
-    place = (row * parts + part[:, None]) * (1 << BITS) + digit[None, :]
-    sums_of_digits = tl.sum(tl.load(sums + place, mask=part[:, None] < parts, other=0), 0)
-    key, below, target = tl.load(state + row * 3), tl.load(state + row * 3 + 1), tl.load(state + row * 3 + 2)
-    if not COUNT:
-        total = tl.sum(sums_of_digits, 0)
-        tail = tl.load(tails + row)
-        share = tl.minimum((tail * total.to(tl.float64)).to(tl.int64), total - 1)  # the last token stays
-        target = tl.where(target == FROM_TAIL, tl.where(tail < 0, -1, share), target)
-    ends = below + tl.cumsum(sums_of_digits, 0)
-    chosen = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), (1 << BITS) - 1)
-    below += tl.sum(tl.where(digit < chosen, sums_of_digits, 0), 0)
-    return (key << BITS) + chosen, below, target
-
-
-@triton.jit(do_not_specialize=["first_row", "turn", "shift"])
-def narrow(logits, rows, best, temperatures, lowest, tails, floors, states, sums, vocabulary, stride, parts, first_row, turn, shift,
-           COUNT: tl.constexpr, FIRST: tl.constexpr, HAS_FLOOR: tl.constexpr, SCALE: tl.constexpr, BITS: tl.constexpr,
-           PART: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """One more digit of the key; grid (rows from `first_row` on, parts).
-
-    COUNT: the target is `lowest` [N] int64 tokens (top-k), else the share `tails` [N] float64 of the weight of the tokens whose key is at
-    least `floors` [N] int64 (top-p). states [2, N, 3] and sums [2, N, parts, 2^BITS] int64: half `turn` is written, the other one read.
-    """
+@triton.jit(do_not_specialize=["first_row"])
+def spread(logits, rows, best, temperatures, floors, found, sums, vocabulary, stride, first_row,
+           COUNT: tl.constexpr, HAS_FLOOR: tl.constexpr, FIRST: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
+           SCALE: tl.constexpr, PART: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Of each row from `first_row` on, add to sums [N, 2^MOST_BITS] int64 what its tokens whose key begins with found [N, 3] int64 count
+    (COUNT), or weigh if their key is at least floors [N] int64, by the key's digit of so many BITS at SHIFT; grid (rows, parts)."""
     _wait(EARLY)
-    row, part, num_rows = first_row + tl.program_id(0), tl.program_id(1), first_row + tl.num_programs(0)
-    digits: tl.constexpr = 1 << BITS
-    digit = tl.arange(0, digits)
-    states_then, sums_then = states + (1 - turn) * num_rows * 3, sums + (1 - turn) * num_rows * parts * digits
-    states_now, sums_now = states + turn * num_rows * 3, sums + turn * num_rows * parts * digits
-    mine = (row * parts + part) * digits
-    if FIRST:
-        key, below = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
-        target = tl.load(lowest + row) if COUNT else tl.full((), FROM_TAIL, tl.int64)
-        any_left = tl.full((), 1, tl.int64)
+    row, part = first_row + tl.program_id(0), tl.program_id(1)
+    start, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)
+    token = part * PART + tl.arange(0, PART)
+    logit = tl.load(start + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    key = _key(logit)
+    counts = logit > float("-inf")  # the many that a guide forbids would all add to one number, one after another
+    if not FIRST:
+        counts &= (key >> (SHIFT + BITS)) == tl.load(found + row * 3).to(tl.uint32)
+    if HAS_FLOOR:
+        counts &= key >= tl.load(floors + row).to(tl.uint32)
+    if COUNT:
+        weight = tl.full([PART], 1, tl.int64)
     else:
-        key, below, target = _digit_chosen(states_then, sums_then, tails, row, parts, COUNT, BITS, PARTS)
-        any_left = tl.load(sums_then + mine + (key & (digits - 1)))
-    if part == 0:
-        tl.store(states_now + row * 3, key)
-        tl.store(states_now + row * 3 + 1, below)
-        tl.store(states_now + row * 3 + 2, target)
-    number: tl.constexpr = tl.int32 if COUNT else tl.int64
-    found = tl.zeros([digits, BLOCK], number)
-    if any_left > 0:
-        start, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)
-        if HAS_FLOOR:
-            floor = tl.load(floors + row).to(tl.uint32)
-        for block in range(0, PART, BLOCK):
-            token = part * PART + block + tl.arange(0, BLOCK)
-            logit = tl.load(start + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
-            keys = _key(logit)
-            inside = token < vocabulary
-            if not FIRST:
-                inside &= (keys >> (shift + BITS).to(tl.uint32)) == key.to(tl.uint32)
-            if HAS_FLOOR:
-                inside &= keys >= floor
-            digit_of = tl.where(inside, ((keys >> shift.to(tl.uint32)) & (digits - 1)).to(tl.int32), -1)
-            weight = tl.full([BLOCK], 1, number) if COUNT else _weight(_share(logit, largest, sharpness), SCALE)
-            found += tl.where(digit_of[None, :] == digit[:, None], weight[None, :], 0)
-    tl.store(sums_now + mine + digit, tl.sum(found, 1).to(tl.int64))
+        weight = _weight(_share(logit, largest, sharpness), SCALE)
+        counts &= weight > 0
+    digit = ((key >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
+    tl.atomic_add(sums + (row.to(tl.int64) << MOST_BITS) + digit, weight, mask=counts, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first_row", "num_rows", "turn"])
-def settle(logits, rows, best, temperatures, tails, floors, states, sums, keys, drops, stride, parts, first_row, num_rows, turn,
-           COUNT: tl.constexpr, HAS_FLOOR: tl.constexpr, SCALE: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["first_row"])
+def choose(logits, rows, best, temperatures, lowest, tails, floors, found, sums, keys, drops, vocabulary, stride, first_row,
+           COUNT: tl.constexpr, HAS_FLOOR: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
            EARLY: tl.constexpr):  # fmt: skip
-    """keys [N] int64: the least that may be drawn, -1 for any; drops [N] int64: how many of the tokens with that key may not be drawn, the
-    first ones. Grid (N, 1); rows before `first_row` may draw any token."""
+    """One more digit of the key; grid (N, 1). Rows before `first_row` may draw any token.
+
+    The target is `lowest` [N] int64 tokens (COUNT), or the share `tails` [N] float64 of the row's weight. found [N, 3] int64: the digits so
+    far, what lies below them, the target. sums are zeroed again. After the LAST one, keys [N] int64: the least that may be drawn, -1 for
+    any; drops [N] int64: how many of the tokens with that key may not be drawn, the first ones.
+    """
     _wait(EARLY)
     row = tl.program_id(0)
     least, dropped = tl.full((), NO_KEY, tl.int64), tl.full((), 0, tl.int64)
     if row >= first_row:
-        states_then, sums_then = states + (1 - turn) * num_rows * 3, sums + (1 - turn) * num_rows * parts * (1 << BITS)
-        key, below, target = _digit_chosen(states_then, sums_then, tails, row, parts, COUNT, BITS, PARTS)
-        if COUNT or target >= 0:
-            least = key
-        if not COUNT:
-            if target >= 0:
+        digit = tl.arange(0, 1 << BITS)
+        place = sums + (row.to(tl.int64) << MOST_BITS) + digit
+        weight = tl.load(place)
+        tl.store(place, tl.zeros([1 << BITS], tl.int64))
+        if FIRST:
+            key, below, total = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.sum(weight, 0)
+            if COUNT:
+                target = tl.load(lowest + row)
+                below += vocabulary - total
+            else:
+                tail = tl.load(tails + row)
+                target = tl.minimum((tail * total.to(tl.float64)).to(tl.int64), total - 1)  # the last token stays
+                target = tl.where(tail < 0, -1, target)
+        else:
+            key, below, target = tl.load(found + row * 3), tl.load(found + row * 3 + 1), tl.load(found + row * 3 + 2)
+        chosen = tl.sum((below + tl.cumsum(weight, 0) <= target).to(tl.int32), 0)
+        chosen = tl.minimum(chosen, (1 << BITS) - 1)
+        key = (key << BITS) + chosen
+        below += tl.sum(tl.where(digit < chosen, weight, 0), 0)
+        if LAST:
+            if COUNT:
+                least = key
+            elif target >= 0:
+                least = key
                 _, largest, sharpness = _start(logits, rows, best, temperatures, row, stride)
-                weight = _weight(_share(_logit(key), largest, sharpness), SCALE)
-                dropped = (target - below) // tl.maximum(weight, 1)
+                weight_of_key = _weight(_share(_logit(key), largest, sharpness), SCALE)
+                dropped = (target - below) // tl.maximum(weight_of_key, 1)
             elif HAS_FLOOR:
                 least = tl.load(floors + row)
-    tl.store(keys + row, least)
-    tl.store(drops + row, dropped)
+        else:
+            tl.store(found + row * 3, key)
+            tl.store(found + row * 3 + 1, below)
+            tl.store(found + row * 3 + 2, target)
+    if LAST:
+        tl.store(keys + row, least)
+        tl.store(drops + row, dropped)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ INF = float("inf")
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small vocabularies have many parts."""
     monkeypatch.setattr(draw_token, "PART", 32)
-    monkeypatch.setattr(draw_token, "BLOCK", 16)
 
 
 def tail_of(top_p: float) -> float:
