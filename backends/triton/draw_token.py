@@ -1,6 +1,6 @@
 """Tokens drawn from the softmax of each row of logits, after top-k, top-p and min-p, in a dozen short kernels.
 
-To sort a vocabulary of 128,256 for 128 requests takes an H200 longer than the attention of a third of the model's layers.
+To sort 128,256 logits for each of 128 requests takes an H200 3 ms, a third of the step of an 8B model that made them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Drawing:
     """What the launches of one step share; the arguments are those of `draw_tokens`."""
 
     def __init__(self, logits: Tensor, best: Tensor, of: DrawnRows) -> None:
-        self.logits, self.best, self.of = logits, best, of
+        self.logits, self.of = logits, of
         self.vocabulary, self.stride, self.count = logits.shape[1], logits.stride(0), len(of.rows)
         self.parts = triton.cdiv(self.vocabulary, PART)
         self.device, early = device_index(logits.device), machine_of(logits.device).early
@@ -77,14 +77,14 @@ class Drawing:
         sums = torch.zeros(self.count, 2**MOST_BITS.value, dtype=torch.int64, device=self.logits.device)
         lowest, tails = of.rows if of.lowest is None else of.lowest, of.temperature if of.tail is None else of.tail  # one of them is read
         floor_keys = limits.keys if floors is None else floors.keys
-        spread = (*self.common, floor_keys, found, sums, self.vocabulary, self.stride, first)
-        choose = (*self.common, lowest, tails, floor_keys, found, sums, *limits, self.vocabulary, self.stride, first)
+        spread_inputs = (*self.common, floor_keys, found, sums, self.vocabulary, self.stride, first)
+        choose_inputs = (*self.common, lowest, tails, floor_keys, found, sums, *limits, self.vocabulary, self.stride, first)
         for shift, bits in DIGITS:
             key = (*self.key, count, floors is not None, shift)
             constants = {"COUNT": count, "HAS_FLOOR": floors is not None, "FIRST": shift == DIGITS[0][0], "BITS": bits, **self.constants}
             spreading = {**constants, "SHIFT": shift, "PART": PART}
-            _spread(key, (self.count - first, self.parts), spread, spreading, self.options, self.device)
-            _choose((*key, tails.dtype), (self.count, 1), choose, {**constants, "LAST": shift == 0}, self.options, self.device)
+            _spread(key, (self.count - first, self.parts), spread_inputs, spreading, self.options, self.device)
+            _choose((*key, tails.dtype), (self.count, 1), choose_inputs, {**constants, "LAST": shift == 0}, self.options, self.device)
         return limits
 
     def _ints(self, *shape: int) -> Tensor:
