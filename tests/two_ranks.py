@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paged_attn import LLM, SamplingParams
+from paged_attn.backends.drawn_rows import DrawnRows
 from paged_attn.engine import engine as engine_module
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.parallel.lead import first_rank_leads
@@ -120,13 +121,13 @@ def sampling() -> dict[str, Any]:
     model = sharded("llama")
     from paged_attn.engine import sampler
 
-    draw = sampler.draw_from_all
+    draw = sampler.draw_tokens
 
-    def otherwise(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        return draw(scores, uniform) if RANK == 0 else (draw(scores, uniform) + 1) % scores.shape[-1]
+    def otherwise(logits: torch.Tensor, best: torch.Tensor, of: DrawnRows) -> torch.Tensor:
+        return (draw(logits, best, of) + RANK) % logits.shape[-1]
 
     free = tokens_of(model, [PROMPTS[0]] * 3, drawn, compile=False)
-    with mock.patch.object(sampler, "draw_from_all", otherwise):
+    with mock.patch.object(sampler, "draw_tokens", otherwise):
         pushed = [tokens_of(model, [PROMPTS[0]] * 2, drawn, compile=False, overlap=overlap) for overlap in (False, True)]
     return {"free": free, "pushed": pushed}
 
