@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paged_attn.backends.drawn_rows import DrawnRows
 from paged_attn.backends.triton import draw_token
-from paged_attn.engine import candidates
+from paged_attn.engine.drawing import draw_with_torch
 from paged_attn.engine.sampler import best_tokens
 
 SETTINGS: dict[str, dict[str, float]] = {
@@ -75,15 +75,6 @@ def host_us(call: Callable[[], Tensor], repeats: int = 20) -> float:
     return taken / repeats * 1e6
 
 
-def by_sorting(logits: Tensor, best: Tensor, of: DrawnRows) -> Tensor:
-    scores = candidates.at_temperature(logits.index_select(0, of.rows).float(), of.temperature)
-    limited = scores if of.first_limited else candidates.within_limits(scores, of)
-    if of.min_p is not None:
-        shares = limited.softmax(-1)
-        limited = limited.masked_fill(shares < of.min_p.unsqueeze(-1) * shares.amax(-1, keepdim=True), float("-inf"))
-    return candidates.draw_from_all(limited, of.uniform)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
@@ -97,7 +88,7 @@ def main() -> None:
         for name, settings in SETTINGS.items():
             of = rows_of(rows, args.vocabulary, **settings)  # type: ignore[arg-type]
             row: dict[str, Any] = {"rows": rows, "settings": name}
-            ways = {"kernels": draw_token.draw_tokens, "sorting": by_sorting}
+            ways = {"kernels": draw_token.draw_tokens, "sorting": lambda logits, _, of: draw_with_torch(logits, of)}
             tokens = {way: draw(logits, best, of) for way, draw in ways.items()}
             row["alike"] = (tokens["kernels"] == tokens["sorting"]).float().mean().item()
             for way, draw in ways.items():

@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 def draw_tokens(logits: Tensor, best: Tensor, of: DrawnRows) -> Tensor:
     """logits [M, V], a dtype and layout that `best_token.serves`; best [M] int64, their most likely tokens -> [N] int64.
 
-    What is drawn from is said in `engine/candidates.py`. A row's token depends on its own logits and settings alone, bit for bit.
+    What is drawn from is said in `engine/drawing.py`. A row's token depends on its own logits and settings alone, bit for bit.
     """
     drawing = Drawing(logits, best, of)
     return drawing.draw(drawing.find_limits(), of.uniform)

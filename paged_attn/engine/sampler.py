@@ -13,8 +13,8 @@ from torch import Tensor
 from paged_attn.attn_ops.packed_ints import PackedInts
 from paged_attn.backends.drawn_rows import DrawnRows
 from paged_attn.backends.store_kv import has_triton
-from paged_attn.engine.candidates import draw_tokens
 from paged_attn.engine.chosen import Chosen, SampledToken, logprobs_of
+from paged_attn.engine.drawing import draw_tokens
 from paged_attn.engine.guides import forbid_others
 from paged_attn.engine.logit_bias import add_biases
 from paged_attn.engine.sampling_state import SamplingState
@@ -99,7 +99,7 @@ class Sampler:
         if greedy < len(states):
             drawn = draw_tokens(source, most_likely, numbers.drawn)
             chosen = torch.cat([chosen[:greedy], torch.where(chosen[greedy:] >= 0, drawn, -1)])
-        if self._ranks is not None:  # their logits are equal, but running sums need not round alike on every device
+        if self._ranks is not None:  # their logits are equal, but exponentials need not round alike on every device
             self._ranks.take_first(chosen)
         if counting:
             assert self._counts is not None

@@ -24,10 +24,14 @@ def draw_tokens(logits: Tensor, best: Tensor, of: DrawnRows) -> Tensor:
 
         if best_token.serves(logits):
             return draw_token.draw_tokens(logits, best, of)
+    return draw_with_torch(logits, of)
+
+
+def draw_with_torch(logits: Tensor, of: DrawnRows) -> Tensor:
+    """`draw_tokens` in PyTorch's operations, with a sort where top-k or top-p is asked for."""
     scores = at_temperature(logits.index_select(0, of.rows).float(), of.temperature)
-    limited = scores[of.first_limited :]
-    if len(limited):
-        limited.copy_(within_limits(limited, of))
+    if of.first_limited < len(scores):
+        forbid_unlikely(scores[of.first_limited :], of)
     if of.min_p is not None:
         shares = scores.softmax(-1)
         scores.masked_fill_(shares < of.min_p.unsqueeze(-1) * shares.amax(-1, keepdim=True), NEG_INF)
@@ -39,8 +43,8 @@ def at_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
     return (scores / temperature.unsqueeze(-1)).clamp_(max=torch.finfo(torch.float32).max)
 
 
-def within_limits(scores: Tensor, of: DrawnRows) -> Tensor:
-    """The scores [L, V] float32 of the last L rows, -inf where top-k and top-p leave them out."""
+def forbid_unlikely(scores: Tensor, of: DrawnRows) -> None:
+    """Set the scores [L, V] float32 of the last L rows to -inf where top-k and top-p leave them out."""
     values, order = torch.sort(scores, dim=-1, stable=True)  # of equals the lower id first
     ranks = torch.arange(scores.shape[-1], device=scores.device)
     dropped = torch.zeros_like(scores, dtype=torch.bool)
@@ -52,7 +56,7 @@ def within_limits(scores: Tensor, of: DrawnRows) -> Tensor:
         cumulative = values.softmax(-1).cumsum(-1, dtype=torch.float64)
         below = cumulative <= of.tail[of.first_limited :].unsqueeze(-1) * cumulative[:, -1:]
         dropped |= below & (ranks < len(ranks) - 1)
-    return scores.masked_fill(torch.zeros_like(dropped).scatter_(-1, order, dropped), NEG_INF)
+    scores.masked_fill_(torch.zeros_like(dropped).scatter_(-1, order, dropped), NEG_INF)
 
 
 def draw_from_all(scores: Tensor, uniform: Tensor) -> Tensor:
