@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,19 +15,25 @@ from torch.fx.passes.split_module import split_module
 from paged_attn.capture.split_ops import is_split_op, overloads_of
 
 _PIECE = re.compile(r"submod_(\d+)$")
+_NAME = "name_before_split"
 
 
 @dataclass(frozen=True)
 class SplitGraph:
     """`gm` calls its submodules in order; `pieces` are names of those to compile, `breaks` of those that hold one split op each.
 
-    ops: of the breaks, in their order, by qualified name: `paged_attn::unified_attention_with_output`.
+    Attributes:
+        ops: of the breaks, in their order, by qualified name: `paged_attn::unified_attention_with_output`.
+        results: of every submodule, the names that its results had in the graph that was split.
+        op_names: of the breaks, in their order, the name that the op's node had there.
     """
 
     gm: fx.GraphModule
     pieces: tuple[str, ...]
     breaks: tuple[str, ...]
     ops: tuple[str, ...] = ()
+    results: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    op_names: tuple[str, ...] = ()
 
 
 def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
@@ -39,13 +45,16 @@ def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
     """
     piece_of: dict[fx.Node, int] = {}
     breaks: dict[int, str] = {}
+    op_names: list[str] = []
     current = 0
     for node in gm.graph.nodes:
+        node.meta[_NAME] = node.name  # splitting gives other names, and keeps this
         if node.op in ("placeholder", "output"):
             continue
         if node.op == "call_function" and is_split_op(node.target, ops):
             current += 1
             breaks[current] = overloads_of(node.target)[0]._schema.name
+            op_names.append(node.name)
             piece_of[node] = current
             current += 1
         elif node.target is operator.getitem and _returns_several(node.args[0]) and piece_of[node.args[0]] in breaks:
@@ -61,7 +70,15 @@ def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
         tuple(str(n) for n in names if not is_break[n]),
         tuple(str(n) for n in names if is_break[n]),
         tuple(breaks.values()),
+        {str(name): _results(getattr(split, str(name))) for name in names},
+        tuple(op_names),
     )
+
+
+def _results(part: fx.GraphModule) -> tuple[str, ...]:
+    (output,) = (node for node in part.graph.nodes if node.op == "output")
+    returned = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    return tuple(str(node.meta[_NAME]) if isinstance(node, fx.Node) else "" for node in returned)
 
 
 def _returns_several(node: Any) -> bool:

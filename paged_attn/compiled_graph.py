@@ -19,6 +19,8 @@ from paged_attn.capture.artifacts import ArtifactCache
 from paged_attn.capture.pieces import PieceReport, compile_pieces
 from paged_attn.capture.split import SplitGraph, split_graph
 from paged_attn.capture.split_ops import split_ops
+from paged_attn.check.self_check import self_check
+from paged_attn.check.steps import ProbeSettings
 from paged_attn.graph_cache.code_files import traced_files
 from paged_attn.options import CompileOptions
 from paged_attn.passes.graph_tools import value_of
@@ -26,7 +28,6 @@ from paged_attn.passes.model_facts import max_positions
 from paged_attn.passes.runner import Rewrite, rewrite
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.refuse import refuse_recurrent
-from paged_attn.self_check import self_check
 
 logger = logging.getLogger("paged_attn")
 _recording = threading.local()
@@ -39,7 +40,7 @@ class CompiledGraph:
     runs the rewritten graph, once the self-check has passed; if this call form can not be paged, it says why.
 
     Attributes:
-        original: the graph as it was traced; None for one that an earlier process rewrote, which runs under a context only.
+        original: the graph as it was traced.
         rewrite: what the passes found.
         max_positions: the longest sequence, as the model's config or its tables of positions say; None if neither does.
         split: the rewritten graph in pieces, or None if the call is not a paged one.
@@ -50,7 +51,7 @@ class CompiledGraph:
 
     def __init__(
         self,
-        original: fx.GraphModule | None,
+        original: fx.GraphModule,
         found: Rewrite,
         split: SplitGraph | None,
         pieces: PieceReport | None,
@@ -117,7 +118,6 @@ class CompiledGraph:
             recorded.append(self)
         context = current_context()
         if context is None:
-            assert self.original is not None, "a graph from disk is called by its engine, under a context"
             return self.original.forward(*args)
         return self.run_paged(context, args)
 
@@ -145,13 +145,19 @@ class CompiledGraph:
             refuse_recurrent(model, "torch.compile")
         self.recurrent = self.recurrent or ()
 
-    def check(self, args: Sequence[Any], truth: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Run the self-check unless this model passed it or it is switched off; `truth` [T] -> logits stands for the original graph."""
+    def check(
+        self,
+        args: Sequence[Any],
+        model_logits: Callable[[Tensor], Tensor] | None = None,
+        settings: ProbeSettings | None = None,
+        traced_args: Sequence[Any] | None = None,
+    ) -> None:
+        """Run the self-check unless this model passed it or it is switched off; see `self_check` for the arguments."""
         if not self.options.self_check or self._marker is None or args[self._marker] in self._checked:
             return
         with self._check_lock:
             if args[self._marker] not in self._checked:
-                self_check(self, args, truth, None if self._model is None else self._model())
+                self_check(self, args, model_logits, None if self._model is None else self._model(), settings, traced_args)
                 self._checked[args[self._marker]] = True
 
     def _check_call(self, context: ForwardContext, args: Sequence[Any]) -> None:

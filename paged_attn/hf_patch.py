@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -21,12 +21,13 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.check.hooked import Watch, check_hooked
+from paged_attn.check.steps import ProbeSettings, probe_prompts
 from paged_attn.hf_configs import attention_configs, attention_implementation
 from paged_attn.hf_mask import ProvedMask, prove_mask_function
 from paged_attn.passes.declared import check_declared
 from paged_attn.passes.mask_family import MaskFamily
-from paged_attn.passes.model_facts import max_positions, model_device, model_dtype, text_config
-from paged_attn.ragged_probe import first_disagreement, probe_prompts, run_ragged
+from paged_attn.passes.model_facts import max_positions, model_device, text_config
 from paged_attn.recurrent.refuse import refuse_recurrent
 
 NAME = "paged_attn"
@@ -36,6 +37,7 @@ _SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "
 _patched: weakref.WeakKeyDictionary[nn.Module, tuple[Patched, int]] = weakref.WeakKeyDictionary()
 _implementations: dict[int, str] = {}  # by the id of a patched model's config: what it had before
 _recording = threading.local()
+_watching = threading.local()
 
 
 class Patched:
@@ -44,9 +46,15 @@ class Patched:
     Outside a forward context the patched model computes what it did before, with the attention implementation that it had.
     """
 
-    def __init__(self, model: nn.Module, self_check: bool = True) -> None:
-        self.model, self.self_check = model, self_check
+    def __init__(self, model: nn.Module, self_check: bool = True, settings: ProbeSettings | None = None) -> None:
+        if not hasattr(model, "set_attn_implementation"):
+            raise UnsupportedError(
+                f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; "
+                "use torch.compile(model, backend='paged_attn')"
+            )
+        self.model, self.self_check, self.settings = model, self_check, settings
         self.layers: tuple[AttentionSpec, ...] = ()
+        self._sinks: dict[int, Tensor] = {}
         self._modules: list[nn.Module] = []
         self._undo = ExitStack()
 
@@ -56,13 +64,14 @@ class Patched:
             raise ContextError("this model is patched already; leave the first patch before entering another")
         with ExitStack() as undo:
             undo.callback(self._forget)
-            original = self._run_alone() if self.self_check else None
+            prompts = self._probe() if self.self_check else []
+            original = self._run_alone(prompts)
             undo.callback(_forget_implementations, self._remember_implementations())
             undo.enter_context(attention_implementation(self.model, NAME))
             self._check_switched()
             self._record_layers()
-            if original is not None:
-                self._check(original)
+            if prompts:
+                self._check(prompts, original)
             self._undo = undo.pop_all()
         return self
 
@@ -104,29 +113,42 @@ class Patched:
         for index, module in enumerate(self._modules):
             _patched[module] = (self, index)
 
-    def _run_alone(self) -> list[Tensor]:
+    def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[T, vocabulary] of token ids and positions [T], int64."""
+        logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        return logits
+
+    def sinks(self, layer_id: int) -> Tensor | None:
+        """Of a layer, as of its last watched call."""
+        return self._sinks.get(layer_id)
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
+        _watching.watch = watch
+        try:
+            yield
+        finally:
+            _watching.watch = None
+
+    def _run_alone(self, prompts: list[Tensor]) -> list[Tensor]:
         try:
             with torch.no_grad():
-                return [self._logits(p, torch.arange(len(p), device=p.device)) for p in self._probe()]
+                return [self.logits(p, torch.arange(len(p), device=p.device)) for p in prompts]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise UnsupportedError(
                 f"{type(self.model).__name__} itself can not run a few tokens given as input_ids and position_ids, which is all that a "
                 f"paged batch has: {error}"
             ) from error
 
-    def _check(self, alone: list[Tensor]) -> None:
-        """Raises UnsupportedError if the patched model disagrees with the original on a ragged batch."""
-        with torch.no_grad():
-            together = run_ragged(
-                self.layers, self._probe(), model_dtype(self.model), lambda b: self._logits(b.input_ids, b.positions)[b.logits_rows]
-            )
-        if (found := first_disagreement(alone, together)) is not None:
+    def _check(self, prompts: list[Tensor], alone: list[Tensor]) -> None:
+        """Raises UnsupportedError if the patched model disagrees with the original."""
+        known = {id(prompt): logits for prompt, logits in zip(prompts, alone, strict=True)}
+        try:
+            check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
+        except UnsupportedError:
             refuse_recurrent(self.model, "paged_attn.patch")
-            raise UnsupportedError(
-                f"self-check failed: on a probe prompt of {len(alone[found.prompt])} tokens the patched model's logits are off by "
-                f"{found.error:.2g} of their size (allowed {found.limit:g}); this model depends on more than its attention interface "
-                "tells. Use torch.compile(model, backend='paged_attn')."
-            )
+            raise
 
     def _probe(self) -> list[Tensor]:
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
@@ -136,10 +158,6 @@ class Patched:
                 "table of token ids; use torch.compile(model, backend='paged_attn')"
             )
         return probe_prompts(model_device(self.model), table.num_embeddings, max_positions(self.model))
-
-    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
-        return logits
 
     def _forget(self) -> None:
         for module in self._modules:
@@ -157,11 +175,6 @@ def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
             known; or the self-check on a ragged probe fails.
         ContextError: the model is patched already.
     """
-    if not hasattr(model, "set_attn_implementation"):
-        raise UnsupportedError(
-            f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; "
-            "use torch.compile(model, backend='paged_attn')"
-        )
     return Patched(model, self_check)
 
 
@@ -214,16 +227,42 @@ def _attention(
     """What attention layers call: q [1, heads, T, dim] -> [1, T, heads, v_dim]."""
     if getattr(_recording, "state", None) is not None:
         return _record(module, query, key, value, attention_mask, keywords), None
+    if getattr(_watching, "watch", None) is not None:
+        return _watched(_watching.watch, module, query, key, value, attention_mask, keywords), None
     if current_context() is None:
         result: tuple[Tensor, Tensor | None] = _original_attention(module)(module, query, key, value, attention_mask, **keywords)
         return result
     if module not in _patched:
         raise ContextError(f"{type(module).__name__} is not part of a patched model; enter paged_attn.patch(model) first")
+    return _paged(module, query, key, value, keywords), None
+
+
+def _paged(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
+    """[1, T, heads, v_dim] for the context's batch."""
     patched, layer_id = _patched[module]
     rows, keys, values = (t[0].transpose(0, 1) for t in (query, key, value))
     output = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[-1])
     UNIFIED_ATTENTION(rows, keys, values, output, layer_id, patched.layers[layer_id].kv_layer == layer_id, sinks=keywords.get("s_aux"))
-    return output[None], None
+    return output[None]
+
+
+def _watched(watch: Watch, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
+    """The same, or outside contexts what the module computed before it was patched, with `watch` at both ends."""
+    patched, layer_id = _patched[module]
+    dtype = query.dtype
+    query, key, value = watch.given(layer_id, query, key, value)
+    if isinstance(sinks := keywords.get("s_aux"), Tensor):
+        patched._sinks[layer_id] = sinks
+    if watch.without_attention:
+        output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    elif current_context() is not None:
+        output = _paged(module, query, key, value, keywords)
+    else:
+        if watch.wide is not None:
+            query, key, value = (tensor.to(watch.wide) for tensor in (query, key, value))
+            mask = mask.to(watch.wide) if isinstance(mask, Tensor) and mask.is_floating_point() else mask
+        output = _original_attention(module)(module, query, key, value, mask, **keywords)[0]
+    return watch.output(layer_id, output).to(dtype)
 
 
 def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:

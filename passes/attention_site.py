@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import fx
@@ -77,3 +78,9 @@ def module_path(node: fx.Node) -> str:
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"^_modules\['([^']+)'\]", r"\1", path)
     return re.sub(r"\[(\d+)\]", r".\1", path).strip(".")
+
+
+def places_of(graph: fx.Graph, names: Collection[str]) -> dict[str, str]:
+    """The module paths of nodes by their names; nothing for nodes outside any module."""
+    wanted = set(names)
+    return {node.name: path for node in graph.nodes if node.name in wanted and (path := module_path(node))}

@@ -35,19 +35,22 @@ class CallForm:
         reason: why a paged batch can not run through this graph, or "".
         max_tokens: the longest call for which the trace holds, or None if it holds for all. Where the model has no more positions
             than that, it is no `reason`.
+        known_min_tokens: `min_tokens` of a graph from disk, whose inputs do not tell it.
     """
 
     num_tokens: Any
     roles: dict[fx.Node, str]
     reason: str
     max_tokens: int | None = None
+    known_min_tokens: int = 2
 
     @property
     def min_tokens(self) -> int:
         """The shortest call for which the trace holds."""
-        size = value_of(self.input_ids).shape[-1]
+        value = value_of(self.input_ids)
+        size = value.shape[-1] if isinstance(value, Tensor) else None
         if not isinstance(size, SymInt) or not isinstance(self.num_tokens, sympy.Symbol):
-            return 2
+            return self.known_min_tokens
         return max(int(size.node.shape_env.var_to_range[self.num_tokens].lower), 2)
 
     @property

@@ -175,4 +175,4 @@ def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
 
 def attention_stand_in(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Holds the place of an attention's output [1, heads, T, v_dim] until the op replaces it; gives a shape, not numbers."""
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
+    return value.new_empty(*query.shape[:-1], value.shape[-1])

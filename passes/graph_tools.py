@@ -18,6 +18,7 @@ _INPLACE_FUNCTIONS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
     operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
 }  # fmt: skip
+_COPY_OF = "copy_of"
 _SIDE_EFFECTS = {"manual_seed", "_assert", "_assert_async", "_set_grad_enabled"}
 _VIEWS = {
     "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "select", "narrow", "slice",
@@ -139,7 +140,31 @@ def _may_alias(node: fx.Node) -> bool:
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     """A GraphModule with its own graph and the same parameters, so that the original stays runnable."""
-    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for old, new in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
+        new.meta[_COPY_OF] = old.name
+    return copied
+
+
+def copy_of(node: fx.Node) -> str | None:
+    """The name, in the graph that was copied, of a node or of the one that it is another layout of; None where it has several inputs."""
+    while _COPY_OF not in node.meta:
+        inputs = [each for each in node.all_input_nodes if isinstance(value_of(each), Tensor)]
+        if len(inputs) != 1:
+            return None
+        node = inputs[0]
+    return str(node.meta[_COPY_OF])
+
+
+def same_values(original: fx.Graph, rewritten: fx.Graph) -> dict[str, str]:
+    """Nodes of a rewritten copy that compute what they computed in the original, each by its name in both. None of those that something
+    writes to: what they hold depends on when one looks."""
+    written = {
+        node.meta.get(_COPY_OF, node.name) for graph in (original, rewritten) for writer in graph.nodes if writes_in_place(writer)
+        for node in written_values(writer)
+    }  # fmt: skip
+    named = {node.name: node.meta[_COPY_OF] for node in rewritten.nodes if _COPY_OF in node.meta}
+    return {name: before for name, before in named.items() if before not in written}
 
 
 def source_name(placeholder: fx.Node) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -55,14 +54,6 @@ def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], m
     if count:
         logger.info("merged %d linears into %d tensors", count, len(merges))
     return tuple(merges)
-
-
-def unmerged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
-    """Inputs of the merged graph as the graph took them before: `inputs[0]` is cut to its own rows; the others were never replaced."""
-    result = list(args)
-    for merge in merges:
-        result[merge.inputs[0]] = args[merge.inputs[0]].narrow(0, 0, merge.rows[0])
-    return result
 
 
 def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> list[list[Linear]]:

@@ -17,7 +17,7 @@ def text_config(model: nn.Module | None) -> Any:
 def max_positions(model: nn.Module | None) -> int | None:
     """How many positions the model has, or None if it states no limit."""
     limit: int | None = getattr(text_config(model), "max_position_embeddings", None)
-    return limit
+    return limit if limit is not None and limit > 0 else None  # XLNet's -1
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:

@@ -4,6 +4,8 @@ Before: out = F.sdpa(q [1, Hq, T, D], repeated k, repeated v, mask) [1, Hq, T, D
 After:  o = aten.new_empty(q', [T, Hq, Dv]); unified_attention_with_output(q', k', v', o, layer_id, save); out = o^T[None]
         with q' [T, Hq, D], k' [T, Hkv, D], v' [T, Hkv, Dv] as views; the mask and repeat_kv are dead code afterwards.
 Sinks join the call as the model's own parameter [Hq]; sinks that are constants and tables of biases become buffers of the graph.
+Query, key and value become the pool's dtype in front of the op, where they are another (models may rotate in float32), and the result the
+dtype that it had.
 Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's cache bypass.
 """
 
@@ -26,17 +28,21 @@ aten = torch.ops.aten
 
 
 def replace_attention(
-    site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof
+    site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof, dtype: torch.dtype
 ) -> tuple[fx.Node, fx.Node]:
-    """Rewrite one site in place; returns the op's node, and the one that stands for the old output."""
+    """Rewrite one site in place; returns the op's node, and the one that stands for the old output.
+
+    Args:
+        dtype: of the pool.
+    """
     graph = site.node.graph
 
     def plain(function: Any, *args: Argument) -> fx.Node:
         return graph.call_function(function, args)
 
     with graph.inserting_before(site.node):
-        query = head_rows(as_received(site.query, spec.num_q_heads), plain)
-        keys, values = head_rows(key, plain), head_rows(value, plain)
+        sources = as_received(site.query, spec.num_q_heads), key, value
+        query, keys, values = (_converted(head_rows(each, plain), each.base, dtype) for each in sources)
         tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
         output = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads, spec.v_head_dim]))
         extra = _extra_operands(graph, proof, layer_id)
@@ -47,13 +53,20 @@ def replace_attention(
         if "lse_out" in extra:
             _use_log_sum_exp(site, extra["lse_out"])
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
-        result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
+        result = _converted(graph.call_function(aten.unsqueeze.default, (heads_first, 0)), None, value_of(site.node).dtype, dtype)
     for node in (query, keys, values, output, *extra.values(), op, heads_first, result):
         node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
     result.meta["example_value"] = site.node.meta.get("example_value")
     site.node.replace_all_uses_with(result)
     graph.erase_node(site.node)
     return op, result
+
+
+def _converted(node: fx.Node, source: fx.Node | None, dtype: torch.dtype, known: torch.dtype | None = None) -> fx.Node:
+    """A node as another dtype; it has that of `source`, or a known one."""
+    if (known if source is None else value_of(source).dtype) == dtype:
+        return node
+    return node.graph.call_function(aten.to.dtype, (node, dtype))
 
 
 def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, fx.Node]:

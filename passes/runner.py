@@ -20,9 +20,10 @@ from paged_attn.passes.early_rows import select_rows_early
 from paged_attn.passes.emit_rope import use_rope_and_store
 from paged_attn.passes.equal_heads import has_equal_heads
 from paged_attn.passes.find_attention import find_attention
-from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, shape_of
+from paged_attn.passes.graph_tools import copy_graph_module, copy_of, remove_dead_code, same_values, shape_of, value_of
 from paged_attn.passes.kv_heads import KVSource, as_received, is_written, kv_source
 from paged_attn.passes.merge_linears import Merge, merge_linears
+from paged_attn.passes.model_facts import model_dtype
 from paged_attn.passes.one_row_linears import use_one_row_linears
 from paged_attn.passes.own_positions import use_own_positions
 from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
@@ -38,7 +39,10 @@ NOT_COMPARED = "not compared with the config: the graph's own mask is evaluated"
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One line of `explain`: the spec, how the attention was found and proved, and the nodes before and after."""
+    """One line of `explain`: the spec, how the attention was found and proved, and the nodes before and after.
+
+    operands: in the traced graph, the nodes from which query, key and value come by a change of layout alone; none where there are none.
+    """
 
     layer_id: int
     spec: AttentionSpec
@@ -48,6 +52,7 @@ class LayerReport:
     original_node: str
     original_order: tuple[int, ...]
     op_node: str
+    operands: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Rewrite:
     one_row_linears: int = 0
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
+    traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both
+    places: dict[str, str] = field(default_factory=dict)  # of a graph from disk: the modules of nodes of the traced graph
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
@@ -146,7 +153,7 @@ def _rewrite_into(
     proofs = [_prove(prover, site) for site in sites]
     clock.lap("prove masks")
     history = HistoryReplacer(copied.graph, form, values, model) if any(isinstance(p, DependsOnHiddenStates) for p in proofs) else None
-    _replace(result, sites, proofs, form, values, history)
+    _replace(result, sites, proofs, form, values, model, history)
     clock.lap("replace attention")
     remove_dead_code(copied.graph)
     result.positions_redirected, result.max_positions = use_own_positions(copied.graph, form, values)
@@ -169,6 +176,7 @@ def _rewrite_into(
     copied.graph.lint()
     copied.recompile()
     result.gm, result.nodes_after = copied, len(copied.graph.nodes)
+    result.traced = same_values(gm.graph, copied.graph)
     logger.info("rewrote %d attention layers in %.2f s", len(sites), sum(result.seconds.values()))
 
 
@@ -186,6 +194,7 @@ def _replace(
     proofs: list[AttentionProof | DependsOnHiddenStates],
     form: CallForm,
     values: dict[fx.Node, Any],
+    model: nn.Module | None,
     history: HistoryReplacer | None,
 ) -> None:
     owners: dict[tuple[KVSource, KVSource], tuple[int, fx.Node]] = {}
@@ -197,6 +206,7 @@ def _replace(
             words = (found.found_by, RECOMPUTED, NOT_COMPARED)
             result.layers.append(LayerReport(layer_id, recomputed, *words, found.original, found.original_order, op.name))
             continue
+        traced = [copy_of(node) for node in (found.query, found.key, found.value)]
         operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
         site = replace(found, **operands)  # type: ignore[arg-type]
         key, value = _keys_and_values(site, form, values)
@@ -220,10 +230,14 @@ def _replace(
             kv_layer=layer_id if owner is None else owner[0],
             module=site.module,
         )
-        op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value, proof)
+        dtype = value_of(site.value).dtype if model is None else model_dtype(model)
+        op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value, proof, dtype)
         owners[key, value] = owner or (layer_id, op)
         words = (site.found_by, proof.evidence, proof.declared)
-        result.layers.append(LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name))
+        known = tuple(name for name in traced if name is not None)
+        result.layers.append(
+            LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name, known if len(known) == len(traced) else ())
+        )
 
 
 def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:

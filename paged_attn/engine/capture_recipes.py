@@ -113,7 +113,7 @@ class CaptureRecipes:
         """A decode step of `key.size` requests, attention included."""
         size, device = key.size, self.runner.device
         if size == 1:
-            check_one_row(self.runner, self.pool, self.backend)
+            check_one_row(self.runner.served(), self.pool, self.backend)
         batch = Batch.build([], self.pool.page_size, device, full_shape(size), self.buffers)
         length = self.backend.graph_lengths(size, self._max_context, self.pool)[key.variant]
         backend = self.backend.for_graph(size, size * self.buffers.max_pages)

@@ -14,6 +14,7 @@ from paged_attn.attn_ops.linear_op import use_one_row_kernel
 from paged_attn.backends.select import Selection, select_for_pool
 from paged_attn.backends.store_kv import has_triton
 from paged_attn.capture.recorder import CudaRecorder, Recorder
+from paged_attn.check.steps import ProbeSettings
 from paged_attn.engine.capture_model import only_device
 from paged_attn.engine.capture_progress import show_progress
 from paged_attn.engine.capture_settings import CaptureSettings
@@ -39,8 +40,9 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
     with served_locally(model) as ranks:
         if ranks is not None:
             ranks.check_same("the engine's settings", repr(config).encode())
+        probe = ProbeSettings(config.backend, config.page_size, config.deterministic)
         if not config.compile:
-            return PatchedRunner(model, options, config.follow_generate)
+            return PatchedRunner(model, options, config.follow_generate, probe)
         cuda = only_device(model).type == "cuda"
         if own_kernels := cuda and has_triton():
             from paged_attn.backends.triton.one_row import one_row_linear
@@ -53,7 +55,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             one_row_linears=own_kernels if config.one_row_linears is None else config.one_row_linears,
         )
         early = cuda and config.graphs != "off" if config.early_launches is None else config.early_launches
-        runner = ModelRunner(model, replace(options, early_launches=early, passes=passes), config.follow_generate)
+        runner = ModelRunner(model, replace(options, early_launches=early, passes=passes), config.follow_generate, probe)
     if ranks is not None and runner.recurrent:
         runner.close()
         raise UnsupportedError(

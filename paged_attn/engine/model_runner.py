@@ -16,6 +16,10 @@ from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.call_signature import plain_inputs, positions_are_optional, takes
 from paged_attn.capture.early_launch import early_launches
+from paged_attn.check.closeness import logits_apart
+from paged_attn.check.running import logits_of
+from paged_attn.check.steps import ProbeSettings
+from paged_attn.check.traced_served import TracedServed
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
 from paged_attn.engine.merged_weights import bind_merged
 from paged_attn.evaluating import evaluating
@@ -24,11 +28,8 @@ from paged_attn.graph_inputs import GraphInputs
 from paged_attn.options import CompileOptions
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.model_facts import model_dtype
-from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
 from paged_attn.recurrent.wrap import replaced_by_ops
-from paged_attn.rows_apart import check_rows_apart, probe_rows
-from paged_attn.self_check import logits_of
 
 logger = logging.getLogger("paged_attn")
 
@@ -39,14 +40,17 @@ class ModelRunner:
     Args:
         model: takes token ids [1, T], as input_ids or as its first parameter, and position_ids or not; on one device.
         follow_generate: what the model computes with position_ids 0, 1, ... is the truth, and not what it computes without any.
+        probe: with which backend and pages the self-check runs.
 
     Raises:
         UnsupportedError: the model can not be captured as one graph, has an attention that can not be proved, or the self-check
             against the model itself fails.
     """
 
-    def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
-        self.model, self.follow_generate = model, follow_generate
+    def __init__(
+        self, model: nn.Module, options: CompileOptions, follow_generate: bool = False, probe: ProbeSettings | None = None
+    ) -> None:
+        self.model, self.follow_generate, self.probe = model, follow_generate, probe
         with ExitStack() as undo:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
@@ -102,7 +106,7 @@ class ModelRunner:
 
     def _use(self, args: list[Any], options: CompileOptions) -> None:
         """Bind the model's tensors to the graph and prove it on numbers."""
-        args = bind_merged(args, self.compiled.rewrite.merges)
+        traced, args = args, bind_merged(args, self.compiled.rewrite.merges)
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
             raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
@@ -115,25 +119,15 @@ class ModelRunner:
         self.takes_logits_rows = self.inputs.takes_logits_rows
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
         with evaluating(self.model):
-            self.compiled.check(args, lambda prompt: self._logits_alone(prompt, positions=self.follow_generate))
-            if options.self_check and "position_ids" in self.compiled.roles:  # otherwise they were proved to be those of the rows
-                check_rows_apart(self._logits_at, probe_rows(self.device, self.max_positions)[0], self.max_positions, self.model)
+            self.compiled.check(args, lambda prompt: self._logits_alone(prompt, positions=self.follow_generate), self.probe, traced)
 
     def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
-        return self._called(plain_inputs(self.model, prompt, positions), f"{len(prompt)} token ids")
-
-    def _logits_at(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits [T, vocabulary] of token ids [T] at positions [T] by the unmodified model."""
-        inputs = plain_inputs(self.model, ids) | {"position_ids": positions[None]}
-        return self._called(inputs, f"{len(ids)} token ids of which the last is at position {int(positions[-1])}")
-
-    def _called(self, inputs: dict[str, Tensor], on: str) -> Tensor:
         try:
-            return call_model(self.model, inputs)[0]
+            return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
         except (AttributeError, TypeError, RuntimeError, IndexError) as error:  # of the model's own code
             raise UnsupportedError(
-                f"{type(self.model).__name__} itself can not be called on {on}: {type(error).__name__}: {error}"
+                f"{type(self.model).__name__} itself can not be called on {len(prompt)} token ids: {type(error).__name__}: {error}"
             ) from error
 
     def _counts_otherwise(self, refusal: UnsupportedError) -> bool:
@@ -151,7 +145,8 @@ class ModelRunner:
                 given = self._logits_alone(prompt, positions=True)
             except (TypeError, ValueError, RuntimeError):
                 return True  # **kwargs that lead to something that takes none
-        if relative_error(without, given) <= tolerance(without.dtype):
+        error, limit = logits_apart(without, given, self.dtype)
+        if error <= limit:
             return False
         if hasattr(self.model, "generate") and "position_ids" in inspect.signature(self.model.forward).parameters:
             raise UnsupportedError(
@@ -176,6 +171,10 @@ class ModelRunner:
     @property
     def one_row(self) -> bool:
         return self.compiled.rewrite.one_row_linears > 0
+
+    def served(self) -> TracedServed:
+        """The graph as it runs, for checks that look between its pieces."""
+        return TracedServed(self.compiled, self.inputs, self.probe or ProbeSettings())
 
     @property
     def owned(self) -> dict[str, Tensor]:

@@ -14,19 +14,21 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.call_signature import plain_inputs, takes, token_argument
+from paged_attn.check.closeness import logits_apart
+from paged_attn.check.hooked import HookedServed, Taps
+from paged_attn.check.steps import ProbeSettings
 from paged_attn.compiled_graph import _check_layers
 from paged_attn.engine.capture_model import call_model, only_device
 from paged_attn.evaluating import evaluating
 from paged_attn.hf_configs import attention_configs
-from paged_attn.hf_patch import NAME, patch
+from paged_attn.hf_patch import NAME, Patched
 from paged_attn.options import CompileOptions
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.model_facts import max_positions, model_dtype
-from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.refuse import refuse_recurrent
-from paged_attn.rows_apart import check_rows_apart, probe_rows
 
+PROBE_ROWS = 24
 LOGITS_ROWS = [3, 0, 3, 23]  # out of order and twice: no slice can be meant
 
 
@@ -39,6 +41,7 @@ class PatchedRunner:
         model: a PreTrainedModel on one device that takes position_ids and does attention through transformers' AttentionInterface.
         options: `inductor=True` is an error, as nothing is compiled.
         follow_generate: what the model computes with position_ids 0, 1, ... is the truth, and not what it computes without any.
+        probe: with which backend and pages the self-check runs.
 
     Attributes:
         layers: what each attention layer computes, for a KVPool.
@@ -60,7 +63,9 @@ class PatchedRunner:
     runs_as = "hooked, not compiled"
     one_row = False
 
-    def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, options: CompileOptions, follow_generate: bool = False, probe: ProbeSettings | None = None
+    ) -> None:
         if options.inductor:
             raise ValueError("inductor=True asks for compiled pieces, but with eager breaks nothing is compiled; leave one of them out")
         self.model, self.follow_generate = model, follow_generate
@@ -69,7 +74,7 @@ class PatchedRunner:
             self.device = only_device(model)
             self.dtype = model_dtype(model)
             self.max_positions = max_positions(model)
-            patched = patch(model, self_check=options.self_check)
+            patched = self._patched = Patched(model, options.self_check, probe)
             self._token = token_argument(model)
             self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
             refuse_recurrent(model, "an engine with eager breaks")
@@ -79,7 +84,6 @@ class PatchedRunner:
                 self._refuse_acausal()
                 if options.self_check:
                     self._check_numbering()
-                    check_rows_apart(self._call, probe_rows(self.device, self.max_positions)[0], self.max_positions, model)
                 self.takes_logits_rows = self._keeps_chosen_rows()
             self._configs = attention_configs(model)
             self._accepted: tuple[AttentionSpec, ...] | None = None
@@ -105,6 +109,10 @@ class PatchedRunner:
             if self.takes_logits_rows:
                 return self._call(input_ids, positions, logits_to_keep=logits_rows)
             return self._call(input_ids, positions)[logits_rows]
+
+    def served(self) -> HookedServed:
+        """The model as it runs, for checks that look inside."""
+        return HookedServed(Taps(self._patched), self._patched.settings or ProbeSettings())
 
     def close(self) -> None:
         """Leave the patch; the model is as it was found. Again is harmless."""
@@ -141,9 +149,10 @@ class PatchedRunner:
 
     def _check_numbering(self) -> None:
         """Called without position_ids the model means 0, 1, ..., which is what a batch has."""
-        ids, rows = probe_rows(self.device, self.max_positions)
+        ids, rows = self._probe_rows()
         plain = call_model(self.model, plain_inputs(self.model, ids, self.follow_generate))[0]
-        if not relative_error(plain, self._call(ids, rows)) <= tolerance(plain.dtype):
+        error, limit = logits_apart(plain, self._call(ids, rows), self.dtype)
+        if not error <= limit:
             raise UnsupportedError(
                 f"{type(self.model).__name__} called without position_ids gives other logits than with position_ids 0, 1, 2, ..., which is "
                 "all that eager breaks have. LLM(model, follow_generate=True) takes the latter; LLM(model) without eager breaks lets the "
@@ -154,11 +163,19 @@ class PatchedRunner:
         """Whether forward has logits_to_keep and computes for a tensor of rows what it computes for them among all."""
         if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
             return False
-        ids, positions = probe_rows(self.device, self.max_positions)
+        ids, positions = self._probe_rows()
         rows = torch.tensor([row for row in LOGITS_ROWS if row < len(ids)], device=self.device)
         expected = self._call(ids, positions)[rows]
         try:
             chosen = self._call(ids, positions, logits_to_keep=rows)
         except (RuntimeError, TypeError, ValueError, IndexError):  # it takes a number alone
             return False
-        return chosen.shape == expected.shape and relative_error(expected, chosen) <= tolerance(expected.dtype)
+        if chosen.shape != expected.shape:
+            return False
+        error, limit = logits_apart(expected, chosen, self.dtype)
+        return error <= limit
+
+    def _probe_rows(self) -> tuple[Tensor, Tensor]:
+        """Token ids and positions 0, 1, ... [T], int64, within the model's positions."""
+        positions = torch.arange(min(PROBE_ROWS, self.max_positions or PROBE_ROWS), device=self.device)
+        return positions % 5 + 1, positions

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.check.served import Served
 from paged_attn.parallel.ranks import Ranks
 from paged_attn.recurrent.layer import RecurrentLayer
 
@@ -52,6 +53,9 @@ class Runner(Protocol):
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """input_ids, positions [T] and logits_rows [N], int64 -> logits [N, vocabulary] of those rows."""
+
+    def served(self) -> Served:
+        """The model as it runs, for checks that look inside."""
 
     def close(self) -> None:
         """Leave the model as it was found."""

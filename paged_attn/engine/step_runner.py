@@ -18,12 +18,12 @@ from paged_attn.capture.addresses import Addresses
 from paged_attn.capture.buckets import Ladder
 from paged_attn.capture.graph_set import Captured, GraphKey, GraphSet
 from paged_attn.capture.recorder import Recorder
+from paged_attn.check.closeness import logits_apart
 from paged_attn.engine.capture_recipes import CaptureRecipes, Output, Tail, extend_shape, full_shape, logits_and_tail
 from paged_attn.engine.capture_report import CaptureReport
 from paged_attn.engine.capture_settings import CaptureSettings
 from paged_attn.engine.runner import Runner
 from paged_attn.engine.token_feed import TokenFeed
-from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.run import RecurrentRunner
 
 
@@ -218,7 +218,7 @@ class StepRunner:
         assert step.captured is not None
         replayed = logits[: step.num_logits].clone()
         expected = self._uncaptured(step.batch)[0][: step.num_logits]
-        error, limit = relative_error(expected, replayed), tolerance(expected.dtype)
+        error, limit = logits_apart(expected, replayed, self.runner.dtype)
         if not error <= limit:
             raise CaptureError(
                 f"verify: the graph {step.captured.key} gave logits that are off by {error:.2g} of their size (allowed {limit:g}) for a "

@@ -20,7 +20,7 @@ from paged_attn.graph_cache.describe import Describer
 from paged_attn.graph_cache.model_text import model_text
 from paged_attn.options import CompileOptions
 
-_FOLDERS = ("", "graph_cache", "attn_ops", "passes", "capture", "parallel")
+_FOLDERS = ("", "check", "graph_cache", "attn_ops", "passes", "capture", "parallel")
 _OF_ENGINE = ("capture_model.py", "opaque_modules.py", "plain_buffers.py")  # the others have no part in a capture
 _INSTALLED = (".dist-info", ".egg-info")
 _PLACES = ("debug_dir_root", "base_dir")  # the working directory, and where torch lies

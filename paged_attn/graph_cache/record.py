@@ -19,6 +19,7 @@ from paged_attn.graph_cache.describe import Indescribable
 from paged_attn.graph_cache.graph_data import Data, graph_data, graph_of
 from paged_attn.graph_cache.owned_tensors import OwnedTensors
 from paged_attn.options import CompileOptions
+from paged_attn.passes.attention_site import places_of
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.merge_linears import Merge
 from paged_attn.passes.runner import LayerReport, Rewrite
@@ -40,6 +41,10 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         raise Indescribable("a graph of which some piece is compiled in each process")
     return {
         "graph": graph_data(found.gm),
+        "original": graph_data(compiled.original),
+        "traced": (traced := _compared(compiled)),
+        "places": places_of(compiled.original.graph, traced.values()),
+        "min_tokens": found.form.min_tokens,
         "inputs": [_input(role, arg, owned) for role, arg in zip(compiled.roles, args, strict=True)],
         "max_tokens": found.form.max_tokens,
         "layers": [asdict(layer) for layer in found.layers],
@@ -75,7 +80,15 @@ def restored(record: Data, model: nn.Module, device: torch.device, options: Comp
             return None
     found = _found(record, gm)
     args = [_argument(each, model, device) for each in record["inputs"]]
-    return CompiledGraph(None, found, split, pieces, model, options), args
+    original = graph_of(record["original"], device)
+    return CompiledGraph(original, found, split, pieces, model, options), args
+
+
+def _compared(compiled: CompiledGraph) -> dict[str, str]:
+    """What the self-check compares with the original graph, of all that stands for the same there."""
+    assert compiled.split is not None
+    names = {*compiled.split.op_names, *(name for names in compiled.split.results.values() for name in names)}
+    return {name: original for name, original in compiled.rewrite.traced.items() if name in names}
 
 
 def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
@@ -83,11 +96,12 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
     roles = {node: str(each["role"]) for node, each in zip(placeholders, record["inputs"], strict=True)}
     before, after = record["nodes"]
     return Rewrite(
-        CallForm("T", roles, "", record["max_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
+        CallForm("T", roles, "", record["max_tokens"], record["min_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
         nodes_before=before, nodes_after=after, positions_redirected=record["positions_redirected"],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
         early_rows=record["early_rows"], one_row_linears=record["one_row_linears"], rotated_layers=tuple(record["rotated_layers"]),
-        max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]),
+        max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
+        places=dict(record["places"]),
     )  # fmt: skip
 
 
@@ -95,7 +109,8 @@ def _layer(data: Data) -> LayerReport:
     spec = dict(data["spec"])
     if spec["alibi_slopes"] is not None:
         spec["alibi_slopes"] = tuple(spec["alibi_slopes"])
-    return LayerReport(**{**data, "spec": AttentionSpec(**spec), "original_order": tuple(data["original_order"])})
+    tuples = {name: tuple(data[name]) for name in ("original_order", "operands")}
+    return LayerReport(**{**data, **tuples, "spec": AttentionSpec(**spec)})
 
 
 def _input(role: str, arg: Any, owned: OwnedTensors) -> Data:

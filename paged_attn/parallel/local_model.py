@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.call_signature import plain_inputs, takes
+from paged_attn.check.closeness import logits_apart
 from paged_attn.evaluating import evaluating
 from paged_attn.parallel.local_forwards import equal_on_all_ranks, local_forward
 from paged_attn.parallel.plan import Plan, plan_of
 from paged_attn.parallel.ranks import Ranks
-from paged_attn.ragged_probe import relative_error, tolerance
+from paged_attn.passes.model_facts import model_dtype
 
 GATHERED = ("colwise_gather_output", "colwise_rep")
 PROBE_TOKENS = 12
@@ -147,11 +148,11 @@ def _probe(model: nn.Module) -> Tensor:
 
 
 def _check(model: nn.Module, expected: Tensor, got: Tensor) -> None:
-    if got.shape != expected.shape or not relative_error(expected, got) <= tolerance(expected.dtype):
+    if got.shape != expected.shape:
+        raise UnsupportedError(f"{type(model).__name__}: logits of {list(expected.shape)} became {list(got.shape)} on a rank's own tensors")
+    error, limit = logits_apart(expected, got, model_dtype(model))
+    if not error <= limit:
         raise UnsupportedError(
             f"{type(model).__name__}, sharded by its tp_plan, computes other logits on a rank's own tensors than through transformers' "
-            f"hooks: {list(expected.shape)} became {list(got.shape)}, the error is {relative_error(expected, got):.2g} of their size "
-            f"(allowed {tolerance(expected.dtype):g})"
-            if got.shape == expected.shape
-            else f"{type(model).__name__}: logits of {list(expected.shape)} became {list(got.shape)} on a rank's own tensors"
+            f"hooks, off by {error:.2g} of their size (allowed {limit:g})"
         )

@@ -52,7 +52,6 @@ class RecurrentLayer:
         template: makes its caches.
         chunks: whether it takes several tokens at once when it has a state already; else they are fed one by one.
         batches: whether several requests can take a step as one batch; else each steps alone.
-        step_error: how far its own forward is off token by token from what it gives for all tokens at once, relative to its size.
     """
 
     spec: RecurrentSpec
@@ -67,7 +66,6 @@ class RecurrentLayer:
     template: CacheTemplate
     chunks: bool = True
     batches: bool = True
-    step_error: float = 0.0
 
     def describe(self) -> str:
         """How it runs, in words."""

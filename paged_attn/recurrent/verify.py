@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.ragged_probe import relative_error, tolerance
+from paged_attn.check.closeness import MULTIPLE, rounding, row_errors, worst
 from paged_attn.recurrent.layer import RecurrentLayer
 
 Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2
+LIMIT_16_BIT = 4e-2
 
 
 def verified(layer: RecurrentLayer) -> RecurrentLayer:
@@ -38,8 +39,10 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
             )
         chunked = _in_parts(layer, inputs, [1, 4, count - 1])
         batched = _batched(layer, inputs, along)
-    good = [_difference(one, other) <= _limit(whole) for one, other in ((whole, chunked), (_expected_batch(along), batched))]
-    return dataclasses.replace(layer, chunks=good[0], batches=good[1], step_error=error)
+    # What the two formulas of the layer differ by, by rounding or by themselves, says what is no mistake.
+    allowed = MULTIPLE * max(error, rounding(*(tensor.dtype for tensor in (whole[0], *whole[1]))))
+    good = [_difference(one, other) <= allowed for one, other in ((whole, chunked), (_expected_batch(along), batched))]
+    return dataclasses.replace(layer, chunks=good[0], batches=good[1])
 
 
 def _stepwise(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> tuple[Result, list[Result]]:
@@ -77,12 +80,14 @@ def _expected_batch(along: list[Result]) -> Result:
 
 
 def _difference(expected: Result, got: Result) -> float:
-    """The largest relative error of outputs and states; infinite where a shape differs or a number is not finite."""
-    pairs = [(expected[0], got[0]), *zip(expected[1], got[1], strict=True)]
+    """The largest error of a token's output, or of a request's state; infinite where a shape differs or a number is not finite."""
+    states = list(zip(expected[1], got[1], strict=True))
+    pairs = [(expected[0], got[0]), *states]
     if any(one.shape != other.shape or not bool(other.isfinite().all()) for one, other in pairs):
         return float("inf")
-    return max(relative_error(one.flatten(1), other.flatten(1)) for one, other in pairs)
+    tokens = row_errors(expected[0].flatten(0, 1), got[0].flatten(0, 1))
+    return max(worst(errors) for errors in (tokens, *(row_errors(one, other) for one, other in states)))
 
 
 def _limit(result: Result) -> float:
-    return max(LIMIT, *(tolerance(tensor.dtype) for tensor in (result[0], *result[1])))
+    return LIMIT_16_BIT if any(tensor.dtype.itemsize < 4 for tensor in (result[0], *result[1]) if tensor.is_floating_point()) else LIMIT

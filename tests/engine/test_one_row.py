@@ -10,10 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from paged_attn import SamplingParams
+from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.errors import CaptureError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.linear_op import LINEAR
 from paged_attn.backends.select import select_for_pool
+from paged_attn.check.traced_served import TracedServed
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model_runner import ModelRunner
@@ -96,28 +98,28 @@ class Off:
     """Calls with one row go wrong."""
 
     def __init__(self, what: Any) -> None:
-        self.what, self.forward = what, ModelRunner.forward
+        self.what, self.run = what, TracedServed.run
 
-    def __call__(self, runner: ModelRunner, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if len(input_ids) == 1:
+    def __call__(self, served: TracedServed, batch: Batch, visit: Any) -> torch.Tensor:
+        if batch.num_rows == 1:
             if isinstance(self.what, BaseException):
                 raise self.what
-            return self.forward(runner, input_ids, positions, rows) + self.what
-        return self.forward(runner, input_ids, positions, rows)
+            return self.run(served, batch, visit) + self.what
+        return self.run(served, batch, visit)
 
 
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
         (torch.arange(96.0), "one row alone gives logits that are off by"),
-        (float("nan"), "one row alone gives logits that are off by nan"),
+        (float("nan"), "one row alone gives logits that are off by inf"),
         (AssertionError("expected size 2==1"), "one row can not be run: AssertionError: expected size 2==1"),
     ],
 )
 class TestWhereOneRowIsNotWhatMoreAre:
     def test_requests_are_padded_to_two_rows_and_the_report_says_why(self, what: Any, reason: str) -> None:
         off = Off(what)
-        with mock.patch.object(ModelRunner, "forward", lambda *args: off(*args)):
+        with mock.patch.object(TracedServed, "run", lambda *args: off(*args)):
             engine = engine_of()
             sizes = sizes_of(engine)
             assert tokens_of(engine, (PROMPT, 4)) == [oracle(PROMPT, 4)]
@@ -126,7 +128,7 @@ class TestWhereOneRowIsNotWhatMoreAre:
 
     def test_strict_makes_it_an_error(self, what: Any, reason: str) -> None:
         off = Off(what)
-        with mock.patch.object(ModelRunner, "forward", lambda *args: off(*args)), pytest.raises(CaptureError, match=reason):
+        with mock.patch.object(TracedServed, "run", lambda *args: off(*args)), pytest.raises(CaptureError, match=reason):
             engine_of(graph_strict=True)
 
 
@@ -136,10 +138,10 @@ def test_compiled_pieces_run_one_row() -> None:
     runner = ModelRunner(build("llama", tie_word_embeddings=False), options)
     pool = KVPool(runner.layers, 2, 4, runner.dtype)
     backend = select_for_pool("torch_native", pool, runner.dtype).backend
-    check_one_row(runner, pool, backend)
+    check_one_row(runner.served(), pool, backend)
     off = Off(1e-2 * torch.arange(96.0))
-    with mock.patch.object(ModelRunner, "forward", lambda *args: off(*args)), pytest.raises(CaptureError, match="are off by"):
-        check_one_row(runner, pool, backend)
+    with mock.patch.object(TracedServed, "run", lambda *args: off(*args)), pytest.raises(CaptureError, match="are off by"):
+        check_one_row(runner.served(), pool, backend)
 
 
 def test_the_graph_calls_the_op_and_explain_says_so() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.engine.merged_weights import bind_merged
 from paged_attn.passes.graph_tools import as_traced, value_of
-from paged_attn.passes.merge_linears import Merge, merge_linears, unmerged
+from paged_attn.passes.merge_linears import merge_linears
 from paged_attn.passes.mergeable_weights import Memory, lie_in_a_row
 from tests.passes.graphs import VOCAB, Traced, called, copied, trace
 
@@ -262,15 +262,6 @@ def test_views_know_their_strides() -> None:
         assert value_of(view).stride()[1:] == (24, 4, 1)
 
     trace(Layers(lambda x, m: [m.a(x), m.b(x).view(1, -1, 2, 4)]), work)
-
-
-def test_unmerged_inputs_are_those_of_the_graph_before() -> None:
-    weights = [torch.randn(n, 3) for n in (2, 5)]
-    before = ["ids", *weights, "rest"]
-    merged = ["ids", torch.cat(weights), weights[1], "rest"]
-    after = unmerged(merged, [Merge((1, 2), (2, 5))])
-    assert after[0] == "ids" and after[3] == "rest" and after[2] is weights[1]
-    assert torch.equal(after[1], before[1]) and len(merged[1]) == 7
 
 
 def test_own_memory_is_asked_of_every_known_tensor() -> None:

@@ -1,0 +1,232 @@
+"""A model whose attention is hooked (`paged_attn.patch`), checked like a rewritten graph: at what every decoder layer and every
+attention is given, at what every attention gives, and at the logits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.batch import Batch
+from paged_attn.check.against_model import Logits, check_against_model
+from paged_attn.check.boundaries import Boundary
+from paged_attn.check.diagnosis import EXACT_BACKEND
+from paged_attn.check.noise import Noise
+from paged_attn.check.self_check import check_served
+from paged_attn.check.served import Original, Seen, Served, VisitBoundary
+from paged_attn.check.steps import ProbeSettings
+from paged_attn.check.tapped import Visit
+from paged_attn.check.truth import Truth
+from paged_attn.check.windows import attend_in_steps
+from paged_attn.passes.model_facts import max_positions, model_dtype
+from paged_attn.passes.runner import LayerReport
+
+if TYPE_CHECKING:
+    from paged_attn.hf_patch import Patched
+
+logger = logging.getLogger("paged_attn")
+HEADS_FIRST = (0, 2, 1, 3)  # transformers' attention functions give [1, T, heads, v_dim]
+OPERANDS = ("query", "key", "value")
+
+
+def check_hooked(patched: Patched, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings | None = None) -> None:
+    """Compare a patched model with what it was.
+
+    Args:
+        model_logits: what the model gave for a prompt [T] -> [T, vocabulary] before it was patched.
+
+    Raises:
+        UnsupportedError: they differ, as in `self_check`.
+    """
+    started = time.perf_counter()
+    with torch.no_grad():
+        taps = Taps(patched)
+        original = HookedOriginal(taps)
+        truth = Truth(original, taps.boundaries, prompts)
+        served = HookedServed(taps, settings or ProbeSettings())
+        noise = Noise.of(original, truth, served.is_causal)
+        check_against_model(model_logits, original, truth, type(patched.model).__name__)
+        check_served(served, original, truth, noise, served.exact_attention, max_positions(patched.model), patched.model)
+    logger.info("self-check of the hooked model passed in %.2f s", time.perf_counter() - started)
+
+
+@dataclass
+class Watch:
+    """What a hooked attention asks for while a check runs it.
+
+    Attributes:
+        value: is given every value by its name, and returns what goes on in its place.
+        wide: compute the model's own attention in wider numbers.
+        without_attention: compute no attention; its output is zeros before `value` is given it.
+    """
+
+    value: Callable[[str, Tensor], Tensor]
+    wide: torch.dtype | None = None
+    without_attention: bool = False
+
+    def given(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Each [1, heads, T, dim]."""
+        operands = zip(OPERANDS, (query, key, value), strict=True)
+        return [self.value(_operand(layer, name), operand) for name, operand in operands]
+
+    def output(self, layer: int, output: Tensor) -> Tensor:
+        """[1, T, heads, v_dim]"""
+        return self.value(_attention(layer), output)
+
+
+class Taps:
+    """Where a patched model is looked into."""
+
+    def __init__(self, patched: Patched) -> None:
+        self.patched, self.model, self.specs = patched, patched.model, patched.layers
+        self.reports = [LayerReport(i, spec, "", "", "", "", HEADS_FIRST, "") for i, spec in enumerate(self.specs)]
+        self.by_layer = {i: Boundary(_attention(i), report) for i, report in enumerate(self.reports)}
+        self.blocks = _blocks(patched.model, [spec.module for spec in patched.layers])
+        given = [_operand(layer, name) for layer in self.by_layer for name in OPERANDS]
+        names = [*given, *(_block(path) for path in self.blocks)]
+        self.by_name = {**{name: Boundary(name) for name in names}, **{each.original: each for each in self.by_layer.values()}}
+        self.narrow = model_dtype(patched.model)
+
+    @property
+    def boundaries(self) -> list[Boundary]:
+        return list(self.by_name.values())
+
+    def run(self, ids: Tensor, positions: Tensor, watch: Watch) -> Tensor:
+        """Logits [T, vocabulary] of ids and positions [T], watched."""
+        with ExitStack() as undo:
+            undo.enter_context(self.patched.watched(watch))
+            for path, block in self.blocks.items():
+                hook = block.register_forward_pre_hook(_entering(_block(path), watch), with_kwargs=True)
+                undo.callback(hook.remove)
+            return self.patched.logits(ids, positions)
+
+    def place_of(self, name: str) -> str:
+        """`query of attention 2 (model.layers.2.self_attn)`"""
+        layer = next((i for i in self.by_layer if name.endswith(_attention(i))), None)
+        return name if layer is None else f"{name} ({self.specs[layer].module})"
+
+
+class HookedOriginal(Original):
+    """The patched model outside any forward context, where it computes what it did before."""
+
+    def __init__(self, taps: Taps) -> None:
+        self.taps, self.narrow, self.recurrent = taps, taps.narrow, ()
+        self.computed_as_it_is = set()
+
+    def run(
+        self, prompt: Tensor, visit: Visit, *, wide: bool = False, token_by_token: bool = False, positions: Tensor | None = None
+    ) -> Tensor:
+        """With `wide`, attention is computed in wider numbers and all else as it is."""
+        rows = torch.arange(len(prompt), device=prompt.device) if positions is None else positions
+        wider = torch.float32 if self.narrow.itemsize < 4 else torch.float64
+        return self.taps.run(prompt, rows, Watch(visit, wider if wide else None))
+
+    def padded_length(self, count: int) -> int:
+        return count
+
+    def place_of(self, name: str) -> str:
+        return self.taps.place_of(name)
+
+
+class HookedServed(Served):
+    """The patched model under a forward context."""
+
+    otherwise = "torch.compile(model, backend='paged_attn') rewrites the model's graph instead of hooking its attention"
+    more_than_attention = (
+        "The model depends on more than its attention interface tells; torch.compile(model, backend='paged_attn') sees all of it"
+    )
+
+    def __init__(self, taps: Taps, settings: ProbeSettings) -> None:
+        self.taps, self.settings = taps, settings
+        self.specs, self.kv_dtype, self.recurrent, self.by_layer = taps.specs, taps.narrow, (), taps.by_layer
+
+    def variant(self, settings: ProbeSettings, compiled: bool = True) -> HookedServed | None:
+        return HookedServed(self.taps, settings) if compiled else None
+
+    def run(self, batch: Batch, visit: VisitBoundary) -> Tensor:
+        return self._run(batch, Watch(lambda name, value: self._visited(visit, name, value)))[batch.logits_rows]
+
+    def run_pieces(self, batch: Batch, visit: VisitBoundary) -> Mapping[Any, Seen]:
+        seen: dict[str, Seen] = {}
+
+        def see(name: str, value: Tensor) -> Tensor:
+            if self.taps.by_name[name].layer is None:
+                seen[name] = Seen(self.taps.place_of(name), value.clone())
+            return self._visited(visit, name, value)
+
+        self._run(batch, Watch(see, without_attention=True))
+        return seen
+
+    def operands(self, batch: Batch, visit: VisitBoundary, layer_id: int) -> dict[str, Tensor]:
+        if self.specs[layer_id].kv_layer != layer_id:
+            return {}
+        found: dict[str, Tensor] = {}
+        names = {_operand(layer_id, name): name for name in OPERANDS}
+
+        def see(name: str, value: Tensor) -> Tensor:
+            value = self._visited(visit, name, value)
+            if name in names:
+                found[names[name]] = value[0].transpose(0, 1).clone()
+            return value
+
+        self._run(batch, Watch(see))
+        sinks = self.taps.patched.sinks(layer_id)
+        return found if sinks is None else {**found, "sinks": sinks}
+
+    def exact_attention(self, layer: LayerReport, chosen: Tensor, given: dict[str, Tensor]) -> Tensor | str:
+        """The mask was proved as a function of positions, so that what the spec says, computed exactly, stands for the model's own."""
+        exact = replace(self.settings, backend=EXACT_BACKEND, deterministic=False)
+        operands = {name: tensor.float() for name, tensor in given.items()}
+        return attend_in_steps(layer.spec, operands, chosen, torch.float32, exact)
+
+    def _run(self, batch: Batch, watch: Watch) -> Tensor:
+        return self.taps.run(batch.input_ids, batch.positions, watch)
+
+    def _visited(self, visit: VisitBoundary, name: str, value: Tensor) -> Tensor:
+        """Attention in the layout of the op, [T, heads, v_dim]."""
+        boundary = self.taps.by_name[name]
+        return visit(boundary, value) if boundary.layer is None else visit(boundary, value[0])[None]
+
+
+def _attention(layer: int) -> str:
+    return f"attention {layer}"
+
+
+def _operand(layer: int, name: str) -> str:
+    return f"{name} of attention {layer}"
+
+
+def _block(path: str) -> str:
+    return f"what {path} is given"
+
+
+def _blocks(model: nn.Module, attentions: Sequence[str]) -> dict[str, nn.Module]:
+    """The decoder layers: of every attention the nearest module around it that is a member of a list, by path; each once."""
+    found: dict[str, nn.Module] = {}
+    for path in attentions:
+        parts = path.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            if isinstance(model.get_submodule(".".join(parts[: end - 1])), nn.ModuleList):
+                around = ".".join(parts[:end])
+                found[around] = model.get_submodule(around)
+                break
+    return found
+
+
+def _entering(name: str, watch: Watch) -> Callable[..., Any]:
+    """A hook that hands the hidden states [1, T, width] of a block, its first tensor, to the watch."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args and isinstance(args[0], Tensor):
+            return (watch.value(name, args[0]), *args[1:]), kwargs
+        if isinstance(kwargs.get("hidden_states"), Tensor):
+            return args, {**kwargs, "hidden_states": watch.value(name, kwargs["hidden_states"])}
+        return args, kwargs
+
+    return before

@@ -1,0 +1,109 @@
+"""The first use proves the rewrite on numbers.
+
+Each probe prompt runs alone through the traced graph; all of them run together, in chunks and decode steps, through the rewritten one.
+Compared are not the logits alone but every value between two pieces and what every op between them writes, each from the same inputs:
+so no error adds to an earlier one, and what is allowed is what rounding does to that one part of the model, measured on the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.check.against_model import check_against_model, check_rows
+from paged_attn.check.diagnosis import refusal
+from paged_attn.check.later_tokens import check_later_tokens
+from paged_attn.check.long_positions import check_long_positions
+from paged_attn.check.noise import Noise
+from paged_attn.check.ragged import compare_ragged
+from paged_attn.check.served import Original, Served
+from paged_attn.check.steps import ProbeSettings, probe_prompts
+from paged_attn.check.suspects import without_choices
+from paged_attn.check.traced_original import TracedOriginal
+from paged_attn.check.traced_served import TracedServed
+from paged_attn.check.truth import Truth
+from paged_attn.check.warm_up import warm_up
+from paged_attn.check.windows import Attention, check_windows
+from paged_attn.graph_inputs import GraphInputs
+from paged_attn.passes.runner import LayerReport
+
+if TYPE_CHECKING:
+    from paged_attn.compiled_graph import CompiledGraph
+
+logger = logging.getLogger("paged_attn")
+
+
+def self_check(
+    compiled: CompiledGraph,
+    args: Sequence[Any],
+    model_logits: Callable[[Tensor], Tensor] | None = None,
+    model: nn.Module | None = None,
+    settings: ProbeSettings | None = None,
+    traced_args: Sequence[Any] | None = None,
+) -> None:
+    """Compare the two graphs of `compiled` on the parameters in `args`.
+
+    Args:
+        model_logits: what the model itself gives for a prompt [T] -> [T, vocabulary]; by default the traced graph stands for it.
+        model: for messages.
+        settings: with which backend and pages.
+        traced_args: the inputs of the traced graph, where they are not those of the rewritten one (merged linears).
+
+    Raises:
+        UnsupportedError: the traced graph is not the model, a later token moves an earlier row, or the rewritten graph differs; the message
+            names the op or the part, what was measured, what is allowed and what to do.
+    """
+    started = time.perf_counter()
+    inputs = GraphInputs(compiled.roles, args)
+    with torch.no_grad():
+        served = TracedServed(compiled, inputs, settings or ProbeSettings())
+        operands = {name for report in compiled.rewrite.layers for name in report.operands}
+        traced = GraphInputs(compiled.roles, args if traced_args is None else traced_args)
+        original = TracedOriginal(compiled, traced, served.boundaries.names | operands)
+        prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args, original, model_logits), compiled.max_positions)
+        truth = Truth(original, served.boundaries.all, prompts)
+        check_rows(prompts, truth.logits, inputs.takes_logits_rows)
+        noise = Noise.of(original, truth, served.is_causal)
+        if model_logits is not None:
+            check_against_model(model_logits, original, truth, "the model" if model is None else type(model).__name__)
+        if compiled.pieces is not None and prompts[0].is_cuda:
+            warm_up(served, prompts[0].device, compiled.max_positions)
+
+        def attention(layer: LayerReport, chosen: Tensor, given: dict[str, Tensor]) -> Tensor | str:
+            return original.attention(truth, layer, chosen)
+
+        check_served(served, original, truth, noise, attention, compiled.max_positions, model)
+    logger.info("self-check passed in %.2f s", time.perf_counter() - started)
+
+
+def check_served(
+    served: Served, original: Original, truth: Truth, noise: Noise, attention: Attention, longest: int | None, model: nn.Module | None
+) -> None:
+    """What is the same for every way of serving a model.
+
+    Args:
+        longest: how many positions the model has.
+        model: for messages.
+    """
+    if served.is_causal:
+        check_later_tokens(original, truth, noise)
+    check_long_positions(served, truth, longest, model)
+    found = without_choices(compare_ragged(served, truth, noise), original, truth, noise)
+    if found:
+        raise refusal(found[0], served, original, truth, noise)
+    check_windows(served, attention, truth, noise, longest)
+
+
+def _num_ids(
+    compiled: CompiledGraph, inputs: GraphInputs, args: Sequence[Any], original: Original, model_logits: Callable[[Tensor], Tensor] | None
+) -> int:
+    """How many token ids the model has: the vocabulary of its logits if some table has as many rows, else the largest id of the call."""
+    ids = next(a for a, role in zip(args, compiled.roles, strict=True) if role == "input_ids")
+    vocabulary = (model_logits or (lambda prompt: original.run(prompt, lambda _, value: value)))(ids.flatten()[:2]).shape[-1]
+    has_table = any(isinstance(t, Tensor) and t.dim() == 2 and t.shape[0] == vocabulary for t in inputs.owned)
+    return vocabulary if has_table else int(ids.max()) + 1

@@ -1,0 +1,124 @@
+"""The graph as it was traced, on one prompt alone: what it computes at every boundary, and what rounding does to that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.check.boundaries import Boundary
+from paged_attn.check.running import NoAttention, logits_of, must_run
+from paged_attn.check.served import Original
+from paged_attn.check.steps import LONGEST
+from paged_attn.check.tapped import TappedRun, Visit, WideRun
+from paged_attn.check.truth import Truth
+from paged_attn.graph_inputs import GraphInputs
+from paged_attn.passes.attention_site import places_of
+from paged_attn.passes.cone import ancestors, evaluate
+from paged_attn.passes.runner import LayerReport
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.run import runner_of
+
+if TYPE_CHECKING:
+    from paged_attn.compiled_graph import CompiledGraph
+
+
+class TokenByToken:
+    """Runs the recurrent layers of one prompt by their own forward, a token at a time, as decoding does."""
+
+    def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
+        self.layers = layers
+
+    def plan(self, batch: Batch) -> None: ...
+
+    def forward(self, plan: None, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None:
+        """inputs, output [1, T, ...]"""
+        states: list[Tensor] | None = None
+        for token in range(output.shape[1]):
+            row = slice(token, token + 1)
+            output[:, row], states = self.layers[layer_id].run([value[:, row] for value in inputs], states)
+
+
+class TracedOriginal(Original):
+    """Runs the traced graph.
+
+    Args:
+        inputs: with the model's tensors bound.
+        taps: the nodes whose values are handed to `visit`.
+
+    Attributes:
+        narrow: the model's own floating type.
+        computed_as_it_is: the operations that have no form in wider numbers, once `run` was asked for those.
+    """
+
+    def __init__(self, compiled: CompiledGraph, inputs: GraphInputs, taps: Collection[str]) -> None:
+        self.gm, self.inputs, self.taps = compiled.original, inputs, taps
+        self.recurrent = compiled.recurrent or ()
+        self._places = compiled.rewrite.places
+        self.min_tokens = compiled.rewrite.form.min_tokens
+        self.narrow = inputs.dtype
+        self.computed_as_it_is = set()
+
+    def run(
+        self, prompt: Tensor, visit: Visit, *, wide: bool = False, token_by_token: bool = False, positions: Tensor | None = None
+    ) -> Tensor:
+        """Logits [T, vocabulary] of one prompt [T].
+
+        A prompt shorter than what the trace holds for is followed by copies of its last token, whose logits are left out; `visit` is
+        given their rows, too.
+
+        Args:
+            wide: compute in wider numbers.
+            token_by_token: run recurrent layers so.
+            positions: [T] int64, by default 0, 1, ...
+        """
+        count = len(prompt)
+        padded = torch.cat([prompt, prompt[-1:].expand(self.padded_length(count) - count)])
+        rows = torch.arange(len(padded), device=prompt.device)
+        if positions is None:
+            positions = rows
+        positions = torch.cat([positions, positions[-1:].expand(len(padded) - len(positions))])
+        args = self.inputs.fill(padded, positions, rows)
+        run = WideRun(self.gm, self.taps, visit, self.narrow) if wide else TappedRun(self.gm, self.taps, visit)
+        with self._context(padded, token_by_token), must_run("the traced graph", f"{len(padded)} tokens"):
+            logits = logits_of(run.run(*args))[:count]
+        if isinstance(run, WideRun):
+            self.computed_as_it_is |= run.computed_as_it_is
+        return logits
+
+    def place_of(self, name: str) -> str:
+        """Where a node computes, for messages: `model.layers.1.mlp (add_3)`."""
+        path = (self._places or places_of(self.gm.graph, (name,))).get(name, "")
+        return f"{path} ({name})" if path else name
+
+    def padded_length(self, count: int) -> int:
+        """Of a run of so many tokens; no two lengths become one."""
+        return count if count >= self.min_tokens else self.min_tokens + count
+
+    def _context(self, tokens: Tensor, token_by_token: bool) -> ForwardContext:
+        """Recurrent layers are ops of this graph, too, and need a state to write."""
+        pool = KVPool((), 2, len(tokens), self.narrow, tokens.device)
+        batch = Batch.build([BatchRequest(tokens.tolist(), [1], 0, len(tokens), 1)], len(tokens), tokens.device)
+        runner = TokenByToken(self.recurrent) if token_by_token else runner_of(self.recurrent, 1, tokens.device)
+        return ForwardContext(batch, pool, NoAttention(), runner)  # type: ignore[arg-type]
+
+    def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor) -> Tensor | str:
+        """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one
+        sequence; or why that can not be computed."""
+        name = layer.original_node
+        if not layer.operands or not all(map(truth.has_rows, layer.operands)) or name not in truth.names:
+            return "its operands are no rows of the graph"
+        graph = self.gm.graph
+        nodes = {node.name: node for node in graph.nodes}
+        result, operands = nodes[name], [nodes[operand] for operand in layer.operands]
+        rows = torch.arange(len(chosen), device=chosen.device)
+        args = self.inputs.fill(torch.ones_like(rows), rows, rows)
+        given: dict[fx.Node, Any] = dict(zip((node for node in graph.nodes if node.op == "placeholder"), args, strict=True))
+        given |= {node: truth.laid_out(node.name, truth.rows(LONGEST, node.name)[chosen]) for node in operands}
+        inside = [node for node in ancestors(result, result, frozenset(operands)) if node not in operands]
+        return Boundary(name, layer).as_written(evaluate(inside, given, result))

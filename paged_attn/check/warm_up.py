@@ -1,0 +1,36 @@
+"""The first run of compiled pieces, on many rows.
+
+Inductor's kernels choose among their configurations when they first run. The few rows of a check would choose for the
+thousands of a prompt, at which another configuration is up to 1.4 times as fast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.check.boundaries import Boundary
+from paged_attn.check.running import NoAttention, must_run
+from paged_attn.check.served import Served
+
+ROWS = 2048
+
+
+def warm_up(served: Served, device: torch.device, longest: int | None) -> None:
+    """Run all that lies between the ops that mix tokens on ROWS rows, of as many requests as that takes.
+
+    Args:
+        longest: how many positions the model has.
+    """
+    page_size = min(ROWS, longest or ROWS)
+    batch = Batch.build([BatchRequest([0] * page_size, [1])] * (ROWS // page_size), page_size, device)
+    pool = KVPool((), 2, page_size, served.kv_dtype, device)
+    with ForwardContext(batch, pool, NoAttention()), must_run("the compiled graph", f"{ROWS} rows"):  # type: ignore[arg-type]
+        served.run_pieces(batch, _as_it_is)
+
+
+def _as_it_is(boundary: Boundary, value: Tensor) -> Tensor:
+    return value

@@ -1,0 +1,89 @@
+"""A model captured or hooked once, and its self-check run again and again with something planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.hf_patch import Patched
+from paged_attn.options import CompileOptions
+from paged_attn.passes.runner import OptionalPasses
+from tests.check.planted import SPEC_ERRORS, Change, planted
+
+PASSES = OptionalPasses(merge_linears=True, early_rows=True)
+
+
+class Traced:
+    """A model whose graph is rewritten."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.checks: list[Callable[[], None]] = []
+        run = CompiledGraph.check
+
+        def kept(graph: CompiledGraph, *given: Any) -> None:
+            self.checks.append(lambda: run(graph, *given))
+
+        with mock.patch.object(CompiledGraph, "check", kept):
+            self.runner = ModelRunner(model, CompileOptions(inductor=False, passes=PASSES))
+        self.graph = self.runner.compiled
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        return self.graph.specs
+
+    def check(self) -> None:
+        self.graph._checked.clear()
+        self.checks[-1]()
+
+    @contextmanager
+    def with_specs(self, change: Change) -> Iterator[None]:
+        layers = list(self.graph.rewrite.layers)
+        self.graph.rewrite.layers[:] = [replace(layer, spec=change(layer.spec)) for layer in layers]
+        try:
+            yield
+        finally:
+            self.graph.rewrite.layers[:] = layers
+
+
+class Hooked:
+    """A model whose attention is hooked, for those that can not be traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        with Patched(model, self_check=False) as patched:
+            self.specs = patched.layers
+
+    def check(self) -> None:
+        with Patched(self.model):
+            pass
+
+    @contextmanager
+    def with_specs(self, change: Change) -> Iterator[None]:
+        record = Patched._record_layers
+
+        def changed(patched: Patched) -> None:
+            record(patched)
+            patched.layers = tuple(map(change, patched.layers))
+
+        with mock.patch.object(Patched, "_record_layers", changed):
+            yield
+
+
+def refused(checked: Traced | Hooked, error: str | None = None) -> str:
+    """The words with which the self-check refuses, with this error planted; nothing if it passes."""
+    planting = nullcontext() if error is None else checked.with_specs(SPEC_ERRORS[error]) if error in SPEC_ERRORS else planted(error)
+    try:
+        with planting:
+            checked.check()
+    except UnsupportedError as refusal:
+        return str(refusal)
+    return ""
