@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -22,9 +23,10 @@ from paged_attn.capture.split_ops import split_ops
 from paged_attn.check.self_check import self_check
 from paged_attn.check.steps import ProbeSettings
 from paged_attn.graph_cache.code_files import traced_files
+from paged_attn.graph_inputs import GraphInputs
 from paged_attn.options import CompileOptions
 from paged_attn.passes.graph_tools import value_of
-from paged_attn.passes.model_facts import max_positions
+from paged_attn.passes.model_facts import max_positions, model_dtype
 from paged_attn.passes.runner import Rewrite, rewrite
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.refuse import refuse_recurrent
@@ -138,11 +140,19 @@ class CompiledGraph:
         self.check(args)
         return self._run_paged(*args)
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The one that the graph was traced from, as long as it lives."""
+        return None if self._model is None else self._model()
+
+    def dtype(self, inputs: GraphInputs) -> torch.dtype:
+        """The model's own floating type, which its KV has; `inputs` tell it where the model is not known."""
+        return inputs.dtype if self.model is None else model_dtype(self.model)
+
     def refuse_recurrent(self) -> None:
         """Raises UnsupportedError for a model with recurrent state, unless who captured the graph keeps that state."""
-        model = None if self._model is None else self._model()
-        if self.recurrent is None and model is not None:
-            refuse_recurrent(model, "torch.compile")
+        if self.recurrent is None and self.model is not None:
+            refuse_recurrent(self.model, "torch.compile")
         self.recurrent = self.recurrent or ()
 
     def check(
@@ -157,7 +167,7 @@ class CompiledGraph:
             return
         with self._check_lock:
             if args[self._marker] not in self._checked:
-                self_check(self, args, model_logits, None if self._model is None else self._model(), settings, traced_args)
+                self_check(self, args, model_logits, self.model, settings, traced_args)
                 self._checked[args[self._marker]] = True
 
     def _check_call(self, context: ForwardContext, args: Sequence[Any]) -> None:

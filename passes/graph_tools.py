@@ -130,6 +130,11 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_view(node: fx.Node) -> bool:
+    """Whether a node computes nothing, by its name: it is another view of its first argument, or a part of it."""
+    return _may_alias(node) and not writes_in_place(node)
+
+
 def _may_alias(node: fx.Node) -> bool:
     """Whether a node's result may share memory with its first argument, by its name: views, and in-place operations, which return it."""
     if node.op == "call_method":
@@ -146,23 +151,21 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def copy_of(node: fx.Node) -> str | None:
-    """The name, in the graph that was copied, of a node or of the one that it is another layout of; None where it has several inputs."""
-    while _COPY_OF not in node.meta:
-        inputs = [each for each in node.all_input_nodes if isinstance(value_of(each), Tensor)]
-        if len(inputs) != 1:
-            return None
-        node = inputs[0]
-    return str(node.meta[_COPY_OF])
+def copied_from(node: fx.Node) -> str | None:
+    """The name that a node had in the graph that was copied; None for one that a pass made."""
+    return node.meta.get(_COPY_OF)
+
+
+def written_names(graph: fx.Graph) -> set[str]:
+    """Of the nodes that something in the graph writes to, their names there, or in the graph that it is a copy of."""
+    writers = [node for node in graph.nodes if writes_in_place(node)]
+    return {str(node.meta.get(_COPY_OF, node.name)) for writer in writers for node in written_values(writer)}
 
 
 def same_values(original: fx.Graph, rewritten: fx.Graph) -> dict[str, str]:
     """Nodes of a rewritten copy that compute what they computed in the original, each by its name in both. None of those that something
     writes to: what they hold depends on when one looks."""
-    written = {
-        node.meta.get(_COPY_OF, node.name) for graph in (original, rewritten) for writer in graph.nodes if writes_in_place(writer)
-        for node in written_values(writer)
-    }  # fmt: skip
+    written = written_names(original) | written_names(rewritten)
     named = {node.name: node.meta[_COPY_OF] for node in rewritten.nodes if _COPY_OF in node.meta}
     return {name: before for name, before in named.items() if before not in written}
 

@@ -102,16 +102,16 @@ def _proved_source(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form:
     squeeze, order, num_heads = layout
     if num_heads >= heads or heads % num_heads:
         return None
-    concrete = [_size(size, form) for size in shape_of(base)]
+    sizes = [concrete_size(size, form) for size in shape_of(base)]
     count = 1
-    for size in concrete:
+    for size in sizes:
         count *= size
-    numbers = torch.arange(count, dtype=torch.float64).reshape(concrete)
+    numbers = torch.arange(count, dtype=torch.float64).reshape(sizes)
     given: dict[fx.Node, Any] = {base: numbers}
     for node in chain:
         for other in node.all_input_nodes:
             if other not in given and other not in chain:
-                given[other] = _concrete(value_of(other), form)
+                given[other] = concrete(value_of(other), form)
     result = evaluate(chain, given, repeated)
     rows = _squeezed(numbers, squeeze).permute(order)  # [T, kv_heads, dim]
     expected = rows.repeat_interleave(heads // num_heads, dim=1).transpose(0, 1)[None]
@@ -162,14 +162,14 @@ def _squeezed(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
     return tensor
 
 
-def _concrete(value: Any, form: CallForm) -> Any:
+def concrete(value: Any, form: CallForm) -> Any:
     """A tensor of the probe's shape, a torch.Size or a number, for an argument of the chain that is not the keys themselves."""
     if isinstance(value, Tensor):
-        return torch.zeros([_size(size, form) for size in value.shape])
-    return torch.Size(_size(size, form) for size in value) if isinstance(value, tuple) else _size(value, form)
+        return torch.zeros([concrete_size(size, form) for size in value.shape])
+    return torch.Size(concrete_size(size, form) for size in value) if isinstance(value, tuple) else concrete_size(value, form)
 
 
-def _size(size: Any, form: CallForm) -> int:
+def concrete_size(size: Any, form: CallForm) -> int:
     if depends_on(size, form.num_tokens):
         return int(symbol(size).subs({form.num_tokens: PROBE_TOKENS}))
     return int(size)

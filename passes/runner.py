@@ -20,11 +20,12 @@ from paged_attn.passes.early_rows import select_rows_early
 from paged_attn.passes.emit_rope import use_rope_and_store
 from paged_attn.passes.equal_heads import has_equal_heads
 from paged_attn.passes.find_attention import find_attention
-from paged_attn.passes.graph_tools import copy_graph_module, copy_of, remove_dead_code, same_values, shape_of, value_of
+from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, same_values, shape_of, value_of, written_names
 from paged_attn.passes.kv_heads import KVSource, as_received, is_written, kv_source
 from paged_attn.passes.merge_linears import Merge, merge_linears
 from paged_attn.passes.model_facts import model_dtype
 from paged_attn.passes.one_row_linears import use_one_row_linears
+from paged_attn.passes.operand_layout import Operand, operand_of
 from paged_attn.passes.own_positions import use_own_positions
 from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
 from paged_attn.passes.read_values import ReadValues
@@ -41,7 +42,7 @@ NOT_COMPARED = "not compared with the config: the graph's own mask is evaluated"
 class LayerReport:
     """One line of `explain`: the spec, how the attention was found and proved, and the nodes before and after.
 
-    operands: in the traced graph, the nodes from which query, key and value come by a change of layout alone; none where there are none.
+    operands: where query, key and value come from in the traced graph; none where they are no mere change of layout of its values.
     """
 
     layer_id: int
@@ -52,7 +53,7 @@ class LayerReport:
     original_node: str
     original_order: tuple[int, ...]
     op_node: str
-    operands: tuple[str, ...] = ()
+    operands: tuple[Operand, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,10 @@ def _rewrite_into(
     copied.recompile()
     result.gm, result.nodes_after = copied, len(copied.graph.nodes)
     result.traced = same_values(gm.graph, copied.graph)
+    written = written_names(gm.graph)
+    result.layers = [
+        replace(report, operands=tuple(replace(each, late=each.name in written) for each in report.operands)) for report in result.layers
+    ]
     logger.info("rewrote %d attention layers in %.2f s", len(sites), sum(result.seconds.values()))
 
 
@@ -206,7 +211,6 @@ def _replace(
             words = (found.found_by, RECOMPUTED, NOT_COMPARED)
             result.layers.append(LayerReport(layer_id, recomputed, *words, found.original, found.original_order, op.name))
             continue
-        traced = [copy_of(node) for node in (found.query, found.key, found.value)]
         operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
         site = replace(found, **operands)  # type: ignore[arg-type]
         key, value = _keys_and_values(site, form, values)
@@ -231,13 +235,12 @@ def _replace(
             module=site.module,
         )
         dtype = value_of(site.value).dtype if model is None else model_dtype(model)
+        traced = [operand_of(source, form) for source in (as_received(site.query, spec.num_q_heads), key, value)]
+        come_from = tuple(each for each in traced if each is not None) if None not in traced else ()
         op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value, proof, dtype)
         owners[key, value] = owner or (layer_id, op)
         words = (site.found_by, proof.evidence, proof.declared)
-        known = tuple(name for name in traced if name is not None)
-        result.layers.append(
-            LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name, known if len(known) == len(traced) else ())
-        )
+        result.layers.append(LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name, come_from))
 
 
 def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:

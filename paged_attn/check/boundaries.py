@@ -3,12 +3,13 @@ what every op between the pieces writes, as far as the original graph computes t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from paged_attn.capture.split import SplitGraph
+from paged_attn.passes.operand_layout import Operand
 from paged_attn.passes.runner import LayerReport, Rewrite
 
 
@@ -19,10 +20,17 @@ class Boundary:
     Attributes:
         original: the node of the original graph that computes it; of an op that writes its result, the op.
         layer: the attention whose output it is, or None.
+        operand: which elements of it an attention is given, if it is one of its operands.
     """
 
     original: str
     layer: LayerReport | None = None
+    operand: Operand | None = None
+
+    @property
+    def is_of_op(self) -> bool:
+        """Whether it is laid out as the paged op has it, [T, heads, dim]."""
+        return self.layer is not None or self.operand is not None
 
     def as_written(self, value: Tensor) -> Tensor:
         """The original's value in the layout of the paged op: attention [T, heads, v_dim]; anything else as it is."""
@@ -35,10 +43,17 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Of one rewritten graph: by submodule of the split graph and place among its results, and by break for what its op writes."""
+    """Of one rewritten graph.
+
+    Attributes:
+        results: by submodule of the split graph and place among its results.
+        written: by break, what its op writes.
+        given: by break, query, key and value of its attention, where they are known.
+    """
 
     results: Mapping[tuple[str, int], Boundary]
     written: Mapping[str, Boundary]
+    given: Mapping[str, Sequence[Boundary]]
 
     @classmethod
     def of(cls, found: Rewrite, split: SplitGraph) -> Boundaries:
@@ -51,11 +66,25 @@ class Boundaries:
         by_op = {report.op_node: Boundary(report.original_node, report) for report in found.layers}
         by_op |= {op: Boundary(found.traced[op]) for op in split.op_names if op in found.traced}
         written = {name: by_op[op] for name, op in zip(split.breaks, split.op_names, strict=True) if op in by_op}
-        return cls(results, written)
+        # Of a layer whose op rotates, the operands are not those of the traced attention.
+        plain = [report for report in found.layers if report.layer_id not in found.rotated_layers]
+        operands = {report.op_node: [Boundary(each.name, operand=each) for each in report.operands] for report in plain}
+        given = {name: operands[op] for name, op in zip(split.breaks, split.op_names, strict=True) if operands.get(op)}
+        return cls(results, written, given)
 
     @property
     def all(self) -> list[Boundary]:
-        return [*self.results.values(), *self.written.values()]
+        return [*self.results.values(), *self.written.values(), *(each for given in self.given.values() for each in given)]
+
+    @property
+    def late(self) -> dict[str, list[str]]:
+        """By the node of an attention's output, its operands to which something writes until it reads them."""
+        reports = [(name, boundary.layer) for name, boundary in self.written.items() if boundary.layer is not None]
+        return {
+            report.original_node: found
+            for name, report in reports
+            if (found := [each.original for each in self.given.get(name, ()) if each.operand is not None and each.operand.late])
+        }
 
     @property
     def names(self) -> frozenset[str]:

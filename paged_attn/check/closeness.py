@@ -84,4 +84,5 @@ def _flat(rows: Tensor) -> Tensor:
     """[N, elements], real, in float32 or wider."""
     if rows.is_complex():
         rows = torch.view_as_real(rows)
-    return rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32).reshape(len(rows), -1)
+    rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    return rows.flatten(1) if rows.dim() > 1 else rows[:, None]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.check.closeness import row_errors, worst
 from paged_attn.check.noise import Noise
-from paged_attn.check.ragged import RowsOfStep, compare_ragged, compare_rows_of_original
+from paged_attn.check.ragged import compare_ragged, compare_rows_of_original
 from paged_attn.check.served import Original, Served
-from paged_attn.check.steps import Steps, steps_of
+from paged_attn.check.steps import steps_of
 from paged_attn.check.suspects import Suspect
 from paged_attn.check.truth import Truth
 from paged_attn.passes.runner import LayerReport
@@ -58,35 +55,10 @@ def _of_attention(suspect: Suspect, layer: LayerReport, served: Served, truth: T
                 f"self-check failed: the attention backend computes {words} wrongly: {seen}. The {EXACT_BACKEND} backend agrees with the "
                 "model: name another one, such as backend='torch_native'. Please report this."
             )
-    if (operand := _given_otherwise(suspect, layer, served, truth, noise)) is not None:
-        return UnsupportedError(
-            f"self-check failed: {words} is given another {operand} than the model's, so that {seen}. {served.more_than_attention}. "
-            "Please report this. Nothing was generated."
-        )
     return UnsupportedError(
         f"self-check failed: {words} was not recognised as what it is: {seen}, whatever backend computes it. {served.otherwise}. "
         "Please report this. Nothing was generated."
     )
-
-
-def _given_otherwise(suspect: Suspect, layer: LayerReport, served: Served, truth: Truth, noise: Noise) -> str | None:
-    """Which of query, key and value is not what the model computes, in any layout, repeated over heads or not."""
-    if not layer.operands or not all(map(truth.has_rows, layer.operands)):
-        return None
-    step = next(step for step in steps_of(truth.prompts, served.is_causal) if step.name == suspect.step)
-    steps = Steps(served.specs, truth.prompts, served.kv_dtype, served.recurrent, served.settings)
-    for earlier in steps_of(truth.prompts, served.is_causal):  # recurrent layers go on from what these left
-        with steps.context(earlier) as context:
-            given = served.operands(context.batch, RowsOfStep(earlier, truth, noise).visit, layer.layer_id)
-        if earlier.name == step.name:
-            break
-    for name, node in zip(("query", "key", "value"), layer.operands, strict=True):
-        expected = torch.cat([truth.rows(part.prompt, node)[part.start : part.end] for part in step.parts]).flatten(1)
-        got = given[name][: len(expected)].flatten(1) if name in given else expected
-        got = got.repeat(1, expected.shape[1] // got.shape[1]) if expected.shape[1] % got.shape[1] == 0 else expected
-        if not worst(row_errors(expected.sort(1).values, got.sort(1).values)) <= noise.limit(layer.original_node):
-            return name
-    return None
 
 
 def _agrees(suspect: Suspect, served: Served, truth: Truth, noise: Noise) -> bool:

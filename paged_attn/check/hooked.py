@@ -85,7 +85,7 @@ class Taps:
 
     def __init__(self, patched: Patched) -> None:
         self.patched, self.model, self.specs = patched, patched.model, patched.layers
-        self.reports = [LayerReport(i, spec, "", "", "", "", HEADS_FIRST, "") for i, spec in enumerate(self.specs)]
+        self.reports = [LayerReport(i, spec, "", "", "", _attention(i), HEADS_FIRST, "") for i, spec in enumerate(self.specs)]
         self.by_layer = {i: Boundary(_attention(i), report) for i, report in enumerate(self.reports)}
         self.blocks = _blocks(patched.model, [spec.module for spec in patched.layers])
         given = [_operand(layer, name) for layer in self.by_layer for name in OPERANDS]
@@ -120,9 +120,16 @@ class HookedOriginal(Original):
         self.computed_as_it_is = set()
 
     def run(
-        self, prompt: Tensor, visit: Visit, *, wide: bool = False, token_by_token: bool = False, positions: Tensor | None = None
+        self,
+        prompt: Tensor,
+        visit: Visit,
+        *,
+        wide: bool = False,
+        token_by_token: bool = False,
+        perturbed: torch.Generator | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """With `wide`, attention is computed in wider numbers and all else as it is."""
+        """With `wide`, attention is computed in wider numbers and all else as it is; nothing is perturbed but what `visit` returns."""
         rows = torch.arange(len(prompt), device=prompt.device) if positions is None else positions
         wider = torch.float32 if self.narrow.itemsize < 4 else torch.float64
         return self.taps.run(prompt, rows, Watch(visit, wider if wide else None))

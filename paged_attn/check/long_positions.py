@@ -70,8 +70,8 @@ def _seen(served: Served, truth: Truth, position: int) -> Mapping[Any, Seen]:
         if name not in truth.names:
             return value
         copied = value.clone()
-        rows = copied if boundary.layer is not None else truth.rows_of(name, copied)
-        rows[:count] = truth.written(SHORTEST, name).reshape(rows[:count].shape).to(value.dtype)
+        rows = copied if boundary.is_of_op else truth.rows_of(name, copied)
+        rows[:count] = truth.served(SHORTEST, name, boundary).reshape(rows[:count].shape).to(value.dtype)
         return copied
 
     pool = KVPool((), 2, page_size, served.kv_dtype, prompt.device)

@@ -20,6 +20,7 @@ from paged_attn.check.served import Original
 from paged_attn.check.steps import LONGEST
 from paged_attn.check.truth import OtherRun, Truth
 
+FEW = (2, 3)  # tokens, for which kernels of quantised products may take another way than for many
 QUANTISED = 6e-2  # what a quantiser whose scale is that of the whole batch may do to a row
 OTHERWISE = 16  # times what a row may be off by rounding: more than products of another shape do
 
@@ -51,10 +52,10 @@ class Noise:
                 noise.add(OtherRun(original, truth, prompt, token_by_token=True).errors, prompt)
         if causal:
             longest = truth.prompts[LONGEST]
-            count = max(len(longest) * 2 // 3, 1)
-            shorter = OtherRun(original, truth, LONGEST, longest[:count], count).errors
-            noise._refuse_more_than_rounding(shorter, count, bool(original.computed_as_it_is), original)
-            noise.add(shorter, None)
+            for count in sorted({max(len(longest) * 2 // 3, 1), *(few for few in FEW if few < len(longest))}):
+                shorter = OtherRun(original, truth, LONGEST, longest[:count], count).errors
+                noise._refuse_more_than_rounding(shorter, count, bool(original.computed_as_it_is), original)
+                noise.add(shorter, None)
         return noise
 
     def add(self, errors: Mapping[str, Tensor], prompt: int | None) -> None:

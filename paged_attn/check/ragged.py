@@ -51,12 +51,12 @@ class RowsOfStep:
         self.suspects: list[Suspect] = []
 
     def visit(self, boundary: Boundary, value: Tensor) -> Tensor:
-        """Of the rewritten graph: what an attention wrote [T, heads, v_dim], or a value laid out as in the original."""
+        """Of what is served: an operand or the output of an attention [T, heads, dim], or a value laid out as in the original."""
         name = boundary.original
         if name not in self.truth.names:
             return value
         copied = value.clone()
-        rows = copied if boundary.layer is not None else self.truth.rows_of(name, copied)
+        rows = copied if boundary.is_of_op else self.truth.rows_of(name, copied)
         rows[: len(self.identities)] = self.compare(name, rows, boundary).to(value.dtype)
         return copied
 
@@ -71,9 +71,10 @@ class RowsOfStep:
     def compare(self, name: str, rows: Tensor, boundary: Boundary | None) -> Tensor:
         """What the rows [N, ...], padding behind them, should be: [N real, ...], in the same shape."""
         parts = self.step.parts
-        expected = torch.cat([self.truth.written(part.prompt, name)[part.start : part.end] for part in parts])
+        expected = torch.cat([self.truth.served(part.prompt, name, boundary)[part.start : part.end] for part in parts])
         got = rows[: len(expected)].reshape(expected.shape)
-        errors = row_errors(expected, got, self.truth.usual[name])
+        usual = None if boundary is not None and boundary.operand is not None else self.truth.usual[name]
+        errors = row_errors(expected, got, usual)
         limits = torch.cat([self.noise.limits(name, part.prompt, part.start, part.end) for part in parts])
         self.suspects += suspects_in(name, errors, limits, self.identities, got, self.step.name, boundary)
         return expected.reshape(rows[: len(expected)].shape)

@@ -62,9 +62,8 @@ def self_check(
     inputs = GraphInputs(compiled.roles, args)
     with torch.no_grad():
         served = TracedServed(compiled, inputs, settings or ProbeSettings())
-        operands = {name for report in compiled.rewrite.layers for name in report.operands}
         traced = GraphInputs(compiled.roles, args if traced_args is None else traced_args)
-        original = TracedOriginal(compiled, traced, served.boundaries.names | operands)
+        original = TracedOriginal(compiled, traced, served.boundaries)
         prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args, original, model_logits), compiled.max_positions)
         truth = Truth(original, served.boundaries.all, prompts)
         check_rows(prompts, truth.logits, inputs.takes_logits_rows)

@@ -41,13 +41,21 @@ class Original(ABC):
 
     @abstractmethod
     def run(
-        self, prompt: Tensor, visit: Visit, *, wide: bool = False, token_by_token: bool = False, positions: Tensor | None = None
+        self,
+        prompt: Tensor,
+        visit: Visit,
+        *,
+        wide: bool = False,
+        token_by_token: bool = False,
+        perturbed: torch.Generator | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Logits [T, vocabulary] of one prompt [T] int64; what `visit` returns of a value goes on in its place.
 
         Args:
             wide: compute in wider numbers, as far as that can be.
             token_by_token: run recurrent layers so.
+            perturbed: move the results of operations by about one rounding, as this generator draws it.
             positions: [T] int64, by default 0, 1, ...
         """
 

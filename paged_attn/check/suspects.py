@@ -72,6 +72,8 @@ def without_choices(suspects: Sequence[Suspect], original: Original, truth: Trut
 
 
 def _is_like(suspect: Suspect, run: OtherRun, truth: Truth, noise: Noise) -> bool:
-    other = run.rows[suspect.name][suspect.row]
-    error = row_errors(other[None].reshape(1, -1), suspect.got.reshape(1, -1), truth.usual[suspect.name])
+    other, operand = run.rows[suspect.name][suspect.row][None], suspect.boundary.operand if suspect.boundary is not None else None
+    if operand is not None:
+        other = operand.of(other)
+    error = row_errors(other.reshape(1, -1), suspect.got.reshape(1, -1), None if operand is not None else truth.usual[suspect.name])
     return bool(error[0] <= noise.limit(suspect.name))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from paged_attn.capture.split_ops import overloads_of
-from paged_attn.passes.graph_tools import value_of, writes_in_place
+from paged_attn.passes.graph_tools import is_view, value_of, writes_in_place
 
 Visit = Callable[[str, Tensor], Tensor]
 _NARROW_METHODS = ("half", "bfloat16", "float")
@@ -18,19 +19,37 @@ _NARROW_ONLY = ("_grouped_mm", "grouped_mm", "_scaled_mm", "scaled_mm", "scaled_
 _NOT_IN_WIDE = (RuntimeError, TypeError, NotImplementedError)  # how torch says that an operation has no form for these dtypes
 
 
-class TappedRun(fx.Interpreter):
-    """`run(*inputs)` as the graph computes it, but what `visit(name, value)` returns goes on in place of each tapped value.
+@dataclass(frozen=True)
+class Taps:
+    """Which values of a graph to look at.
 
-    Args:
-        names: of the nodes to tap. Of an op that writes into an argument, that argument is the value.
+    Attributes:
+        names: of their nodes. Of an op that writes into an argument, that argument is the value.
+        late: by node, those that are looked at just before that node is computed, as something writes to them until then.
     """
 
-    def __init__(self, gm: fx.GraphModule, names: Collection[str], visit: Visit) -> None:
+    names: Collection[str]
+    late: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+class TappedRun(fx.Interpreter):
+    """`run(*inputs)` as the graph computes it, but what `visit(name, value)` returns goes on in place of each tapped value."""
+
+    def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit) -> None:
         super().__init__(gm)
-        self.names, self.visit = names, visit
+        self.visit, self.late = visit, taps.late
+        self._late_names = {name for names in taps.late.values() for name in names}
+        self.names = frozenset(taps.names) - self._late_names
+        self._kept: dict[str, Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
+        for name in self.late.get(n.name, ()):
+            value = self._kept.pop(name)
+            if (seen := self.visit(name, value)) is not value:
+                value.copy_(seen)
         result = self.compute(n)
+        if n.name in self._late_names:
+            self._kept[n.name] = result
         if n.name not in self.names:
             return result
         written = written_arguments(n)
@@ -47,6 +66,27 @@ class TappedRun(fx.Interpreter):
         return super().run_node(n)
 
 
+class PerturbedRun(TappedRun):
+    """The same with every number that an operation computes in the model's own type moved by up to half a unit in its last place: what any
+    other order of adding up, or any other kernel, might give.
+
+    Args:
+        narrow: the model's own floating type.
+    """
+
+    def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype, generator: torch.Generator) -> None:
+        super().__init__(gm, taps, visit)
+        self.narrow, self.generator = narrow, generator
+
+    def compute(self, n: fx.Node) -> Any:
+        result = super().compute(n)
+        computes = n.op in ("call_function", "call_method") and not is_view(n) and not writes_in_place(n)
+        if not computes or type(result) is not Tensor or result.dtype != self.narrow:
+            return result
+        noise = torch.empty(result.shape, dtype=torch.float32).uniform_(-1, 1, generator=self.generator).to(result.device)
+        return (result.double() * (1 + torch.finfo(self.narrow).eps * noise.double())).to(result.dtype)
+
+
 class WideRun(TappedRun):
     """The same in float32 for 16-bit floats, and in float64 for float32: what the graph would compute if it did not round.
 
@@ -59,8 +99,8 @@ class WideRun(TappedRun):
         computed_as_it_is: the operations that have no such form, by name, once `run` has ended.
     """
 
-    def __init__(self, gm: fx.GraphModule, names: Collection[str], visit: Visit, narrow: torch.dtype) -> None:
-        super().__init__(gm, names, visit)
+    def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype) -> None:
+        super().__init__(gm, taps, visit)
         self.narrow = narrow
         self.wide = torch.float32 if narrow.itemsize < 4 else torch.float64
         self.computed_as_it_is: set[str] = set()

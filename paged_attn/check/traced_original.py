@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.check.boundaries import Boundary
+from paged_attn.check.boundaries import Boundaries, Boundary
 from paged_attn.check.running import NoAttention, logits_of, must_run
 from paged_attn.check.served import Original
 from paged_attn.check.steps import LONGEST
-from paged_attn.check.tapped import TappedRun, Visit, WideRun
+from paged_attn.check.tapped import PerturbedRun, TappedRun, Taps, Visit, WideRun
 from paged_attn.check.truth import Truth
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.passes.attention_site import places_of
@@ -49,34 +49,34 @@ class TracedOriginal(Original):
 
     Args:
         inputs: with the model's tensors bound.
-        taps: the nodes whose values are handed to `visit`.
+        boundaries: the values that are handed to `visit`.
 
     Attributes:
         narrow: the model's own floating type.
         computed_as_it_is: the operations that have no form in wider numbers, once `run` was asked for those.
     """
 
-    def __init__(self, compiled: CompiledGraph, inputs: GraphInputs, taps: Collection[str]) -> None:
-        self.gm, self.inputs, self.taps = compiled.original, inputs, taps
+    def __init__(self, compiled: CompiledGraph, inputs: GraphInputs, boundaries: Boundaries) -> None:
+        self.gm, self.inputs = compiled.original, inputs
+        self.taps = Taps(boundaries.names, boundaries.late)
         self.recurrent = compiled.recurrent or ()
         self._places = compiled.rewrite.places
         self.min_tokens = compiled.rewrite.form.min_tokens
-        self.narrow = inputs.dtype
+        self.narrow = compiled.dtype(inputs)
         self.computed_as_it_is = set()
 
     def run(
-        self, prompt: Tensor, visit: Visit, *, wide: bool = False, token_by_token: bool = False, positions: Tensor | None = None
+        self,
+        prompt: Tensor,
+        visit: Visit,
+        *,
+        wide: bool = False,
+        token_by_token: bool = False,
+        perturbed: torch.Generator | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """Logits [T, vocabulary] of one prompt [T].
-
-        A prompt shorter than what the trace holds for is followed by copies of its last token, whose logits are left out; `visit` is
-        given their rows, too.
-
-        Args:
-            wide: compute in wider numbers.
-            token_by_token: run recurrent layers so.
-            positions: [T] int64, by default 0, 1, ...
-        """
+        """A prompt shorter than what the trace holds for is followed by copies of its last token, whose logits are left out; `visit` is
+        given their rows, too."""
         count = len(prompt)
         padded = torch.cat([prompt, prompt[-1:].expand(self.padded_length(count) - count)])
         rows = torch.arange(len(padded), device=prompt.device)
@@ -84,7 +84,13 @@ class TracedOriginal(Original):
             positions = rows
         positions = torch.cat([positions, positions[-1:].expand(len(padded) - len(positions))])
         args = self.inputs.fill(padded, positions, rows)
-        run = WideRun(self.gm, self.taps, visit, self.narrow) if wide else TappedRun(self.gm, self.taps, visit)
+        run: TappedRun
+        if wide:
+            run = WideRun(self.gm, self.taps, visit, self.narrow)
+        elif perturbed is not None:
+            run = PerturbedRun(self.gm, self.taps, visit, self.narrow, perturbed)
+        else:
+            run = TappedRun(self.gm, self.taps, visit)
         with self._context(padded, token_by_token), must_run("the traced graph", f"{len(padded)} tokens"):
             logits = logits_of(run.run(*args))[:count]
         if isinstance(run, WideRun):
@@ -111,11 +117,11 @@ class TracedOriginal(Original):
         """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one
         sequence; or why that can not be computed."""
         name = layer.original_node
-        if not layer.operands or not all(map(truth.has_rows, layer.operands)) or name not in truth.names:
+        if not layer.operands or not all(truth.has_rows(each.name) for each in layer.operands) or name not in truth.names:
             return "its operands are no rows of the graph"
         graph = self.gm.graph
         nodes = {node.name: node for node in graph.nodes}
-        result, operands = nodes[name], [nodes[operand] for operand in layer.operands]
+        result, operands = nodes[name], [nodes[operand.name] for operand in layer.operands]
         rows = torch.arange(len(chosen), device=chosen.device)
         args = self.inputs.fill(torch.ones_like(rows), rows, rows)
         given: dict[fx.Node, Any] = dict(zip((node for node in graph.nodes if node.op == "placeholder"), args, strict=True))

@@ -44,7 +44,7 @@ class TracedServed(Served):
         self.compiled, self.split = compiled, compiled.split if split is None else split
         self.boundaries = Boundaries.of(compiled.rewrite, self.split)
         self.inputs, self.settings = inputs, settings
-        self.specs, self.kv_dtype, self.recurrent = compiled.specs, inputs.dtype, compiled.recurrent or ()
+        self.specs, self.kv_dtype, self.recurrent = compiled.specs, compiled.dtype(inputs), compiled.recurrent or ()
         self.by_layer = {each.layer.layer_id: each for each in self.boundaries.written.values() if each.layer is not None}
         self._places = compiled.rewrite.places or places_of(compiled.original.graph, self.boundaries.names)
 
@@ -113,12 +113,14 @@ class PiecewiseRun(fx.Interpreter):
         self.seen: dict[tuple[str, int], Tensor] = {}
         self._made_by: dict[int, tuple[str, int]] = {}  # by the id of a tensor that lives
         self._breaks = frozenset(split.breaks)
+        self._places = {name: operand_places(getattr(split.gm, name)) for name in boundaries.given}
         self._written = {name: written_places(getattr(split.gm, name)) for name in split.breaks}
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(target)
         if name not in self._breaks:
             return self._results(name, self.fetch_attr(name)(*args, **kwargs))
+        args = self._operands(name, args)
         self.given[name] = args
         written = [args[place] for place in self._written[name]]
         for tensor in written:
@@ -135,6 +137,16 @@ class PiecewiseRun(fx.Interpreter):
             if value is not written[0]:
                 written[0].copy_(value)
         return self._results(name, result)
+
+    def _operands(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a break with what `visit` returns of query, key and value."""
+        boundaries = self.boundaries.given.get(name, ())
+        if not boundaries:
+            return args
+        changed = list(args)
+        for place, boundary in zip(self._places[name], boundaries, strict=True):
+            changed[place] = self.visit(boundary, args[place])
+        return tuple(changed)
 
     def _results(self, name: str, result: Any) -> Any:
         if isinstance(result, (tuple, list)):
@@ -157,3 +169,10 @@ def written_places(part: fx.GraphModule) -> list[int]:
     return [
         inputs.index(node) for call in part.graph.nodes if call.op == "call_function" for node in written_arguments(call) if node in inputs
     ]
+
+
+def operand_places(part: fx.GraphModule) -> list[int]:
+    """At which places a break's submodule is given query, key and value."""
+    inputs = [node for node in part.graph.nodes if node.op == "placeholder"]
+    op = next(node for node in part.graph.nodes if node.target is UNIFIED_ATTENTION)
+    return [inputs.index(node) for node in op.args[:3]]

@@ -28,8 +28,7 @@ class Truth:
 
     def __init__(self, original: Original, boundaries: Sequence[Boundary], prompts: Sequence[Tensor]) -> None:
         self.prompts = list(prompts)
-        self.boundaries = list(boundaries)
-        self._by_name = {boundary.original: boundary for boundary in boundaries}
+        self._attention = {boundary.original: boundary for boundary in boundaries if boundary.layer is not None}
         seen: list[dict[str, Tensor]] = []
         self.logits: list[Tensor] = []
         for prompt in prompts:
@@ -48,13 +47,13 @@ class Truth:
             for kept, prompt in zip(seen, prompts, strict=True)
         ]
         self._written = [
-            {name: self.written_of(name, kept[name])[: len(prompt)].contiguous() for name in self._axes if self._is_attention(name)}
+            {name: self.written_of(name, kept[name])[: len(prompt)].contiguous() for name in self._axes if name in self._attention}
             for kept, prompt in zip(seen, prompts, strict=True)
         ]
         for rows, logits in zip(self._rows, self.logits, strict=True):
             rows[LOGITS] = logits
         self._axes[LOGITS] = 0
-        self.names = frozenset(name for name in self._axes if name in self._by_name or name == LOGITS)
+        self.names = frozenset(self._axes).intersection({LOGITS, *(boundary.original for boundary in boundaries)})
         self.usual = {name: typical(torch.cat([row_lengths(rows[name]) for rows in self._rows])) for name in self._axes}
 
     def has_rows(self, name: str) -> bool:
@@ -68,13 +67,18 @@ class Truth:
         """The same as the paged op writes it: attention [T, heads, v_dim]."""
         return self._written[prompt].get(name, self._rows[prompt][name])
 
+    def served(self, prompt: int, name: str, boundary: Boundary | None) -> Tensor:
+        """Rows as what is served has them at a boundary; None for the logits."""
+        rows = self.written(prompt, name)
+        return rows if boundary is None or boundary.operand is None else boundary.operand.of(rows)
+
     def rows_of(self, name: str, value: Tensor) -> Tensor:
         """A value of any run with its rows first: a view."""
         return value.movedim(self._axes[name], 0)
 
     def written_of(self, name: str, value: Tensor) -> Tensor:
         """A value of any run of the original as the paged op writes it: a view, or a copy."""
-        return self._by_name[name].as_written(value) if self._is_attention(name) else self.rows_of(name, value)
+        return self._attention[name].as_written(value) if name in self._attention else self.rows_of(name, value)
 
     def with_rows(self, name: str, value: Tensor, rows: Tensor) -> Tensor:
         """A copy of a value, laid out like it, whose first rows are these."""
@@ -85,9 +89,6 @@ class Truth:
     def laid_out(self, name: str, rows: Tensor) -> Tensor:
         """Rows [N, ...] of a name, as a value of the original on N tokens is laid out."""
         return rows.movedim(0, self._axes[name])
-
-    def _is_attention(self, name: str) -> bool:
-        return name in self._by_name and self._by_name[name].layer is not None
 
 
 class OtherRun:
@@ -122,7 +123,7 @@ class OtherRun:
         self.errors: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         tokens = truth.prompts[prompt] if tokens is None else tokens
-        self._visit(LOGITS, original.run(tokens, self._visit, wide=wide, token_by_token=token_by_token))
+        self._visit(LOGITS, original.run(tokens, self._visit, wide=wide, token_by_token=token_by_token, perturbed=perturbed))
 
     def _visit(self, name: str, value: Tensor) -> Tensor:
         if name not in self.truth.names:

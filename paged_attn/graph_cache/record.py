@@ -22,6 +22,7 @@ from paged_attn.options import CompileOptions
 from paged_attn.passes.attention_site import places_of
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.merge_linears import Merge
+from paged_attn.passes.operand_layout import Operand
 from paged_attn.passes.runner import LayerReport, Rewrite
 
 PROBE_TOKENS = 3  # of the token ids that stand for those of the traced call
@@ -109,8 +110,9 @@ def _layer(data: Data) -> LayerReport:
     spec = dict(data["spec"])
     if spec["alibi_slopes"] is not None:
         spec["alibi_slopes"] = tuple(spec["alibi_slopes"])
-    tuples = {name: tuple(data[name]) for name in ("original_order", "operands")}
-    return LayerReport(**{**data, **tuples, "spec": AttentionSpec(**spec)})
+    operands = tuple(Operand(**operand) for operand in data["operands"])
+    order = tuple(data["original_order"])
+    return LayerReport(**{**data, "spec": AttentionSpec(**spec), "original_order": order, "operands": operands})
 
 
 def _input(role: str, arg: Any, owned: OwnedTensors) -> Data:
