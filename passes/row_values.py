@@ -87,13 +87,15 @@ def _check_scaled(data: set[fx.Node], form: CallForm) -> None:
 
 
 def _check_written(graph: fx.Graph, shared: RowFacts, data: set[fx.Node]) -> None:
-    """What tokens are later written into must start as something harmless."""
+    """What tokens are later written into must start as something harmless, apart from what else of the tokens is written there."""
     writers = [node for node in graph.nodes if node in data and writes_in_place(node)]
+    others = {value: kept for value, all_ in shared.writers.items() if (kept := [node for node in all_ if node not in data])}
+    before_tokens = RowFacts(shared.form, shared.values, shared.positions, others)
     for writer in writers:
         for start in written_values(writer):
             made_of_none = start.op != "placeholder" and not any(source in data for source in read_inputs(start))
             if made_of_none and name_of(start) not in UNDEFINED and not writes_in_place(start) and _counts_tokens((start,), shared.form):
-                if not RowReplacement(start, writer, shared).is_harmless():
+                if not RowReplacement(start, writer, before_tokens).is_harmless():
                     raise refusal(start, "is written over in part by values of tokens")
 
 

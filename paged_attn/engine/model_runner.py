@@ -64,7 +64,8 @@ class ModelRunner:
         try:
             self._capture(options, positions=True)
         except UnsupportedError as refusal:
-            if not self._counts_otherwise(refusal):
+            follows = self.follow_generate and hasattr(self.model, "generate")  # then positions 0, 1, ... are the truth already
+            if follows or not self._counts_otherwise(refusal):
                 raise
             self._capture(options, positions=False)
 
