@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from paged_attn.passes.batch_positions import BatchPositions
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.graph_tools import depends_on, value_of, writes_in_place, written_values
+from paged_attn.passes.row_lookups import lookup_of
 from paged_attn.passes.row_replacement import RowFacts, RowReplacement, refusal
 from paged_attn.passes.token_data import (
     UNDEFINED,
@@ -24,6 +25,7 @@ from paged_attn.passes.token_data import (
     indexed_tensor,
     name_of,
     read_inputs,
+    token_axis,
     token_data,
     writers_of,
 )
@@ -58,6 +60,8 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[f
                 if work.is_harmless():
                     harmless.add(cone)
                     continue
+                if (lookup := lookup_of(user)) is not None and lookup.rows is value and token_axis(value, form) == lookup.axis:
+                    raise refusal(value, "is looked up by other numbers than each token's position")
                 replaced[cone] = work.make()
             user.replace_input_with(value, replaced[cone])
     return len(replaced)

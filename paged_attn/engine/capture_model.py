@@ -21,6 +21,7 @@ from paged_attn.engine.plain_buffers import plain_buffers
 from paged_attn.evaluating import evaluating
 from paged_attn.hf_configs import attention_implementation
 from paged_attn.options import CompileOptions
+from paged_attn.passes.model_facts import max_positions
 
 logger = logging.getLogger("paged_attn")
 TRACE_TOKENS = 6
@@ -81,20 +82,31 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
 
     A model that can not run beyond it has no more positions (it asserts that, or slices a table), and its short trace is all there is.
     """
-    length = TRACE_TOKENS
+    length, limited = TRACE_TOKENS, False
+    best: tuple[CompiledGraph, list[Any]] | None = None  # holds as far as a table of the model goes
     while True:
         try:
-            compiled, args = _capture(model, options, length, positions)
+            compiled, args = _capture(model, options, length, positions, limited)
         except UnsupportedError as refusal:
+            if best is not None:
+                logger.info("%s has no more than %s positions: %s", type(model).__name__, best[0].rewrite.form.max_tokens, refusal)
+                return best
             if length == TRACE_TOKENS:
                 raise
             logger.info("%s can only be captured for up to %d positions: %s", type(model).__name__, length - 2, refusal)
             return _capture(model, options, TRACE_TOKENS, positions, limited=True)
         bound = compiled.rewrite.form.max_tokens
-        if compiled.split is not None or bound is None or bound >= LONGEST_TRACE:
+        if best is not None and compiled.split is None and bound is None:
+            return best
+        if bound is None or bound >= LONGEST_TRACE or limited:
             return compiled, args
-        if not _runs(model, bound + 1, positions):
-            return _capture(model, options, min(length, bound), positions, limited=True)
+        if compiled.split is not None:
+            if (stated := max_positions(model)) is not None and stated <= bound:
+                return compiled, args
+            best = compiled, args  # a table that ends there may be one that grows in forward, which a longer trace shows
+        elif not _runs(model, bound + 1, positions):
+            length, limited = min(length, bound), True
+            continue
         length = bound + 2
 
 
