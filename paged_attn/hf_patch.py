@@ -26,6 +26,7 @@ from paged_attn.hf_mask import ProvedMask, prove_mask_function
 from paged_attn.passes.declared import check_declared
 from paged_attn.passes.mask_family import MaskFamily
 from paged_attn.passes.model_facts import max_positions, model_device, model_dtype, text_config
+from paged_attn.plain_modes import in_plain_modes
 from paged_attn.ragged_probe import first_disagreement, probe_prompts, run_ragged
 from paged_attn.recurrent.refuse import refuse_recurrent
 
@@ -50,6 +51,7 @@ class Patched:
         self._modules: list[nn.Module] = []
         self._undo = ExitStack()
 
+    @in_plain_modes
     def __enter__(self) -> Patched:
         _register()
         if any(config._attn_implementation_internal == NAME for config in attention_configs(self.model)):

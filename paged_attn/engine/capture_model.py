@@ -16,9 +16,10 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.call_signature import plain_inputs, takes
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.dynamo_backend import unwrapped_refusals
+from paged_attn.engine.model_output import logits_in
 from paged_attn.engine.opaque_modules import modules_as_ops, untraceable_class
 from paged_attn.engine.plain_buffers import plain_buffers
-from paged_attn.evaluating import evaluating
+from paged_attn.evaluating import as_served
 from paged_attn.hf_configs import attention_implementation
 from paged_attn.options import CompileOptions
 from paged_attn.passes.model_facts import max_positions
@@ -67,7 +68,7 @@ def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, posi
 
     while True:
         try:
-            with evaluating(model), modules_as_ops(model, opaque, inputs):
+            with as_served(model), modules_as_ops(model, opaque, inputs):
                 return _capture_all_lengths(model, options, positions)
         except UnsupportedError as refusal:
             kind = untraceable_class(model, refusal.__cause__)
@@ -113,7 +114,7 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
 def _runs(model: nn.Module, length: int, positions: bool) -> bool:
     """Whether the model itself takes that many tokens."""
     try:
-        with evaluating(model):
+        with as_served(model):
             model(**_trace_inputs(model, length, positions))
     except (AssertionError, ValueError, IndexError, RuntimeError) as error:
         logger.info("%s has no more than %d positions: %s", type(model).__name__, length - 1, error)
@@ -123,8 +124,7 @@ def _runs(model: nn.Module, length: int, positions: bool) -> bool:
 
 def call_model(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The logits of a call, whatever the model wraps them in."""
-    output = model(**inputs)
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits if hasattr(output, "logits") else output[0]
+    logits: Tensor = logits_in(model(**inputs))
     return logits
 
 
@@ -156,7 +156,7 @@ def _capture(
     # What other models in this process looked like must not make this one's numbers symbolic.
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
     try:
-        with evaluating(model), plain_buffers(model), settings, unwrapped_refusals():
+        with as_served(model), plain_buffers(model), settings, unwrapped_refusals():
             torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
     except _Captured:
         return captured.pop()

@@ -29,6 +29,7 @@ from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.scheduler import Scheduler
 from paged_attn.engine.step_runner import StepOutput
 from paged_attn.engine.token_events import TokenEvents
+from paged_attn.plain_modes import in_plain_modes
 from paged_attn.recurrent.run import RecurrentRunner
 
 logger = logging.getLogger("paged_attn")
@@ -53,6 +54,7 @@ class Engine:
 
     recovers = True  # after a step that raised it is fit for others
 
+    @in_plain_modes
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
@@ -110,6 +112,7 @@ class Engine:
         """Whether `step` has something to do or to tell."""
         return bool(self.requests or self.intake.owed)
 
+    @in_plain_modes
     def add_request(
         self,
         prompt_token_ids: Sequence[int],
@@ -159,6 +162,7 @@ class Engine:
         self.intake.cancel(request)
         return True
 
+    @in_plain_modes
     def step(self) -> TokenEvents:
         """Launch one batch and wait for the one before it, or, without overlap, for itself.
 

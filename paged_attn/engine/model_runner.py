@@ -18,7 +18,8 @@ from paged_attn.call_signature import plain_inputs, positions_are_optional, take
 from paged_attn.capture.early_launch import early_launches
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
 from paged_attn.engine.merged_weights import bind_merged
-from paged_attn.evaluating import evaluating
+from paged_attn.engine.model_output import check_output
+from paged_attn.evaluating import as_served
 from paged_attn.graph_cache.kept_graphs import KeptGraphs
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.options import CompileOptions
@@ -51,6 +52,7 @@ class ModelRunner:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
             self.dtype = model_dtype(model)
+            check_output(model)
             try:
                 with early_launches(options.early_launches):
                     self._capture_as_it_counts(options)
@@ -71,7 +73,7 @@ class ModelRunner:
 
     def _refuse_state_elsewhere(self, refusal: UnsupportedError) -> None:
         """The truer words for a refused model that keeps its state where no request's can be told apart."""
-        with evaluating(self.model):
+        with as_served(self.model):
             where = state_elsewhere(self.model, lambda length: _trace_inputs(self.model, length, True))
         if where:
             raise UnsupportedError(
@@ -80,9 +82,9 @@ class ModelRunner:
             ) from refusal
 
     def _capture(self, options: CompileOptions, positions: bool) -> None:
-        with evaluating(self.model):
+        with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
-        with replaced_by_ops(self.recurrent), evaluating(self.model):
+        with replaced_by_ops(self.recurrent), as_served(self.model):
             kept = KeptGraphs.of(self.model, options, positions)
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
@@ -115,7 +117,7 @@ class ModelRunner:
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
-        with evaluating(self.model):
+        with as_served(self.model):
             self.compiled.check(args, lambda prompt: self._logits_alone(prompt, positions=self.follow_generate))
             if options.self_check and "position_ids" in self.compiled.roles:  # otherwise they were proved to be those of the rows
                 check_rows_apart(self._logits_at, probe_rows(self.device, self.max_positions)[0], self.max_positions, self.model)
@@ -146,7 +148,7 @@ class ModelRunner:
         if not positions_are_optional(self.model) or not takes(self.model, "position_ids"):
             return False
         prompt = torch.arange(1, 5, device=self.device) % TRACE_TOKENS
-        with evaluating(self.model):
+        with as_served(self.model):
             without = self._logits_alone(prompt)
             try:
                 given = self._logits_alone(prompt, positions=True)
