@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-
 _MORE_OUTPUTS = ("output_hidden_states", "_output_attentions", "output_router_logits")
 
 

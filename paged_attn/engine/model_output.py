@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.call_signature import plain_inputs, takes
 from paged_attn.evaluating import as_served
+from paged_attn.left_as_it_was import left_as_it_was
 from paged_attn.passes.model_facts import max_positions, model_device
 
 TOKENS = 5
@@ -22,16 +22,24 @@ def check_output(model: nn.Module) -> None:
 
     Raises:
         UnsupportedError: there are no logits, they are not [1, T, width] for [1, T] token ids, or they are not over the ids that the model
-            reads: a model without a language-model head, a classifier, a reward model, prompt tuning.
+            reads: a model without a language-model head, a classifier, a reward model, prompt tuning. Or the call replaces modules.
     """
     ids = torch.arange(1, 1 + min(TOKENS, max_positions(model) or TOKENS), device=model_device(model)) % TOKENS
     inputs = plain_inputs(model, ids) | ({"use_cache": False} if takes(model, "use_cache") else {})
     name = type(model).__name__
-    with as_served(model), _looked_up(model, ids) as tables:
+    tables = set[int]()
+    with as_served(model), left_as_it_was(model) as changes:
+        _note_lookups(model, ids, tables)
         try:
             output = model(**inputs)
         except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as error:  # of the model's own code
             raise UnsupportedError(f"{name} itself can not be called on {len(ids)} token ids: {type(error).__name__}: {error}") from error
+    for path, (was, came) in changes.modules.items():
+        raise UnsupportedError(
+            f"{name} replaces its own {path}, a {type(was).__name__}, by a {type(came).__name__} when it is called on {len(ids)} "
+            "tokens, so that what it computes depends on the calls before. Make it what it shall be before you give it to LLM: set "
+            "it, or call it once; after that it is served as it is then."
+        )
     logits = logits_in(output)
     if not isinstance(logits, Tensor):
         raise UnsupportedError(
@@ -58,23 +66,17 @@ def logits_in(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) and output else None
 
 
-class _looked_up(ExitStack):
-    """Inside, the sizes of the tables in which all of these ids are looked up are collected."""
+def _note_lookups(model: nn.Module, ids: Tensor, sizes: set[int]) -> None:
+    """From now on the sizes of the tables in which all of these ids are looked up come to `sizes`."""
 
-    def __init__(self, model: nn.Module, ids: Tensor) -> None:
-        super().__init__()
-        self.model, self.ids, self.sizes = model, ids, set[int]()
-
-    def __enter__(self) -> set[int]:  # type: ignore[override]
-        for module in self.model.modules():
-            if isinstance(module, nn.Embedding):
-                self.callback(module.register_forward_pre_hook(self._note).remove)
-        return self.sizes
-
-    def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].numel() == len(self.ids) and torch.equal(args[0].flatten(), self.ids):
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].numel() == len(ids) and torch.equal(args[0].flatten(), ids):
             assert isinstance(module, nn.Embedding)
-            self.sizes.add(module.num_embeddings)
+            sizes.add(module.num_embeddings)
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(note)
 
 
 def _why(logits: Tensor, tokens: int) -> str:

@@ -19,6 +19,7 @@ from paged_attn.capture.early_launch import early_launches
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
 from paged_attn.engine.merged_weights import bind_merged
 from paged_attn.engine.model_output import check_output
+from paged_attn.engine.trace_failure import NotTraced, with_advice
 from paged_attn.evaluating import as_served
 from paged_attn.graph_cache.kept_graphs import KeptGraphs
 from paged_attn.graph_inputs import GraphInputs
@@ -27,6 +28,7 @@ from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.model_facts import model_dtype
 from paged_attn.ragged_probe import relative_error, tolerance
 from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
+from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.wrap import replaced_by_ops
 from paged_attn.rows_apart import check_rows_apart, probe_rows
 from paged_attn.self_check import logits_of
@@ -48,6 +50,7 @@ class ModelRunner:
 
     def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
         self.model, self.follow_generate = model, follow_generate
+        self.recurrent: tuple[RecurrentLayer, ...] = ()
         with ExitStack() as undo:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
@@ -58,6 +61,8 @@ class ModelRunner:
                     self._capture_as_it_counts(options)
             except UnsupportedError as refusal:
                 self._refuse_state_elsewhere(refusal)
+                if isinstance(refusal, NotTraced) and not self.recurrent:  # hooked there would be no place for states
+                    raise with_advice(model, refusal) from refusal.__cause__
                 raise
             self._leave = weakref.finalize(self, undo.pop_all().close)  # a runner may be dropped without `close`
             self._leave.atexit = False

@@ -23,5 +23,5 @@ def refuse_recurrent(model: nn.Module, road: str) -> None:
         others = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
         raise UnsupportedError(
             f"{type(model).__name__} keeps recurrent state in {found[0]}{others}, and {road} has no place for the state of several "
-            "requests; paged_attn.LLM(model) runs it"
+            "requests; only paged_attn.LLM(model), which traces the model, has one"
         )
