@@ -76,6 +76,7 @@ class HistoryReplacer:
             module=site.module,
             rows=rows,
             min_tokens=self.form.min_tokens,
+            chooses=program.chooses,
             computes=program.computes,
             program=self._proved[program.computes],
         )

@@ -17,8 +17,11 @@ from paged_attn.passes.model_facts import max_positions, model_device
 TOKENS = 5
 
 
-def check_output(model: nn.Module) -> None:
+def check_output(model: nn.Module) -> int:
     """Call the model on a few tokens, as its users do, and look at what comes.
+
+    Returns:
+        How many token ids it has.
 
     Raises:
         UnsupportedError: there are no logits, they are not [1, T, width] for [1, T] token ids, or they are not over the ids that the model
@@ -55,6 +58,7 @@ def check_output(model: nn.Module) -> None:
             "Load the model with its head (AutoModelForCausalLM); a module whose output is over other tokens than its input says that it "
             "generates by a method can_generate() that returns True."
         )
+    return min(tables, default=int(logits.shape[-1]))
 
 
 def logits_in(output: Any) -> Any:

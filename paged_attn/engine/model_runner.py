@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.history_spec import HistorySpec
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.call_signature import plain_inputs, positions_are_optional, takes
 from paged_attn.capture.early_launch import early_launches
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
 from paged_attn.engine.merged_weights import bind_merged
 from paged_attn.engine.model_output import check_output
+from paged_attn.engine.own_causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal
 from paged_attn.engine.trace_failure import NotTraced, with_advice
 from paged_attn.evaluating import as_served
 from paged_attn.graph_cache.kept_graphs import KeptGraphs
@@ -55,15 +57,20 @@ class ModelRunner:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
             self.dtype = model_dtype(model)
-            check_output(model)
+            num_ids = check_output(model)
             try:
                 with early_launches(options.early_launches):
                     self._capture_as_it_counts(options)
             except UnsupportedError as refusal:
                 self._refuse_state_elsewhere(refusal)
-                if isinstance(refusal, NotTraced) and not self.recurrent:  # hooked there would be no place for states
-                    raise with_advice(model, refusal) from refusal.__cause__
+                self._refuse_choices(num_ids)
+                if isinstance(refusal, NotTraced):
+                    refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
+                    if not self.recurrent:  # on the other road there would be no place for states
+                        raise with_advice(model, refusal) from refusal.__cause__
                 raise
+            if options.self_check:
+                self._refuse_choices(num_ids)
             self._leave = weakref.finalize(self, undo.pop_all().close)  # a runner may be dropped without `close`
             self._leave.atexit = False
 
@@ -85,6 +92,13 @@ class ModelRunner:
                 f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, which "
                 "can be kept for each request. Nothing was generated."
             ) from refusal
+
+    def _refuse_choices(self, num_ids: int) -> None:
+        """A choice of the best keys is one of the tokens alone, unless equal scores are told apart by how many there are."""
+        compiled = getattr(self, "compiled", None)
+        counts = [spec.chooses for spec in (compiled.specs if compiled else ()) if isinstance(spec, HistorySpec) and spec.chooses]
+        if counts:
+            refuse_acausal(self.model, min(counts), num_ids, OF_CHOICES.format(min(counts)))
 
     def _capture(self, options: CompileOptions, positions: bool) -> None:
         with as_served(self.model):

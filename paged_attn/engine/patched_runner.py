@@ -17,6 +17,7 @@ from paged_attn.call_signature import plain_inputs, takes, token_argument
 from paged_attn.compiled_graph import _check_layers
 from paged_attn.engine.capture_model import call_model, only_device
 from paged_attn.engine.model_output import check_output
+from paged_attn.engine.own_causality import OF_ALL_TOKENS, refuse_acausal
 from paged_attn.evaluating import as_served, evaluating
 from paged_attn.hf_configs import attention_configs
 from paged_attn.hf_patch import NAME, patch
@@ -71,12 +72,17 @@ class PatchedRunner:
             self.dtype = model_dtype(model)
             self.max_positions = max_positions(model)
             patched = patch(model, self_check=options.self_check)
-            check_output(model)
+            num_ids = check_output(model)
             self._token = token_argument(model)
             self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
             refuse_recurrent(model, "an engine with eager breaks")
             with as_served(model):
-                undo.enter_context(patched)
+                try:
+                    undo.enter_context(patched)
+                except UnsupportedError:
+                    if patched.layers:  # each was proved, and the numbers are others nevertheless
+                        refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
+                    raise
                 self.layers = patched.layers
                 self._refuse_acausal()
                 if options.self_check:
