@@ -131,8 +131,8 @@ class CompiledGraph:
         self.refuse_recurrent()
         if self._run_paged is None:
             raise UnsupportedError(
-                f"a forward context is active, but this call of the model can not run a paged batch: {self.rewrite.not_paged}. "
-                "Call compiled(**batch.model_inputs()) inside the context."
+                f"a forward context is active, but this call of the model can not run a paged batch: {self.rewrite.not_paged}."
+                + (" Call compiled(**batch.model_inputs()) inside the context." if "input_ids" in self.roles else "")
             )
         self._check_call(context, args)
         self.check(args)
