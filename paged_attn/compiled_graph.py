@@ -145,12 +145,16 @@ class CompiledGraph:
             refuse_recurrent(model, "torch.compile")
         self.recurrent = self.recurrent or ()
 
-    def check(self, args: Sequence[Any], truth: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Run the self-check unless this model passed it or it is switched off; `truth` [T] -> logits stands for the original graph."""
-        if not self.options.self_check or self._marker is None or args[self._marker] in self._checked:
+    def check(self, args: Sequence[Any], truth: Callable[[Tensor], Tensor] | None = None, again: bool = False) -> None:
+        """Run the self-check unless this model passed it or it is switched off; `truth` [T] -> logits stands for the original graph.
+
+        Args:
+            again: whether or not the model passed it before.
+        """
+        if not self.options.self_check or self._marker is None or (args[self._marker] in self._checked and not again):
             return
         with self._check_lock:
-            if args[self._marker] not in self._checked:
+            if args[self._marker] not in self._checked or again:
                 self_check(self, args, truth, None if self._model is None else self._model())
                 self._checked[args[self._marker]] = True
 

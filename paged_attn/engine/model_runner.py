@@ -50,6 +50,8 @@ class ModelRunner:
             against the model itself fails.
     """
 
+    follows_the_model = False
+
     def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
         self.model, self.follow_generate = model, follow_generate
         self.recurrent: tuple[RecurrentLayer, ...] = ()
@@ -213,6 +215,28 @@ class ModelRunner:
             )
         logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
         return logits if self.takes_logits_rows else logits[logits_rows]
+
+    def computes_the_same(self) -> bool:
+        """Whether the graph gives the model's own logits yet; without the self-check nothing can tell."""
+        if not self.compiled.options.self_check:
+            return False
+        rows = torch.arange(TRACE_TOKENS, device=self.device)
+        try:
+            with as_served(self.model):
+                args = self.inputs.fill(rows, rows, rows)
+                self.compiled.check(args, lambda prompt: self._logits_alone(prompt, positions=self.follow_generate), again=True)
+        except UnsupportedError as refusal:
+            logger.info("compared again: %s", refusal)
+            return False
+        return True
+
+    def remember(self) -> None:
+        """Nothing: the graph is compared with the model as it is."""
+
+    def reads(self, name: str) -> bool:
+        """Not a parameter that became part of a merged tensor: the graph reads that."""
+        tensor = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}.get(name)
+        return not self.compiled.rewrite.merges or any(tensor is owned for owned in self.inputs.owned)
 
     def close(self) -> None:
         """Merged parameters stay views of one tensor; a sharded model gets its DTensors back. Again is harmless."""

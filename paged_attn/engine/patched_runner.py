@@ -61,6 +61,7 @@ class PatchedRunner:
     max_rows: int | None = None
     runs_as = "hooked, not compiled"
     one_row = False
+    follows_the_model = True
 
     def __init__(self, model: nn.Module, options: CompileOptions, follow_generate: bool = False) -> None:
         if options.inductor:
@@ -90,6 +91,7 @@ class PatchedRunner:
                     check_rows_apart(self._call, probe_rows(self.device, self.max_positions)[0], self.max_positions, model)
                 self.takes_logits_rows = self._keeps_chosen_rows()
             self._configs = attention_configs(model)
+            self.remember()
             self._accepted: tuple[AttentionSpec, ...] | None = None
             # Not a method of self: an engine that is dropped without `close` gives its model back, too.
             self._leave = weakref.finalize(self, undo.pop_all().close)
@@ -113,6 +115,22 @@ class PatchedRunner:
             if self.takes_logits_rows:
                 return self._call(input_ids, positions, logits_to_keep=logits_rows)
             return self._call(input_ids, positions)[logits_rows]
+
+    def computes_the_same(self) -> bool:
+        """Whether the model's logits of a few tokens are what they were when it was last remembered."""
+        return relative_error(self._remembered, self._few_logits()) <= tolerance(self._remembered.dtype)
+
+    def remember(self) -> None:
+        """Keep the model's logits of a few tokens."""
+        self._remembered = self._few_logits()
+
+    def reads(self, name: str) -> bool:
+        """Always: the model itself is called."""
+        return True
+
+    def _few_logits(self) -> Tensor:
+        with as_served(self.model):
+            return self._call(*probe_rows(self.device, self.max_positions))
 
     def close(self) -> None:
         """Leave the patch; the model is as it was found. Again is harmless."""
