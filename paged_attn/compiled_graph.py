@@ -149,9 +149,9 @@ class CompiledGraph:
         """Run the self-check unless this model passed it or it is switched off; `truth` [T] -> logits stands for the original graph.
 
         Args:
-            again: whether or not the model passed it before.
+            again: whether or not the model passed it before, and also where it is switched off.
         """
-        if not self.options.self_check or self._marker is None or (args[self._marker] in self._checked and not again):
+        if self._marker is None or not (again or (self.options.self_check and args[self._marker] not in self._checked)):
             return
         with self._check_lock:
             if args[self._marker] not in self._checked or again:

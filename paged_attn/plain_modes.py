@@ -16,7 +16,8 @@ import torch
 
 logger = logging.getLogger("paged_attn")
 _DEVICES = ("cpu", "cuda")
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @contextmanager

@@ -24,12 +24,12 @@ PROBED = (0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 4, 5, 6)  # positions of a ragged row: t
 
 
 class Lookup(NamedTuple):
-    """node = rows[.., index, ..], with `index` [.., T, ..] along `axis` of `rows`."""
+    """node = rows[.., at, ..], with the whole numbers `at` [.., T, ..] along `axis` of `rows`."""
 
     node: fx.Node
     rows: fx.Node
     axis: int
-    index: fx.Node
+    at: fx.Node
 
 
 def drop_lookups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
@@ -77,14 +77,14 @@ def _lookup(node: fx.Node, rows: Any, axis: Any, index: Any) -> Lookup | None:
 
 def _is_position(lookup: Lookup, form: CallForm, values: dict[fx.Node, Any]) -> bool:
     """Whether the index is each token's position: on a ragged row of them, or, if the model numbers rows itself, 0, 1, ... in any call."""
-    if token_axis(lookup.index, form) is None or any(size != 1 for size in _others(lookup.index, form)):
+    if token_axis(lookup.at, form) is None or any(size != 1 for size in _others(lookup.at, form)):
         return False
     probe = RowProbe(form, values, lookup.node)
     try:
-        if form.positions is None or form.positions not in cone_of(lookup.index, lookup.node):
-            return probe.affine(lookup.index) == Affine(1, 0)
-        positions = torch.tensor(PROBED, device=value_of(lookup.index).device)
-        return torch.equal(probe.at(lookup.index, len(PROBED), {form.positions: positions[None]}).flatten().long(), positions)
+        if form.positions is None or form.positions not in cone_of(lookup.at, lookup.node):
+            return probe.affine(lookup.at) == Affine(1, 0)
+        positions = torch.tensor(PROBED, device=value_of(lookup.at).device)
+        return torch.equal(probe.at(lookup.at, len(PROBED), {form.positions: positions[None]}).flatten().long(), positions)
     except (KeyError, IndexError, RuntimeError):  # it is made from the tokens, or can not be evaluated
         return False
 
@@ -97,7 +97,7 @@ def _without(lookup: Lookup, form: CallForm) -> fx.Node:
     """The rows in the shape that the lookup gave them."""
     made = lookup.rows
     with lookup.node.graph.inserting_before(lookup.node):
-        for offset, size in enumerate(value_of(lookup.index).shape):
+        for offset, size in enumerate(value_of(lookup.at).shape):
             if not depends_on(size, form.num_tokens):
                 made = call_with_value(lookup.node.graph, aten.unsqueeze.default, made, lookup.axis + offset)
     return made

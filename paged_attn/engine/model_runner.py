@@ -217,9 +217,7 @@ class ModelRunner:
         return logits if self.takes_logits_rows else logits[logits_rows]
 
     def computes_the_same(self) -> bool:
-        """Whether the graph gives the model's own logits yet; without the self-check nothing can tell."""
-        if not self.compiled.options.self_check:
-            return False
+        """Whether the graph gives the model's own logits yet."""
         rows = torch.arange(TRACE_TOKENS, device=self.device)
         try:
             with as_served(self.model):

@@ -52,14 +52,14 @@ class ModelState:
         model = self._model
         modules = dict(model.named_modules())
         self._paths, self._modules = list(modules), list(modules.values())
-        self._types = list(map(type, self._modules))
+        self._types: list[Any] = list(map(type, self._modules))
         self._forwards = {kind: kind.forward for kind in self._types}
         self._children = _Entries((path, vars(module)["_modules"]) for path, module in modules.items())
         self._parameters = _Entries((path, vars(module)["_parameters"]) for path, module in modules.items())
         self._buffers = _Entries((path, vars(module)["_buffers"]) for path, module in modules.items())
         self._hooks = _Entries((path, vars(module)[name]) for path, module in modules.items() for name in _HOOKS)
-        owners = [(path, vars(module)) for path, module in modules.items()]
-        owners += [(f"{type(config).__name__}", vars(config)) for config in attention_configs(model)]
+        owners: list[tuple[str, dict[str, Any]]] = [(path, vars(module)) for path, module in modules.items()]  # type: ignore[misc]
+        owners += [(type(config).__name__, vars(config)) for config in attention_configs(model)]
         self._attributes = _Attributes(owners)
         tensors = [*self._parameters.values(), *self._buffers.values()]
         self._names = [*self._parameters.names(), *self._buffers.names()]
@@ -95,9 +95,9 @@ class ModelState:
             if type(module) is not kind:
                 found.altered.append(f"{path or 'the model'} was a {kind.__name__} and is a {type(module).__name__}")
         found.altered += [f"{kind.__name__}.forward was replaced" for kind, f in self._forwards.items() if kind.forward is not f]
-        for (name, tensor), kind, pointer in zip(self._tensors.items(), self._kinds, self._pointers, strict=True):
-            if _kind(tensor) != kind:
-                found.replaced.append(f"{name} was {_told(kind)} and is {_told(_kind(tensor))}")
+        for (name, tensor), was, pointer in zip(self._tensors.items(), self._kinds, self._pointers, strict=True):
+            if _kind(tensor) != was:
+                found.replaced.append(f"{name} was {_told(was)} and is {_told(_kind(tensor))}")
             elif tensor.data_ptr() != pointer:
                 found.moved.append(name)
         found.written = _versions(self._with_versions) != self._versions

@@ -76,7 +76,7 @@ def _told(name: str, fake: Callable[..., Any]) -> Iterator[None]:
 
 class _Calls(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[OpOverload, list[Call]] = {}
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
