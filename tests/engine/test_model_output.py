@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from tests.engine.own_positions import PLACES, VOCAB, Decoder, greedy_loop
+from tests.engine.own_positions import PLACES, POSITIONS, VOCAB, Decoder, greedy_loop
 from tests.engine.remote_code import LastTokenOnly
 from tests.oracle import random_prompts
 from tests.tiny_models import config_for
@@ -81,6 +82,13 @@ def test_what_is_accepted(name: str) -> None:
     with LLM(model, page_size=4, num_pages=40, max_batch_tokens=16) as llm:
         got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=6))]
     assert got == [greedy_loop(Plain(), prompt, 6) for prompt in prompts]
+
+
+def test_a_config_that_states_minus_one_positions_states_no_limit() -> None:
+    model = Returning(lambda logits: logits).eval()
+    model.config = SimpleNamespace(max_position_embeddings=-1)  # XLNet's
+    with LLM(model, page_size=4, num_pages=40) as llm:
+        assert llm.engine.limits.max_positions == POSITIONS  # those of its table
 
 
 class Failing(Returning):

@@ -141,6 +141,32 @@ def test_a_loop_over_tokens_is_named() -> None:
         LLM(LoopedWindow(lambda model, x: x).eval(), num_pages=20)
 
 
+class WhereExperts(Decoder):
+    """litgpt's experts: each adds to the rows that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x: x + model.learned(torch.arange(x.shape[1])))
+        self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, idx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        x = self.place(self, self.embed(idx))
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        rows = x.view(-1, 16)
+        weights, chosen = torch.topk(self.gate(rows), 2)
+        weights, result = weights.softmax(1), torch.zeros_like(rows)
+        masks = (chosen.unsqueeze(-1) == torch.arange(4)).permute(2, 0, 1)
+        for mask, expert in zip(masks, self.experts, strict=True):
+            row, place = torch.where(mask)
+            result[row] += weights[row, place, None] * expert(rows[row])
+        return self.head(x + 3 * result.view(x.shape)), None
+
+
+def test_experts_that_pick_their_rows() -> None:
+    model = WhereExperts().eval()
+    assert_serves(model, [greedy_loop(model, prompt, 8) for prompt in PROMPTS])
+
+
 class CachedBias(Decoder):
     """x-transformers' ALiBi: a bias that is kept as a buffer, and made by what is compiled for each shape where that is too short."""
 
