@@ -73,12 +73,14 @@ class HistorySpec(AttentionSpec):
     Attributes:
         rows: the program's inputs per token, in the order in which their elements lie in K.
         min_tokens: that the program runs on: what was traced does not hold for fewer.
+        chooses: how many keys a query takes of those that it ranks (the fewest, if it ranks several times); None where none are ranked.
         computes: equal for programs that compute the same from operands of the same kinds.
         program: (number of tokens, the rows' tensors, the operands) -> [tokens, heads, v_dim].
     """
 
     rows: tuple[RowInput, ...]
     min_tokens: int
+    chooses: int | None = None
     computes: str = field(repr=False)
     program: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor] = field(compare=False, repr=False)
 

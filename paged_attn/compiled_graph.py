@@ -133,8 +133,8 @@ class CompiledGraph:
         self.refuse_recurrent()
         if self._run_paged is None:
             raise UnsupportedError(
-                f"a forward context is active, but this call of the model can not run a paged batch: {self.rewrite.not_paged}. "
-                "Call compiled(**batch.model_inputs()) inside the context."
+                f"a forward context is active, but this call of the model can not run a paged batch: {self.rewrite.not_paged}."
+                + (" Call compiled(**batch.model_inputs()) inside the context." if "input_ids" in self.roles else "")
             )
         self._check_call(context, args)
         self.check(args)
@@ -161,12 +161,17 @@ class CompiledGraph:
         model_logits: Callable[[Tensor], Tensor] | None = None,
         settings: ProbeSettings | None = None,
         traced_args: Sequence[Any] | None = None,
+        again: bool = False,
     ) -> None:
-        """Run the self-check unless this model passed it or it is switched off; see `self_check` for the arguments."""
-        if not self.options.self_check or self._marker is None or args[self._marker] in self._checked:
+        """Run the self-check unless this model passed it or it is switched off; see `self_check` for the arguments.
+
+        Args:
+            again: whether or not the model passed it before, and also where it is switched off.
+        """
+        if self._marker is None or not (again or (self.options.self_check and args[self._marker] not in self._checked)):
             return
         with self._check_lock:
-            if args[self._marker] not in self._checked:
+            if args[self._marker] not in self._checked or again:
                 self_check(self, args, model_logits, self.model, settings, traced_args)
                 self._checked[args[self._marker]] = True
 

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Calling a model as an engine does: in evaluation mode, and for its logits alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from paged_attn.hf_configs import logits_alone
+from paged_attn.plain_modes import plain_modes
 
 
 @contextmanager
@@ -20,3 +23,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
+
+
+@contextmanager
+def as_served(model: nn.Module) -> Iterator[None]:
+    """The same, in plain modes, and without the outputs besides logits that a config may ask for: for tracing and comparing."""
+    with plain_modes(), logits_alone(model), evaluating(model):
+        yield

@@ -1,4 +1,4 @@
-"""The attention implementation that transformers reads from a model's configs, and setting it for a while."""
+"""What transformers reads from a model's configs, set for a while: the attention implementation, outputs besides logits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+_MORE_OUTPUTS = ("output_hidden_states", "_output_attentions", "output_router_logits")
 
 
 def attention_configs(model: nn.Module) -> list[Any]:
@@ -35,3 +37,21 @@ def attention_implementation(model: Any, name: str) -> Iterator[None]:
     finally:
         for config, implementation in before:
             config._attn_implementation_internal = implementation
+
+
+@contextmanager
+def logits_alone(model: nn.Module) -> Iterator[None]:
+    """The model without the hidden states, attention weights and router logits that its configs may have it return besides.
+
+    It collects them in context variables under a lock, which torch.compile can not trace; attention weights are nothing that a paged
+    attention has.
+    """
+    before = [(vars(config), name) for config in attention_configs(model) for name in _MORE_OUTPUTS if vars(config).get(name)]
+    values = [config[name] for config, name in before]
+    try:
+        for config, name in before:
+            config[name] = False
+        yield
+    finally:
+        for (config, name), value in zip(before, values, strict=True):
+            config[name] = value

@@ -28,6 +28,7 @@ from paged_attn.hf_mask import ProvedMask, prove_mask_function
 from paged_attn.passes.declared import check_declared
 from paged_attn.passes.mask_family import MaskFamily
 from paged_attn.passes.model_facts import max_positions, model_device, text_config
+from paged_attn.plain_modes import in_plain_modes
 from paged_attn.recurrent.refuse import refuse_recurrent
 
 NAME = "paged_attn"
@@ -58,6 +59,7 @@ class Patched:
         self._modules: list[nn.Module] = []
         self._undo = ExitStack()
 
+    @in_plain_modes
     def __enter__(self) -> Patched:
         _register()
         if any(config._attn_implementation_internal == NAME for config in attention_configs(self.model)):
@@ -84,8 +86,7 @@ class Patched:
         return list(before)
 
     def _check_switched(self) -> None:
-        refused = [config for config in attention_configs(self.model) if config._attn_implementation != NAME]
-        if refused:
+        if not _is_switched(self.model):
             raise UnsupportedError(
                 f"{type(self.model).__name__} does not let its attention be replaced through transformers' AttentionInterface; "
                 "use torch.compile(model, backend='paged_attn')"
@@ -176,6 +177,22 @@ def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
         ContextError: the model is patched already.
     """
     return Patched(model, self_check)
+
+
+def can_be_hooked(model: nn.Module) -> bool:
+    """Whether the model takes another attention through transformers' interface; `patch` may refuse it yet for what it computes."""
+    if not hasattr(model, "set_attn_implementation"):
+        return False
+    _register()
+    try:
+        with attention_implementation(model, NAME):
+            return _is_switched(model)
+    except (ValueError, ImportError):
+        return False
+
+
+def _is_switched(model: nn.Module) -> bool:
+    return all(config._attn_implementation == NAME for config in attention_configs(model))
 
 
 def _register() -> None:
@@ -287,6 +304,11 @@ def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
         raise UnsupportedError(
             f"layer at {where} builds its own mask instead of using transformers' mask interface; "
             "use torch.compile(model, backend='paged_attn')"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            f"layer at {where}: {query.shape[2]} queries attend to {key.shape[2]} keys, so the call brings a cache or another sequence of "
+            "its own (prefix tuning, an encoder), which a paged batch does not have"
         )
     own = causal if causal is not None else getattr(module, "is_causal", True)
     family = mask.family if mask is not None else MaskFamily(bool(own))

@@ -75,6 +75,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = next((entry[0] for entry in reversed(list(stack.values()))), "")
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\.?__dict__\['_modules'\]\['([^']+)'\]", r".\1", path)  # of a module with a __getattr__ of its own
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
     path = re.sub(r"^_modules\['([^']+)'\]", r"\1", path)
     return re.sub(r"\[(\d+)\]", r".\1", path).strip(".")

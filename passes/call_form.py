@@ -17,6 +17,10 @@ from paged_attn.passes.graph_tools import source_name, symbol, value_of
 _KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
 
 _LARGEST_OFFSET = 16  # rows of a table of positions before that of the first token
+_NO_IDS = (
+    "this graph is given no token ids: torch.compile broke the model's forward into several graphs, of which it is one, or the call passes "
+    "none. A paged batch needs all of forward in one graph; torch.compile(model, backend='paged_attn', fullgraph=True) says where it breaks"
+)
 _NO_TOKENS = ("position_ids", "attention_mask", "token_type_ids", "labels")  # tables [batch, T] of other things
 
 
@@ -75,7 +79,7 @@ def find_call_form(graph: fx.Graph, limited: bool = False) -> CallForm:
         tables = [node for name, node in named.items() if name not in _NO_TOKENS and _is_table_of_ids(value_of(node))]
         ids = tables[0] if len(tables) == 1 else None
     if ids is None:
-        return CallForm(0, {n: _role(n, None, None, None) for n in placeholders}, "the call has no input_ids")
+        return CallForm(0, {n: _role(n, None, None, None) for n in placeholders}, _NO_IDS)
     batch, length = value_of(ids).shape[:2] if value_of(ids).dim() >= 2 else (None, value_of(ids).shape[0])
     tokens, rows = symbol(length), named.get("logits_to_keep")
     logits = symbol(value_of(rows).shape[0]) if rows is not None and value_of(rows).dim() == 1 else None

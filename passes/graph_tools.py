@@ -39,12 +39,19 @@ def writes_in_place(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
+    if overloads := _overloads(target):
+        return any(overload._schema.is_mutable for overload in overloads)
     if target in _INPLACE_FUNCTIONS or node.kwargs.get("out") is not None or _has_inplace_flag(node):
         return True
     name = getattr(target, "__name__", "")
     return name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
+
+
+def _overloads(target: Any) -> list[torch._ops.OpOverload]:
+    """An op as itself, or all that a packet may mean: a graph of Dynamo calls `torch.ops.mylib.op` without saying which overload."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads()]
+    return [target] if isinstance(target, torch._ops.OpOverload) else []
 
 
 def _has_inplace_flag(node: fx.Node) -> bool:
@@ -90,8 +97,9 @@ def _has_effect(node: fx.Node) -> bool:
 
 def written_values(node: fx.Node) -> set[fx.Node]:
     """The values that an in-place `node` changes: its targets, and whatever those are views of."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        mutable = [(i, a.name) for i, a in enumerate(node.target._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    if overloads := _overloads(node.target):
+        arguments = ((i, a) for overload in overloads for i, a in enumerate(overload._schema.arguments))
+        mutable = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
         targets = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in mutable]
     else:
         targets = [*node.args[:1], node.kwargs.get("out"), node.kwargs.get("input") if _has_inplace_flag(node) else None]

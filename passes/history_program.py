@@ -37,6 +37,13 @@ class Program:
         self.module = fx.GraphModule({}, graph)
         self.computes = _digest(graph)
 
+    @property
+    def chooses(self) -> int | None:
+        """The least k of its topk's: a number, or the one in min(k, T)."""
+        given = [node.args[1] if len(node.args) > 1 else node.kwargs.get("k") for node in self.graph.nodes if op_name(node) == "topk"]
+        counts = [count for k in given for count in (k.args if isinstance(k, fx.Node) else (k,)) if type(count) is int]
+        return min(counts, default=None)
+
     def __call__(self, length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
         result: Tensor = self.module.forward(length, *rows, *owned)
         return result

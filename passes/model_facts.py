@@ -15,9 +15,9 @@ def text_config(model: nn.Module | None) -> Any:
 
 
 def max_positions(model: nn.Module | None) -> int | None:
-    """How many positions the model has, or None if it states no limit."""
+    """How many positions the model has, or None if it states no limit (XLNet says -1)."""
     limit: int | None = getattr(text_config(model), "max_position_embeddings", None)
-    return limit if limit is not None and limit > 0 else None  # XLNet's -1
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def model_dtype(model: nn.Module) -> torch.dtype:

@@ -12,6 +12,7 @@ from paged_attn.passes.call_form import CallForm, CallNotPaged
 from paged_attn.passes.counted_tokens import refuse_counted_tokens
 from paged_attn.passes.graph_tools import remove_dead_code
 from paged_attn.passes.position_limit import position_limit
+from paged_attn.passes.row_lookups import drop_lookups
 from paged_attn.passes.row_values import use_positions_for_row_values
 
 
@@ -29,6 +30,7 @@ def use_own_positions(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any
         UnsupportedError: a value that depends on the row and is no function of positions.
         CallNotPaged: the same in a call without position_ids; the model may run with them.
     """
+    drop_lookups(graph, form, values)
     positions = BatchPositions(graph, form)
     try:
         redirected = use_positions_for_row_values(graph, form, values, positions)

@@ -104,7 +104,10 @@ def product_of(node: fx.Node) -> tuple[Product, str] | None:
 
 
 def split_baddbmm(graph: fx.Graph) -> None:
-    """`baddbmm(input, a, b, beta=, alpha=)` becomes beta * input + alpha * bmm(a, b), so that the product stands alone."""
+    """`baddbmm(input, a, b, beta=, alpha=)` becomes beta * input + alpha * bmm(a, b), so that the product stands alone.
+
+    With beta=0 the input is not read, as PyTorch has it: a buffer that nobody has filled may hold NaN.
+    """
     for node in list(graph.nodes):
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if node.op not in ("call_function", "call_method") or name not in ("baddbmm", "baddbmm.default"):
@@ -114,8 +117,9 @@ def split_baddbmm(graph: fx.Graph) -> None:
             product = call_with_value(graph, torch.bmm, given["batch1"], given["batch2"])
             terms = []
             for term, factor in ((given["input"], given.get("beta", 1)), (product, given.get("alpha", 1))):
-                terms.append(term if factor == 1 else call_with_value(graph, operator.mul, term, factor))
-            result = call_with_value(graph, operator.add, *terms)
+                if factor != 0 or term is product:
+                    terms.append(term if factor == 1 else call_with_value(graph, operator.mul, term, factor))
+            result = call_with_value(graph, operator.add, *terms) if len(terms) == 2 else terms[0]
         for new in (product, *terms, result):
             new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
         node.replace_all_uses_with(result)

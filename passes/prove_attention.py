@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from paged_attn.passes.attention_site import AttentionSite, SdpaScores
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.attention_site import AttentionSite, SdpaScores, WrittenScores
 from paged_attn.passes.bias_family import BiasFamily
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.declared import check_declared
@@ -18,8 +19,8 @@ from paged_attn.passes.mask_family import MaskFamily, match_family
 from paged_attn.passes.mask_probe import MaskProbe, as_seen
 from paged_attn.passes.mask_proof import MaskProof, prove, unproved
 from paged_attn.passes.model_facts import max_positions
-from paged_attn.passes.score_cone import DependsOnHiddenStates
-from paged_attn.passes.score_function import ScoreFunction, prove_score_function
+from paged_attn.passes.score_cone import DependsOnHiddenStates, Recomputable
+from paged_attn.passes.score_function import ScoreFunction, mixed_heads, prove_score_function
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Prover:
 
     def prove(self, site: AttentionSite) -> AttentionProof:
         """Raises:
-        DependsOnHiddenStates: its mask or bias is computed from the tokens' hidden states.
+        Recomputable: its mask or bias is computed from the tokens' hidden states, or it mixes its heads.
         UnsupportedError: the site can not be proved, or contradicts what the model states; the message names the layer.
         CallNotPaged: it depends on an input of this call.
         """
@@ -60,7 +61,7 @@ class Prover:
             mask = self._sdpa_mask(site, scores)
             has_mask = scores.mask is not None
         else:
-            probe = MaskProbe(scores.scores, scores.softmax, self.form, self.values, site.where, scores.products)
+            probe = self._probe_of(site, scores)
             function = prove_score_function(site, self.form, self.values)
             probe.first_column = function.first_column
             mask, has_mask = self._cached(probe, function.sinks), True
@@ -69,6 +70,14 @@ class Prover:
         query = value_of(site.query)
         bias = mask.bias and mask.bias.for_heads(int(query.shape[1]))
         return AttentionProof(mask.family, function, bias, mask.evidence, declared, query.device, mask.max_tokens)
+
+    def _probe_of(self, site: AttentionSite, scores: WrittenScores) -> MaskProbe:
+        try:
+            return MaskProbe(scores.scores, scores.softmax, self.form, self.values, site.where, scores.products)
+        except Recomputable:
+            raise
+        except UnsupportedError as refusal:  # a matrix that mixes heads looks like a table of positions
+            raise mixed_heads(site, self.form, self.values) or refusal from None
 
     def _sdpa_mask(self, site: AttentionSite, scores: SdpaScores) -> MaskProof:
         if scores.mask is None:

@@ -1,4 +1,5 @@
-"""Replace an attention whose mask is computed from hidden states by the op that evaluates it anew on each request's tokens.
+"""Replace an attention that no spec describes (its mask is computed from hidden states, its heads are mixed) by the op that evaluates
+its own part of the graph anew on each request's tokens.
 
 Before: out = F.sdpa(q, k, v, mask_from(x)) [1, Hq, T, Dv]
 After:  rows = q, k, v and what the mask is made from, each [T, width]; o = aten.new_empty(rows[0], [T, Hq, Dv]);
@@ -24,7 +25,7 @@ from paged_attn.passes.history_program import Program, make_program, prove_causa
 from paged_attn.passes.history_region import Region, find_region
 from paged_attn.passes.history_rows import TokenRows
 from paged_attn.passes.model_facts import model_dtype
-from paged_attn.passes.score_cone import DependsOnHiddenStates
+from paged_attn.passes.score_cone import Recomputable
 
 logger = logging.getLogger("paged_attn")
 aten = torch.ops.aten
@@ -39,7 +40,7 @@ class HistoryReplacer:
         self.tokens = TokenRows(graph, form, values)
         self._proved: dict[str, Program] = {}
 
-    def replace(self, site: AttentionSite, layer_id: int, reason: DependsOnHiddenStates) -> tuple[HistorySpec, fx.Node, fx.Node]:
+    def replace(self, site: AttentionSite, layer_id: int, reason: Recomputable) -> tuple[HistorySpec, fx.Node, fx.Node]:
         """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
 
         Raises:
@@ -51,8 +52,8 @@ class HistoryReplacer:
         region = find_region(self.tokens, output, site.node, site.where)
         spec, program = self._spec(site, region, layer_id)
         logger.info(
-            "%s: its mask or bias is computed from hidden states, so that every step evaluates it on all tokens of each request: the "
-            "cost of a token grows with the square of the length", site.where,
+            "%s: %s, so that every step evaluates it on all tokens of each request: the cost of a token grows with the square of the "
+            "length", site.where, reason.what,
         )  # fmt: skip
         return (spec, *_emit(site, region, spec, program, layer_id))
 
@@ -75,6 +76,7 @@ class HistoryReplacer:
             module=site.module,
             rows=rows,
             min_tokens=self.form.min_tokens,
+            chooses=program.chooses,
             computes=program.computes,
             program=self._proved[program.computes],
         )

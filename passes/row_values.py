@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from paged_attn.passes.batch_positions import BatchPositions
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.graph_tools import depends_on, value_of, writes_in_place, written_values
+from paged_attn.passes.row_lookups import lookup_of
 from paged_attn.passes.row_replacement import RowFacts, RowReplacement, refusal
 from paged_attn.passes.token_data import (
     UNDEFINED,
@@ -24,6 +25,7 @@ from paged_attn.passes.token_data import (
     indexed_tensor,
     name_of,
     read_inputs,
+    token_axis,
     token_data,
     writers_of,
 )
@@ -58,6 +60,8 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[f
                 if work.is_harmless():
                     harmless.add(cone)
                     continue
+                if (lookup := lookup_of(user)) is not None and lookup.rows is value and token_axis(value, form) == lookup.axis:
+                    raise refusal(value, "is looked up by other numbers than each token's position")
                 replaced[cone] = work.make()
             user.replace_input_with(value, replaced[cone])
     return len(replaced)
@@ -87,13 +91,15 @@ def _check_scaled(data: set[fx.Node], form: CallForm) -> None:
 
 
 def _check_written(graph: fx.Graph, shared: RowFacts, data: set[fx.Node]) -> None:
-    """What tokens are later written into must start as something harmless."""
+    """What tokens are later written into must start as something harmless, apart from what else of the tokens is written there."""
     writers = [node for node in graph.nodes if node in data and writes_in_place(node)]
+    others = {value: kept for value, all_ in shared.writers.items() if (kept := [node for node in all_ if node not in data])}
+    before_tokens = RowFacts(shared.form, shared.values, shared.positions, others)
     for writer in writers:
         for start in written_values(writer):
             made_of_none = start.op != "placeholder" and not any(source in data for source in read_inputs(start))
             if made_of_none and name_of(start) not in UNDEFINED and not writes_in_place(start) and _counts_tokens((start,), shared.form):
-                if not RowReplacement(start, writer, shared).is_harmless():
+                if not RowReplacement(start, writer, before_tokens).is_harmless():
                     raise refusal(start, "is written over in part by values of tokens")
 
 

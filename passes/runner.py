@@ -31,10 +31,10 @@ from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_imp
 from paged_attn.passes.read_values import ReadValues
 from paged_attn.passes.replace_attention import replace_attention
 from paged_attn.passes.replace_history import HistoryReplacer
-from paged_attn.passes.score_cone import DependsOnHiddenStates
+from paged_attn.passes.score_cone import Recomputable
 
 logger = logging.getLogger("paged_attn")
-RECOMPUTED = "mask computed from hidden states: recomputed from each request's history; no later token changes an earlier row"
+RECOMPUTED = "recomputed from each request's history; no later token changes an earlier row"
 NOT_COMPARED = "not compared with the config: the graph's own mask is evaluated"
 
 
@@ -153,7 +153,7 @@ def _rewrite_into(
     prover = Prover(form, values, model)
     proofs = [_prove(prover, site) for site in sites]
     clock.lap("prove masks")
-    history = HistoryReplacer(copied.graph, form, values, model) if any(isinstance(p, DependsOnHiddenStates) for p in proofs) else None
+    history = HistoryReplacer(copied.graph, form, values, model) if any(isinstance(p, Recomputable) for p in proofs) else None
     _replace(result, sites, proofs, form, values, model, history)
     clock.lap("replace attention")
     remove_dead_code(copied.graph)
@@ -185,18 +185,18 @@ def _rewrite_into(
     logger.info("rewrote %d attention layers in %.2f s", len(sites), sum(result.seconds.values()))
 
 
-def _prove(prover: Prover, site: AttentionSite) -> AttentionProof | DependsOnHiddenStates:
+def _prove(prover: Prover, site: AttentionSite) -> AttentionProof | Recomputable:
     """Its proof, or why it has none and must be evaluated anew on all tokens of each request."""
     try:
         return prover.prove(site)
-    except DependsOnHiddenStates as reason:
+    except Recomputable as reason:
         return reason
 
 
 def _replace(
     result: Rewrite,
     sites: list[AttentionSite],
-    proofs: list[AttentionProof | DependsOnHiddenStates],
+    proofs: list[AttentionProof | Recomputable],
     form: CallForm,
     values: dict[fx.Node, Any],
     model: nn.Module | None,
@@ -205,10 +205,10 @@ def _replace(
     owners: dict[tuple[KVSource, KVSource], tuple[int, fx.Node]] = {}
     replaced: dict[fx.Node, fx.Node] = {}  # attention may read another attention's output directly
     for layer_id, (found, proof) in enumerate(zip(sites, proofs, strict=True)):
-        if isinstance(proof, DependsOnHiddenStates):
+        if isinstance(proof, Recomputable):
             assert history is not None
             recomputed, op, replaced[found.node] = history.replace(found, layer_id, proof)
-            words = (found.found_by, RECOMPUTED, NOT_COMPARED)
+            words = (found.found_by, f"{proof.what}: {RECOMPUTED}", NOT_COMPARED)
             result.layers.append(LayerReport(layer_id, recomputed, *words, found.original, found.original_order, op.name))
             continue
         operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}

@@ -61,8 +61,26 @@ def concrete_shape(node: fx.Node, form: CallForm, total: int) -> list[int]:
     return [int(size) for size in sizes]
 
 
-class DependsOnHiddenStates(UnsupportedError):
+class Recomputable(UnsupportedError):
+    """No spec says what an attention computes, but its own part of the graph can be evaluated anew on all tokens of a request.
+
+    Attributes:
+        what: why there is no spec, in a few words.
+    """
+
+    what = ""
+
+
+class DependsOnHiddenStates(Recomputable):
     """A mask or bias is computed from the tokens' hidden states, so that no family of masks describes it."""
+
+    what = "mask computed from hidden states"
+
+
+class MixesHeads(Recomputable):
+    """The scores or weights of a head are made from those of several (talking heads)."""
+
+    what = "heads mixed"
 
 
 def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> None:

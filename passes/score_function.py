@@ -19,9 +19,9 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.call_form import CallForm
 from paged_attn.passes.cone import ancestors, evaluate
-from paged_attn.passes.graph_tools import in_graph_order
+from paged_attn.passes.graph_tools import in_graph_order, value_of
 from paged_attn.passes.mask_numbers import HIDES
-from paged_attn.passes.score_cone import concrete_shape, needed_for_values, placeholder_value, score_path, zeros_for
+from paged_attn.passes.score_cone import MixesHeads, concrete_shape, needed_for_values, placeholder_value, score_path, zeros_for
 
 FloatArray = npt.NDArray[np.float64]
 TOKENS = 11
@@ -61,15 +61,32 @@ def prove_score_function(site: AttentionSite, form: CallForm, values: dict[fx.No
     """Read scale, softcap and sinks off the values of a written-out attention.
 
     Raises:
+        MixesHeads: those of one head are made from products of others.
         UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit a head.
     """
-    assert isinstance(site.scores, WrittenScores)
-    region = _Region(site, site.scores, form, values)
-    generator = torch.Generator().manual_seed(7)
-    sample = torch.randn(region.shape, generator=generator, dtype=torch.float64) * 2
+    region, sample = _region_and_sample(site, form, values)
+    region.check_heads(sample)
     function = region.fit(sample)
     region.check_weights(sample, function.first_column)
     return function
+
+
+def mixed_heads(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> MixesHeads | None:
+    """The refusal of an attention that makes the scores or weights of one head from products of others; None for any other."""
+    region, sample = _region_and_sample(site, form, values)
+    try:
+        region.check_heads(sample)
+    except MixesHeads as reason:
+        return reason
+    except UnsupportedError:  # nothing of it can be evaluated alone
+        return None
+    return None
+
+
+def _region_and_sample(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[_Region, Tensor]:
+    assert isinstance(site.scores, WrittenScores)
+    region = _Region(site, site.scores, form, values)
+    return region, torch.randn(region.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 2
 
 
 class _Region:
@@ -88,9 +105,34 @@ class _Region:
         given = products.clone()
         given[..., index, index] = 0.0
         device = next((v.device for v in self.given.values() if isinstance(v, Tensor)), torch.device("cpu"))
-        value = evaluate(self.nodes, {**self.given, self.scores.products: given.to(device)}, result)
+        value = self._evaluated(given.to(device), result)
         value = value.double().clamp(min=HIDDEN)  # -inf would leave NaN in differences
         return np.asarray(value.reshape(-1, TOKENS, value.shape[-1]).numpy(force=True))
+
+    def _evaluated(self, products: Tensor, result: fx.Node) -> Tensor:
+        """On products in float64, or, where they meet a tensor of the model that wants its own dtype, in the graph's."""
+        own = value_of(self.scores.products).dtype
+        for dtype in (products.dtype, own):
+            try:
+                value: Tensor = evaluate(self.nodes, {**self.given, self.scores.products: products.to(dtype)}, result)
+            except (RuntimeError, IndexError) as error:
+                if dtype is own:
+                    raise self.refusal(f"what is between its products and its weights can not be evaluated alone: {error}") from error
+            else:
+                return value
+        raise AssertionError("the graph's own dtype was tried last")
+
+    def check_heads(self, sample: Tensor) -> None:
+        """Change the products of the first head: the scores and weights of the others must not move."""
+        changed = sample.clone().view(-1, TOKENS, TOKENS)
+        changed[0] = -changed[0] + 1
+        for result, what in ((self.scores.scores, "scores"), (self.scores.weights, "weights")):
+            before, after = (self.run(products.view(sample.shape), result)[1:] for products in (sample, changed))
+            if before.shape == after.shape and not _close(before, after):
+                raise MixesHeads(
+                    f"{self.site.where}: attention that is written out as a softmax can not be proved: the {what} of a head are made from "
+                    "the products of others, too (talking heads). Run this model uncompiled, or report it."
+                )
 
     def fit(self, sample: Tensor) -> ScoreFunction:
         still = self.run(torch.zeros_like(sample), self.scores.scores)

@@ -247,3 +247,18 @@ def test_a_bidirectional_model_runs_whole_prompts_in_a_ragged_batch() -> None:
     for prompt, got in zip(prompts, rows.split([3, 9, 1]), strict=True):
         ids = torch.tensor([prompt])
         assert torch.allclose(got, model(ids, torch.arange(len(prompt))[None])[0], atol=1e-5)
+
+
+def test_a_part_of_a_broken_forward_says_that_it_is_one() -> None:
+    """Its own inputs are hidden states; that the call has no input_ids would be untrue."""
+    model = build("llama")
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) if x.sum().item() < 1e9 else x  # a graph break
+    compiled = torch.compile(model, backend="paged_attn")
+    batch = Batch.build([BatchRequest([5, 6, 7], [1])], 16)
+    pool = KVPool(attention_layers(build("llama")), 4, 16, torch.float32)
+    words = "broke the model's forward into several graphs, of which it is one.*fullgraph=True"
+    with pytest.raises(UnsupportedError, match=words) as told, torch.no_grad(), forward_context(batch, pool):
+        compiled(**batch.model_inputs())
+    assert "inside the context" not in str(told.value)

@@ -6,6 +6,7 @@ import inspect
 import logging
 import types
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -16,15 +17,20 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.call_signature import plain_inputs, takes
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.dynamo_backend import unwrapped_refusals
+from paged_attn.engine.model_output import logits_in
 from paged_attn.engine.opaque_modules import modules_as_ops, untraceable_class
+from paged_attn.engine.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.plain_buffers import plain_buffers
-from paged_attn.evaluating import evaluating
+from paged_attn.engine.trace_failure import lacks_fake, messages, not_traced
+from paged_attn.evaluating import as_served
 from paged_attn.hf_configs import attention_implementation
 from paged_attn.options import CompileOptions
+from paged_attn.passes.model_facts import max_positions
 
 logger = logging.getLogger("paged_attn")
 TRACE_TOKENS = 6
 LONGEST_TRACE = 1 << 20
+LONGEST_TRIED = 4096  # tokens of a call that is made to see whether the model runs it, and for nothing else
 
 
 class _Captured(Exception):
@@ -58,17 +64,23 @@ def capture_model(model: nn.Module, options: CompileOptions, positions: bool = T
 
 
 def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
-    """Modules whose forward branches on its data are called as one op each."""
+    """Modules whose forward branches on its data are called as one op each; custom ops that torch knows too little of run by themselves."""
     opaque: list[type[nn.Module]] = []
+    unknown: OpsWithoutFakes | None = None
 
     def inputs(length: int) -> dict[str, Any]:
         return _trace_inputs(model, length, positions)
 
     while True:
         try:
-            with evaluating(model), modules_as_ops(model, opaque, inputs):
+            with as_served(model), modules_as_ops(model, opaque, inputs), unknown.told() if unknown else nullcontext():
                 return _capture_all_lengths(model, options, positions)
         except UnsupportedError as refusal:
+            if unknown is None and lacks_fake(refusal.__cause__):
+                with as_served(model):
+                    unknown = OpsWithoutFakes(model, inputs)
+                logger.info("custom ops without a fake run by themselves: %s", ", ".join(map(str, unknown.calls)))
+                continue
             kind = untraceable_class(model, refusal.__cause__)
             if kind is None or kind in opaque:
                 raise
@@ -81,27 +93,46 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
 
     A model that can not run beyond it has no more positions (it asserts that, or slices a table), and its short trace is all there is.
     """
-    length = TRACE_TOKENS
+    length, limited = TRACE_TOKENS, False
+    best: tuple[CompiledGraph, list[Any]] | None = None  # holds as far as a table of the model goes
     while True:
         try:
-            compiled, args = _capture(model, options, length, positions)
+            compiled, args = _capture(model, options, length, positions, limited)
         except UnsupportedError as refusal:
+            if best is not None:
+                _say_limit(model, length - 2, positions, refusal)
+                return best
             if length == TRACE_TOKENS:
                 raise
             logger.info("%s can only be captured for up to %d positions: %s", type(model).__name__, length - 2, refusal)
             return _capture(model, options, TRACE_TOKENS, positions, limited=True)
         bound = compiled.rewrite.form.max_tokens
-        if compiled.split is not None or bound is None or bound >= LONGEST_TRACE:
+        if best is not None and compiled.split is None and bound is None:
+            return best
+        if bound is None or bound >= LONGEST_TRACE or limited:
             return compiled, args
-        if not _runs(model, bound + 1, positions):
-            return _capture(model, options, min(length, bound), positions, limited=True)
+        if compiled.split is not None:
+            if (stated := max_positions(model)) is not None and stated <= bound:
+                return compiled, args
+            best = compiled, args  # a table that ends there may be one that grows in forward, which a longer trace shows
+        elif not _runs(model, bound + 1, positions):
+            length, limited = min(length, bound), True
+            continue
         length = bound + 2
+
+
+def _say_limit(model: nn.Module, bound: int, positions: bool, refusal: UnsupportedError) -> None:
+    """A trace ends with a table of the model, which is all the positions that it has, unless it runs longer calls itself."""
+    longer = bound <= LONGEST_TRIED and _runs(model, bound + 1, positions)
+    more = " though it runs longer ones itself" if longer else ""
+    log = logger.warning if longer else logger.info
+    log("%s is served for up to %d positions, where a table of it ends,%s: %s", type(model).__name__, bound, more, refusal)
 
 
 def _runs(model: nn.Module, length: int, positions: bool) -> bool:
     """Whether the model itself takes that many tokens."""
     try:
-        with evaluating(model):
+        with as_served(model):
             model(**_trace_inputs(model, length, positions))
     except (AssertionError, ValueError, IndexError, RuntimeError) as error:
         logger.info("%s has no more than %d positions: %s", type(model).__name__, length - 1, error)
@@ -111,8 +142,7 @@ def _runs(model: nn.Module, length: int, positions: bool) -> bool:
 
 def call_model(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The logits of a call, whatever the model wraps them in."""
-    output = model(**inputs)
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits if hasattr(output, "logits") else output[0]
+    logits: Tensor = logits_in(model(**inputs))
     return logits
 
 
@@ -142,19 +172,16 @@ def _capture(
     # Dynamo counts recompiles per code object; a copy keeps engines from using up each other's limit.
     target = types.FunctionType(call_model.__code__.replace(), call_model.__globals__)
     # What other models in this process looked like must not make this one's numbers symbolic.
-    settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+    settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
     try:
-        with evaluating(model), plain_buffers(model), settings, unwrapped_refusals():
+        with as_served(model), plain_buffers(model), settings, unwrapped_refusals():
             torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
     except _Captured:
         return captured.pop()
     except torch._dynamo.exc.BackendCompilerFailed:
         raise
     except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as failure:
-        raise UnsupportedError(
-            f"{type(model).__name__} can not be captured as one graph, which serving needs; torch.compile says:\n{failure}\n"
-            "`paged_attn.patch(model)` runs models that can not be traced."
-        ) from failure
+        raise not_traced(model, failure) from failure
     finally:
         wanted.clear()
     raise UnsupportedError(f"{type(model).__name__}.forward computes nothing that torch.compile can capture")

@@ -21,6 +21,7 @@ from paged_attn.engine.intake import Intake
 from paged_attn.engine.kv_manager import KVManager
 from paged_attn.engine.make_steps import make_runner, ready_to_step
 from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
+from paged_attn.engine.model_watch import STEPS_BETWEEN, ModelWatch
 from paged_attn.engine.new_requests import NewRequests
 from paged_attn.engine.request import FinishReason, Request
 from paged_attn.engine.sampler import Sampler
@@ -29,6 +30,7 @@ from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.scheduler import Scheduler
 from paged_attn.engine.step_runner import StepOutput
 from paged_attn.engine.token_events import TokenEvents
+from paged_attn.plain_modes import in_plain_modes
 from paged_attn.recurrent.run import RecurrentRunner
 
 logger = logging.getLogger("paged_attn")
@@ -53,6 +55,7 @@ class Engine:
 
     recovers = True  # after a step that raised it is fit for others
 
+    @in_plain_modes
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
@@ -90,6 +93,9 @@ class Engine:
         self._flights: deque[Flight] = deque()  # two at most, the oldest first
         self._nothing_to_do: list[Request] = []  # requests that want no token
         self._arrivals, self._flight_numbers = itertools.count(), itertools.count(1)
+        captured = self.steps.graphs is not None and bool(self.steps.graphs.captured)
+        self.watch: ModelWatch | None = ModelWatch(self.runner, captured)
+        self._steps_since_look, self._look_is_due, self._is_stale = 0, False, False
 
     @property
     def limits(self) -> ModelLimits:
@@ -110,6 +116,7 @@ class Engine:
         """Whether `step` has something to do or to tell."""
         return bool(self.requests or self.intake.owed)
 
+    @in_plain_modes
     def add_request(
         self,
         prompt_token_ids: Sequence[int],
@@ -133,8 +140,11 @@ class Engine:
                 expression or grammar that can not be read.
             TypeError: a prompt that is not token ids, a namespace that does not hash, or a priority that is no whole number.
             UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
-                there.
+                there. Or the model is no longer what the engine runs; see `ModelWatch`.
         """
+        self._look_is_due = self._steps_since_look > 0
+        if not self.requests:
+            self._look_at_model()
         params = SamplingParams() if params is None else params
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
@@ -159,6 +169,7 @@ class Engine:
         self.intake.cancel(request)
         return True
 
+    @in_plain_modes
     def step(self) -> TokenEvents:
         """Launch one batch and wait for the one before it, or, without overlap, for itself.
 
@@ -167,6 +178,12 @@ class Engine:
         with the next call.
         """
         started, waited = time.perf_counter(), self.stats.model_seconds
+        self._steps_since_look += 1
+        is_due = self._look_is_due and self._steps_since_look > STEPS_BETWEEN
+        if is_due or (self.watch is not None and self.watch.may_be_stale()):
+            self._look_at_model()
+        if self._is_stale:
+            self._forget_what_was_computed()
         while self._nothing_to_do:
             request = self._nothing_to_do.pop(0)
             if request.finish_reason is None:
@@ -186,7 +203,23 @@ class Engine:
         if self.kv.tree is not None:
             self.kv.tree.clear()
         self.steps.close()
+        self.watch = None
         self.runner.close()
+
+    def _look_at_model(self) -> None:
+        """Raises UnsupportedError if the model is no longer what the engine runs."""
+        if self.watch is not None:
+            self._is_stale |= self.watch.look()
+            self._steps_since_look, self._look_is_due = 0, False
+
+    def _forget_what_was_computed(self) -> None:
+        """Weights changed: running requests keep their tokens and compute KV and states anew, and nobody finds old ones in the cache."""
+        self._collect(0)
+        for request in list(self.scheduler.running.from_last()):
+            self.scheduler.preempt(request)
+        if self.kv.tree is not None:
+            self.kv.tree.clear()
+        self._is_stale = False
 
     def _launch(self) -> bool:
         """Start the next step, if there is one to run."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.history_spec import HistorySpec
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.call_signature import plain_inputs, positions_are_optional, takes
 from paged_attn.capture.early_launch import early_launches
@@ -22,13 +23,17 @@ from paged_attn.check.steps import ProbeSettings
 from paged_attn.check.traced_served import TracedServed
 from paged_attn.engine.capture_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
 from paged_attn.engine.merged_weights import bind_merged
-from paged_attn.evaluating import evaluating
+from paged_attn.engine.model_output import check_output
+from paged_attn.engine.own_causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal
+from paged_attn.engine.trace_failure import NotTraced, with_advice
+from paged_attn.evaluating import as_served
 from paged_attn.graph_cache.kept_graphs import KeptGraphs
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.options import CompileOptions
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.model_facts import model_dtype
 from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
+from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.wrap import replaced_by_ops
 
 logger = logging.getLogger("paged_attn")
@@ -47,20 +52,31 @@ class ModelRunner:
             against the model itself fails.
     """
 
+    follows_the_model = False
+
     def __init__(
         self, model: nn.Module, options: CompileOptions, follow_generate: bool = False, probe: ProbeSettings | None = None
     ) -> None:
         self.model, self.follow_generate, self.probe = model, follow_generate, probe
+        self.recurrent: tuple[RecurrentLayer, ...] = ()
         with ExitStack() as undo:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
             self.dtype = model_dtype(model)
+            num_ids = check_output(model)
             try:
                 with early_launches(options.early_launches):
                     self._capture_as_it_counts(options)
             except UnsupportedError as refusal:
                 self._refuse_state_elsewhere(refusal)
+                self._refuse_choices(num_ids)
+                if isinstance(refusal, NotTraced):
+                    refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
+                    if not self.recurrent:  # on the other road there would be no place for states
+                        raise with_advice(model, refusal) from refusal.__cause__
                 raise
+            if options.self_check:
+                self._refuse_choices(num_ids)
             self._leave = weakref.finalize(self, undo.pop_all().close)  # a runner may be dropped without `close`
             self._leave.atexit = False
 
@@ -68,13 +84,14 @@ class ModelRunner:
         try:
             self._capture(options, positions=True)
         except UnsupportedError as refusal:
-            if not self._counts_otherwise(refusal):
+            follows = self.follow_generate and hasattr(self.model, "generate")  # then positions 0, 1, ... are the truth already
+            if follows or not self._counts_otherwise(refusal):
                 raise
             self._capture(options, positions=False)
 
     def _refuse_state_elsewhere(self, refusal: UnsupportedError) -> None:
         """The truer words for a refused model that keeps its state where no request's can be told apart."""
-        with evaluating(self.model):
+        with as_served(self.model):
             where = state_elsewhere(self.model, lambda length: _trace_inputs(self.model, length, True))
         if where:
             raise UnsupportedError(
@@ -82,10 +99,17 @@ class ModelRunner:
                 "can be kept for each request. Nothing was generated."
             ) from refusal
 
+    def _refuse_choices(self, num_ids: int) -> None:
+        """A choice of the best keys is one of the tokens alone, unless equal scores are told apart by how many there are."""
+        compiled = getattr(self, "compiled", None)
+        counts = [spec.chooses for spec in (compiled.specs if compiled else ()) if isinstance(spec, HistorySpec) and spec.chooses]
+        if counts:
+            refuse_acausal(self.model, min(counts), num_ids, OF_CHOICES.format(min(counts)))
+
     def _capture(self, options: CompileOptions, positions: bool) -> None:
-        with evaluating(self.model):
+        with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
-        with replaced_by_ops(self.recurrent), evaluating(self.model):
+        with replaced_by_ops(self.recurrent), as_served(self.model):
             kept = KeptGraphs.of(self.model, options, positions)
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
@@ -118,8 +142,14 @@ class ModelRunner:
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
-        with evaluating(self.model):
-            self.compiled.check(args, lambda prompt: self._logits_alone(prompt, positions=self.follow_generate), self.probe, traced)
+        self._traced = GraphInputs(self.compiled.roles, traced)
+        self._check(again=False)
+
+    def _check(self, again: bool) -> None:
+        rows = torch.arange(TRACE_TOKENS, device=self.device)
+        args, traced = (inputs.fill(rows, rows, rows) for inputs in (self.inputs, self._traced))
+        with as_served(self.model):
+            self.compiled.check(args, lambda prompt: self._logits_alone(prompt, self.follow_generate), self.probe, traced, again)
 
     def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
@@ -139,7 +169,7 @@ class ModelRunner:
         if not positions_are_optional(self.model) or not takes(self.model, "position_ids"):
             return False
         prompt = torch.arange(1, 5, device=self.device) % TRACE_TOKENS
-        with evaluating(self.model):
+        with as_served(self.model):
             without = self._logits_alone(prompt)
             try:
                 given = self._logits_alone(prompt, positions=True)
@@ -190,6 +220,23 @@ class ModelRunner:
             )
         logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
         return logits if self.takes_logits_rows else logits[logits_rows]
+
+    def computes_the_same(self) -> bool:
+        """Whether the graph gives the model's own logits yet."""
+        try:
+            self._check(again=True)
+        except UnsupportedError as refusal:
+            logger.info("compared again: %s", refusal)
+            return False
+        return True
+
+    def remember(self) -> None:
+        """Nothing: the graph is compared with the model as it is."""
+
+    def reads(self, name: str) -> bool:
+        """Not a parameter that became part of a merged tensor: the graph reads that."""
+        tensor = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}.get(name)
+        return not self.compiled.rewrite.merges or any(tensor is owned for owned in self.inputs.owned)
 
     def close(self) -> None:
         """Merged parameters stay views of one tensor; a sharded model gets its DTensors back. Again is harmless."""

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.module_op import MODULE, register_module
+from paged_attn.engine.trace_failure import NotTraced
 from paged_attn.replaced_forward import replaced_forward
 
 logger = logging.getLogger("paged_attn")
-INSTEAD = "compile=False, which traces nothing, may serve the model"
 
 
 def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[nn.Module] | None:
@@ -46,7 +45,7 @@ def modules_as_ops(model: nn.Module, classes: Sequence[type[nn.Module]], inputs:
         inputs: those of a call of so many tokens.
 
     Raises:
-        UnsupportedError: such a module is given or returns something else than tensors, or its output has no shape of an input's.
+        NotTraced: such a module is given or returns something else than tensors, or its output has no shape of an input's.
     """
     with ExitStack() as undo:
         if classes:
@@ -86,10 +85,10 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
             i for i, value in enumerate(given) if isinstance(value, Tensor) and isinstance(output, Tensor) and value.shape == output.shape
         ]
         if not all(isinstance(value, Tensor) for value in given) or not alike:
-            raise UnsupportedError(
+            raise NotTraced(
                 f"{type(module).__name__} can not be traced, and can not be called as one op: it is given "
                 f"{', '.join(type(v).__name__ for v in given)} and returns {type(output).__name__}; known are tensors, and an "
-                f"output that is shaped like one of them; {INSTEAD}"
+                "output that is shaped like one of them."
             )
         seen.setdefault(module, set()).add(_Call(names, nothing, alike[0], output.dtype))
 
@@ -101,9 +100,7 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
             model(**inputs(length))
     several = [type(module).__name__ for module, calls in seen.items() if len(calls) > 1]
     if several:
-        raise UnsupportedError(
-            f"{several[0]} can not be traced, and is called in several ways, so that it can not be called as one op; {INSTEAD}"
-        )
+        raise NotTraced(f"{several[0]} can not be traced, and is called in several ways, so that it can not be called as one op.")
     return {module: next(iter(calls)) for module, calls in seen.items()}
 
 

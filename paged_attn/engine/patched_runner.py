@@ -19,7 +19,9 @@ from paged_attn.check.hooked import HookedServed, Taps
 from paged_attn.check.steps import ProbeSettings
 from paged_attn.compiled_graph import _check_layers
 from paged_attn.engine.capture_model import call_model, only_device
-from paged_attn.evaluating import evaluating
+from paged_attn.engine.model_output import check_output
+from paged_attn.engine.own_causality import OF_ALL_TOKENS, refuse_acausal
+from paged_attn.evaluating import as_served, evaluating
 from paged_attn.hf_configs import attention_configs
 from paged_attn.hf_patch import NAME, Patched
 from paged_attn.options import CompileOptions
@@ -62,6 +64,7 @@ class PatchedRunner:
     max_rows: int | None = None
     runs_as = "hooked, not compiled"
     one_row = False
+    follows_the_model = True
 
     def __init__(
         self, model: nn.Module, options: CompileOptions, follow_generate: bool = False, probe: ProbeSettings | None = None
@@ -75,17 +78,24 @@ class PatchedRunner:
             self.dtype = model_dtype(model)
             self.max_positions = max_positions(model)
             patched = self._patched = Patched(model, options.self_check, probe)
+            num_ids = check_output(model)
             self._token = token_argument(model)
             self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
             refuse_recurrent(model, "an engine with eager breaks")
-            with evaluating(model):
-                undo.enter_context(patched)
+            with as_served(model):
+                try:
+                    undo.enter_context(patched)
+                except UnsupportedError:
+                    if patched.layers:  # each was proved, and the numbers are others nevertheless
+                        refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
+                    raise
                 self.layers = patched.layers
                 self._refuse_acausal()
                 if options.self_check:
                     self._check_numbering()
                 self.takes_logits_rows = self._keeps_chosen_rows()
             self._configs = attention_configs(model)
+            self.remember()
             self._accepted: tuple[AttentionSpec, ...] | None = None
             # Not a method of self: an engine that is dropped without `close` gives its model back, too.
             self._leave = weakref.finalize(self, undo.pop_all().close)
@@ -113,6 +123,23 @@ class PatchedRunner:
     def served(self) -> HookedServed:
         """The model as it runs, for checks that look inside."""
         return HookedServed(Taps(self._patched), self._patched.settings or ProbeSettings())
+
+    def computes_the_same(self) -> bool:
+        """Whether the model's logits of a few tokens are what they were when it was last remembered."""
+        error, limit = logits_apart(self._remembered, self._few_logits(), self.dtype)
+        return error <= limit
+
+    def remember(self) -> None:
+        """Keep the model's logits of a few tokens."""
+        self._remembered = self._few_logits()
+
+    def reads(self, name: str) -> bool:
+        """Always: the model itself is called."""
+        return True
+
+    def _few_logits(self) -> Tensor:
+        with as_served(self.model):
+            return self._call(*self._probe_rows())
 
     def close(self) -> None:
         """Leave the patch; the model is as it was found. Again is harmless."""

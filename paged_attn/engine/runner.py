@@ -24,7 +24,10 @@ class Runner(Protocol):
         ranks: the processes that hold the shards of the model and run it together; None for a whole one.
         runs_as: for people: how the model is called.
         one_row: a step of one request gains from being one row.
+        follows_the_model: calls compute what the model is then, adapters and hooks included, and not a graph of what it was.
     """
+
+    follows_the_model: bool
 
     model: nn.Module
     device: torch.device
@@ -56,6 +59,15 @@ class Runner(Protocol):
 
     def served(self) -> Served:
         """The model as it runs, for checks that look inside."""
+
+    def computes_the_same(self) -> bool:
+        """Whether the model computes on a few tokens what calls compute (a graph), or what it did when it was last remembered."""
+
+    def remember(self) -> None:
+        """From now on what the model computes now is the same."""
+
+    def reads(self, name: str) -> bool:
+        """Whether calls read this parameter or buffer as the model's own object, wherever its numbers lie."""
 
     def close(self) -> None:
         """Leave the model as it was found."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.call_signature import plain_inputs, takes
-from paged_attn.evaluating import evaluating
+from paged_attn.evaluating import as_served
 from paged_attn.passes.model_facts import model_device
 from paged_attn.recurrent.discover import recurrent_modules
 
@@ -17,11 +17,11 @@ def refuse_recurrent(model: nn.Module, road: str) -> None:
     if not takes(model, "input_ids") or not hasattr(model, "get_input_embeddings"):
         return
     device = model_device(model)
-    with evaluating(model), torch.compiler.set_stance("force_eager"):
+    with as_served(model), torch.compiler.set_stance("force_eager"):
         found = recurrent_modules(model, lambda length: plain_inputs(model, torch.arange(length, device=device) % 2 + 1, True))
     if found:
         others = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
         raise UnsupportedError(
             f"{type(model).__name__} keeps recurrent state in {found[0]}{others}, and {road} has no place for the state of several "
-            "requests; paged_attn.LLM(model) runs it"
+            "requests; only paged_attn.LLM(model), which traces the model, has one"
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paged_attn.left_as_it_was import left_as_it_was
 from paged_attn.recurrent.cache_state import Path, Snapshot, changed_paths, snapshot
 
 
@@ -55,27 +55,11 @@ class Watched:
 def watch(model: nn.Module, inputs: dict[str, Any]) -> Watched:
     """Run `model(**inputs)`, which makes its own cache, and leave the model as it was."""
     watcher = _Watcher()
-    attributes: dict[str, Tensor] = {}
-    with ExitStack() as undo:
+    with left_as_it_was(model) as changes, torch.no_grad():
         for name, module in model.named_modules():
-            undo.callback(_set_back, name, module, dict(vars(module)), attributes)
-            for handle in watcher.hooks_on(name, module):
-                undo.callback(handle.remove)
-        with torch.no_grad():
-            output = model(**inputs)
-    return Watched(watcher.calls, watcher.fresh, watcher.cache, output, attributes)
-
-
-def _set_back(name: str, module: nn.Module, before: dict[str, Any], replaced: dict[str, Tensor]) -> None:
-    """Give a module its plain attributes back; the tensors that it had put there go to `replaced`."""
-    now = vars(module)
-    for key in [key for key, value in now.items() if key not in before or value is not before[key]]:
-        if isinstance(now[key], Tensor):
-            replaced[f"{name}.{key}"] = now[key]
-        if key in before:
-            now[key] = before[key]
-        else:
-            del now[key]
+            watcher.hook(name, module)
+        output = model(**inputs)
+    return Watched(watcher.calls, watcher.fresh, watcher.cache, output, changes.attributes)
 
 
 class _Watcher:
@@ -88,7 +72,7 @@ class _Watcher:
         self.cache: Any = None
         self._open: list[tuple[Call, Snapshot, Snapshot]] = []  # call, the cache before, what its submodules have left there
 
-    def hooks_on(self, name: str, module: nn.Module) -> list[Any]:
+    def hook(self, name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = _named(module, args, kwargs)
             cache_name = next((key for key, value in arguments.items() if isinstance(value, self.cache_class)), None)
@@ -111,7 +95,8 @@ class _Watcher:
             if self._open:
                 self._open[-1][2].update({path: now[path] for path in call.changed})
 
-        return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after, with_kwargs=True)]
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

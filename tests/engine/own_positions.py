@@ -70,6 +70,6 @@ def greedy_loop(model: nn.Module, prompt: Sequence[int], new_tokens: int) -> lis
     with torch.no_grad():
         for _ in range(new_tokens):
             output = model(ids)
-            logits = output.logits if hasattr(output, "logits") else output[0]
+            logits = output if isinstance(output, Tensor) else output.logits if hasattr(output, "logits") else output[0]
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
     return ids[0, len(prompt) :].tolist()

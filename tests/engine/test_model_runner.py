@@ -62,7 +62,7 @@ class Branching(Attention):
 class Positionless(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(20, 8)
+        self.embed = nn.Embedding(20, 20)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.embed(input_ids)
@@ -282,7 +282,7 @@ def test_a_module_with_a_transformers_config_of_its_own_is_refused_for_its_own_r
 
         def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
             x = self.embed(input_ids) + position_ids[..., None]
-            return (x @ x.transpose(1, 2)).softmax(-1) @ x
+            return (x @ x.transpose(1, 2)).softmax(-1) @ x @ self.embed.weight.T
 
     with pytest.raises(UnsupportedError, match="the model attends in both directions"):
         LLM(Own())

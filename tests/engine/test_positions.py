@@ -18,13 +18,14 @@ PROMPTS = random_prompts((1, 5, 17, 33, 70))
 NEW_TOKENS = 12
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
 DECODERS = ("bart", "blenderbot", "marian", "mbart", "plbart")
-RUNNING_SUMS = ("roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+RUNNING_SUMS = ("roberta", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
 
 
 def hf(name: str) -> PreTrainedModel:
     """The decoder of an encoder-decoder type alone, or an encoder type that generates."""
     torch.manual_seed(0)
-    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "init_std": 0.2}
+    sizes: dict[str, Any] = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "init_std": 0.2}
+    sizes |= {"languages": ("en_XX", "de_DE"), "default_language": "de_DE"} if name == "xmod" else {}  # an adapter for each
     config = AutoConfig.for_model(name, **{**COMMON, **sizes, "forced_eos_token_id": None, "tie_word_embeddings": False})
     config.is_decoder, config.is_encoder_decoder = True, False
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
@@ -96,6 +97,26 @@ def test_where_generate_and_a_plain_call_number_positions_differently_the_reason
         prompts = random_prompts((1, 5, 17))
         got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))]
     assert got == [greedy(model, p, 8) for p in prompts]
+
+
+class Refused(Decoder):
+    """Takes position_ids and says that it generates by them, but is made from the number of tokens, too."""
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, None]:  # type: ignore[override]
+        positions = torch.arange(2, tokens.shape[1] + 2)[None] if position_ids is None else position_ids
+        self.place = lambda m, x: (x + m.learned(positions)) * (x.shape[1] / 10)
+        return super().forward(tokens)
+
+    def generate(self) -> None: ...
+
+
+def test_who_follows_generate_is_told_the_true_reason_and_not_to_follow_it() -> None:
+    model = Refused(PLACES["none"][0]).eval()
+    with pytest.raises(UnsupportedError, match="follow_generate=True"):
+        LLM(model, num_pages=40)
+    with pytest.raises(UnsupportedError, match="truediv is made from the number of tokens") as told:
+        LLM(model, num_pages=40, follow_generate=True)
+    assert "follow_generate" not in str(told.value)
 
 
 class Optional(Decoder):

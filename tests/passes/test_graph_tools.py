@@ -53,6 +53,22 @@ def by_overload(x: Tensor) -> Tensor:
     return k
 
 
+def by_packet(x: Tensor) -> Tensor:
+    """An op of somebody's own, without its overload."""
+    k = x.new_zeros(4, 8)
+    torch.ops.paged_attn_tests_of_writes.copy_into(x, k[1:])
+    return k
+
+
+LIBRARY = torch.library.Library("paged_attn_tests_of_writes", "DEF")
+LIBRARY.define("copy_into(Tensor x, Tensor(a!) rows) -> ()")
+
+
+@torch.library.impl(LIBRARY, "copy_into", "CompositeExplicitAutograd")
+def _copy_into(x: Tensor, rows: Tensor) -> None:
+    rows.copy_(x[1:])
+
+
 def through_dropout(x: Tensor) -> Tensor:
     """Out of training it returns what it was given."""
     k = x * 2
@@ -85,7 +101,7 @@ def after_reading(x: Tensor) -> Tensor:
     return first + k
 
 
-IN_PLACE: list[Part] = [assembled, by_item, through_views, by_function, by_overload, after_reading, through_dropout, by_flag]
+IN_PLACE: list[Part] = [assembled, by_item, through_views, by_function, by_overload, by_packet, after_reading, through_dropout, by_flag]
 
 
 @pytest.mark.parametrize("part", IN_PLACE)

@@ -140,11 +140,24 @@ class Weighted(nn.Module):
         return sdpa(q, k, v, mask(q) + (q * self.weight) @ k.transpose(-1, -2) + distance)
 
 
+def talking_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores of all heads go into each."""
+    scores = torch.einsum("bhij,gh->bgij", q @ k.transpose(-1, -2) * SCALE, MIXING)
+    return (scores + mask(q)).softmax(-1) @ v
+
+
+def talking_heads_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights of all heads, through a convolution, which takes one dtype."""
+    weights = (q @ k.transpose(-1, -2) * SCALE + mask(q)).softmax(-1).to(q.dtype)
+    return F.conv2d(weights, MIXING[:, :, None, None]) @ v
+
+
+MIXING = torch.randn(4, 4, generator=torch.Generator().manual_seed(2)) * 0.5
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], int]] = {
     f.__name__: (f, 4)
     for f in (top_k, top_k_of_many, top_k_written_out, content_bias, content_bias_in_places, keys_filled_in_place, forgetting,
               forgetting_written_out, sum_by_matrix, sum_written_in_place, sum_in_float64, smoothed_keys, hidden_by_sign, with_empty_part,
-              top_k_of_gathered, viewed)
+              top_k_of_gathered, viewed, talking_heads, talking_heads_after)
 } | {"grouped": (grouped, 2), "with its own tensors": (Weighted(), 4)}  # fmt: skip
 
 
@@ -164,6 +177,12 @@ def test_what_the_report_says(caplog: pytest.LogCaptureFixture) -> None:
     assert report.proof.startswith("mask computed from hidden states: recomputed from each request's history")
     assert report.spec.describe() == "4 heads, causal, recomputed from history: 100 values a token"  # q, k, v and the keys' sums
     assert sum("grows with the square of the length" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("attend", [talking_heads, talking_heads_after])
+def test_the_report_says_that_heads_are_mixed(attend: Callable[..., Tensor]) -> None:
+    (report,) = rewrite_of(toy(attend)).layers
+    assert report.proof.startswith("heads mixed: recomputed from each request's history")
 
 
 def rows_of(result: Rewrite) -> list[int]:

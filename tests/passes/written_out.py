@@ -82,6 +82,13 @@ def baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(F.softmax(scores, -1), v[0]).view(1, 4, -1, 8)
 
 
+def baddbmm_into_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """ChatGLM2: with beta=0 PyTorch does not read the buffer, which nobody has filled."""
+    buffer = torch.full((4, length(q), length(q)), float("nan"))
+    scores = torch.baddbmm(buffer, q[0], k[0].mT, beta=0.0, alpha=SCALE)
+    return torch.bmm(F.softmax(scores + mask(q), -1), v[0]).view(1, 4, -1, 8)
+
+
 def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.einsum("b h i d, b h j d -> b h i j", q, k) * SCALE
     return torch.einsum("bhij,bhjd->bhid", (scores + mask(q)).softmax(dim=-1), v)
@@ -209,6 +216,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], int, dict[str, Any]]] = {
         for f, heads, scale in (
             (plain, 4, SCALE), (float32_cast_and_dropout, 4, SCALE), (scaled_query_and_where, 4, 1.0), (masked_fill_after_clamp, 4, 1.0),
             (multiplied_mask, 4, SCALE), (in_place, 4, SCALE), (grouped_5d, 2, SCALE), (bmm_3d, 4, SCALE), (baddbmm, 4, SCALE),
+            (baddbmm_into_nothing, 4, SCALE),
             (einsum, 4, SCALE), (einsum_tokens_first, 4, SCALE), (einsum_grouped, 2, SCALE), (einsum_key_first, 4, SCALE),
         )
     },

@@ -1,0 +1,71 @@
+"""Calling a model and leaving it as it was, whatever its forward keeps in itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass
+class Changes:
+    """What calls of a model put into it, known when the block is over.
+
+    Attributes:
+        attributes: tensors that modules keep as plain attributes and that were replaced, by path.
+        modules: submodules that were replaced, by path: as they were and as they came.
+    """
+
+    attributes: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, tuple[nn.Module, nn.Module]] = field(default_factory=dict)
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[Changes]:
+    """Inside, the model may be called; afterwards every attribute, buffer, submodule and hook is the one that it had.
+
+    What was written into its tensors in place stays.
+    """
+    changes = Changes()
+    before = [(name, module, dict(vars(module)), _tables(module)) for name, module in model.named_modules()]
+    try:
+        yield changes
+    finally:
+        for name, module, attributes, tables in reversed(before):
+            _set_tables_back(name, module, tables, changes)
+            _set_attributes_back(name, module, attributes, changes)
+
+
+def _tables(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Parameters, buffers, submodules and hooks: a module changes these tables in place."""
+    return {key: dict(value) for key, value in vars(module).items() if isinstance(value, dict) and key.startswith("_")}
+
+
+def _set_tables_back(name: str, module: nn.Module, tables: dict[str, dict[str, Any]], changes: Changes) -> None:
+    for key, entries in tables.items():
+        table: dict[str, Any] = vars(module)[key]
+        if _same(table, entries):
+            continue
+        for child, was in entries.items() if key == "_modules" else ():
+            if isinstance(was, nn.Module) and isinstance(now := table.get(child), nn.Module) and now is not was:
+                changes.modules[f"{name}.{child}".lstrip(".")] = was, now
+        table.clear()
+        table.update(entries)
+
+
+def _same(table: dict[str, Any], entries: dict[str, Any]) -> bool:
+    return list(table) == list(entries) and all(table[key] is value for key, value in entries.items())
+
+
+def _set_attributes_back(name: str, module: nn.Module, before: dict[str, Any], changes: Changes) -> None:
+    now = vars(module)
+    for key in [key for key, value in now.items() if key not in before or value is not before[key]]:
+        if isinstance(now[key], Tensor):
+            changes.attributes[f"{name}.{key}"] = now[key]
+        if key in before:
+            now[key] = before[key]
+        else:
+            del now[key]

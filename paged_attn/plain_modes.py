@@ -1,0 +1,56 @@
+"""The modes of the thread that calls us: gradients, inference mode and autocast, none of which may reach what an engine keeps or computes.
+
+A tensor made in inference mode can not be written outside of it. Under autocast a model computes in other dtypes than it was proved in,
+and keeps K and V in others than the pool has; graphs that were captured without it would not follow.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+
+logger = logging.getLogger("paged_attn")
+_DEVICES = ("cpu", "cuda")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@contextmanager
+def plain_modes() -> Iterator[None]:
+    """Inside, there is no inference mode and no autocast, and no gradients are recorded; afterwards all is as before."""
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        for device in _DEVICES:
+            if torch.is_autocast_enabled(device):
+                _say_once(device, torch.get_autocast_dtype(device))
+                modes.enter_context(torch.autocast(device, enabled=False))
+        modes.enter_context(torch.no_grad())
+        yield
+
+
+def in_plain_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, in `plain_modes` whatever its caller is in; 0.4 us where that is nothing."""
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not (torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _DEVICES))):
+            return function(*args, **kwargs)
+        with plain_modes():
+            return function(*args, **kwargs)
+
+    return called
+
+
+@functools.cache
+def _say_once(device: str, dtype: torch.dtype) -> None:
+    logger.warning(
+        "an engine is used under torch.autocast(%r, %s), which it does not follow: it computes in the model's own dtypes, in which it was "
+        "compared with the model; for another one convert the model before you give it to LLM",
+        device, dtype,
+    )  # fmt: skip
