@@ -1,8 +1,9 @@
-"""`python -m tests.gpu.published_shapes FAMILY [--tiny]`: a few layers at the published width with random weights; one JSON line.
+"""`python -m tests.gpu.published_shapes FAMILY [--tiny] [--layers N]`: layers at the published width with random weights; one JSON line.
 
 float32: greedy tokens through the engine as it is by default (Inductor, graphs, overlap) equal the model's own `generate` and a
 loop without a cache. bfloat16, the same weights: logits of the same tokens through the engine are no farther from the float32
-model's than transformers' own bfloat16 logits are.
+model's than transformers' own bfloat16 logits are. With --layers there is no room for float32: whether the model is accepted in
+bfloat16, and how far its logits are from transformers'.
 """
 
 from __future__ import annotations
@@ -113,16 +114,18 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def build(family: str, tiny: bool, layers: int = 4) -> Any:
-    """In float32, with weights that bfloat16 holds exactly."""
+def build(family: str, tiny: bool, layers: int = 4, dtype: torch.dtype = torch.float32) -> Any:
+    """With weights that bfloat16 holds exactly."""
     published = FAMILIES[family]
     shape = {**published, **{name: value for name, value in TINY.items() if tiny and published.get(name) is not None}}
     if tiny and "kv_lora_rank" in shape:
         shape["num_key_value_heads"] = shape["num_attention_heads"]
+    if "layer_types" in shape:
+        shape["layer_types"] = (shape["layer_types"] * layers)[:layers]
     config = AutoConfig.for_model(**shape, num_hidden_layers=layers, tie_word_embeddings=False, bos_token_id=1, eos_token_id=None)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.copy_(tensor.bfloat16())
@@ -188,13 +191,29 @@ def run(family: str, tiny: bool) -> dict[str, Any]:
     return report
 
 
+def run_deep(family: str, tiny: bool, layers: int) -> dict[str, Any]:
+    model = build(family, tiny, layers, torch.bfloat16)
+    prompts = prompts_of(model.config.get_text_config().vocab_size)
+    started = time.perf_counter()
+    with engine_of(model) as llm:
+        ready = round(time.perf_counter() - started, 1)
+        served = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))]
+        sequences = [prompt + tokens for prompt, tokens in zip(prompts, served, strict=True)]
+        ours = by_engine(llm.engine, sequences, NEW_TOKENS)
+        theirs = by_model(model, sequences, NEW_TOKENS)
+    apart = spread([row_errors(one, other) for one, other in zip(theirs, ours, strict=True)])
+    chosen = [bool((rows.argmax(-1)[:-1].cpu() == torch.tensor(tokens)).all()) for rows, tokens in zip(theirs, served, strict=True)]
+    return {"family": family, "layers": layers, "accepted": True, "seconds_bf16_ready": ready, "bf16_apart": apart, "equal": chosen}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--tiny", action="store_true", help="the same configs with small numbers, to try this script on a CPU")
+    parser.add_argument("--layers", type=int)
     options = parser.parse_args()
     try:
-        report = run(options.family, options.tiny)
+        report = run_deep(options.family, options.tiny, options.layers) if options.layers else run(options.family, options.tiny)
     except UnsupportedError as refusal:
         report = {"family": options.family, "refused": str(refusal)[:1500]}
     except Exception:  # noqa: BLE001 - reported, with where
