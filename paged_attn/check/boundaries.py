@@ -49,11 +49,13 @@ class Boundaries:
         results: by submodule of the split graph and place among its results.
         written: by break, what its op writes.
         given: by break, query, key and value of its attention, where they are known.
+        order: the submodules, pieces and breaks, as they are called.
     """
 
     results: Mapping[tuple[str, int], Boundary]
     written: Mapping[str, Boundary]
     given: Mapping[str, Sequence[Boundary]]
+    order: Sequence[str]
 
     @classmethod
     def of(cls, found: Rewrite, split: SplitGraph) -> Boundaries:
@@ -70,11 +72,19 @@ class Boundaries:
         plain = [report for report in found.layers if report.layer_id not in found.rotated_layers]
         operands = {report.op_node: [Boundary(each.name, operand=each) for each in report.operands] for report in plain}
         given = {name: operands[op] for name, op in zip(split.breaks, split.op_names, strict=True) if operands.get(op)}
-        return cls(results, written, given)
+        return cls(results, written, given, list(split.results))
 
     @property
     def all(self) -> list[Boundary]:
         return [*self.results.values(), *self.written.values(), *(each for given in self.given.values() for each in given)]
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """By node, the place in `order` of what computes it; of an operand that is no result of a piece, that of the last piece before."""
+        place = {name: index for index, name in enumerate(self.order)}
+        found = {each.original: place[name] - 1 for name, given in self.given.items() for each in given}
+        found |= {boundary.original: place[name] for (name, _), boundary in self.results.items()}
+        return found | {boundary.original: place[name] for name, boundary in self.written.items()}
 
     @property
     def late(self) -> dict[str, list[str]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.batch import Batch
 from paged_attn.check.against_model import Logits, check_against_model
 from paged_attn.check.boundaries import Boundary
+from paged_attn.check.choices import Choices, Perturbation
 from paged_attn.check.diagnosis import EXACT_BACKEND
 from paged_attn.check.noise import Noise
 from paged_attn.check.self_check import check_served
@@ -126,10 +127,12 @@ class HookedOriginal(Original):
         *,
         wide: bool = False,
         token_by_token: bool = False,
-        perturbed: torch.Generator | None = None,
+        perturbed: Perturbation | None = None,
+        choices: Choices | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """With `wide`, attention is computed in wider numbers and all else as it is; nothing is perturbed but what `visit` returns."""
+        """With `wide`, attention is computed in wider numbers and all else as it is; nothing is perturbed but what `visit` returns,
+        and no choice is seen."""
         rows = torch.arange(len(prompt), device=prompt.device) if positions is None else positions
         wider = torch.float32 if self.narrow.itemsize < 4 else torch.float64
         return self.taps.run(prompt, rows, Watch(visit, wider if wide else None))

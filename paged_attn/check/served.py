@@ -12,6 +12,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch import Batch
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.check.boundaries import Boundary
+from paged_attn.check.choices import Choices, Perturbation
 from paged_attn.check.steps import ProbeSettings
 from paged_attn.check.tapped import Visit
 from paged_attn.recurrent.layer import RecurrentLayer
@@ -47,7 +48,8 @@ class Original(ABC):
         *,
         wide: bool = False,
         token_by_token: bool = False,
-        perturbed: torch.Generator | None = None,
+        perturbed: Perturbation | None = None,
+        choices: Choices | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Logits [T, vocabulary] of one prompt [T] int64; what `visit` returns of a value goes on in its place.
@@ -55,7 +57,8 @@ class Original(ABC):
         Args:
             wide: compute in wider numbers, as far as that can be.
             token_by_token: run recurrent layers so.
-            perturbed: move the results of operations by about one rounding, as this generator draws it.
+            perturbed: move the results of operations.
+            choices: what operations choose, in place of what they would.
             positions: [T] int64, by default 0, 1, ...
         """
 

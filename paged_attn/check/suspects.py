@@ -1,8 +1,9 @@
 """Rows that are off by more than rounding explains, until it is seen that the model's own rounding may choose that, too.
 
 A router takes the best experts, an indexer the best keys, a quantiser the nearest step. Where two are as good as equal, any other order of
-adding up takes the other one, and the row is another. So a suspect row is compared with what the original gives for the same row when all
-its numbers are moved by one rounding, many times over; what never comes out so is no choice of the model's.
+adding up takes the other one, and the row is another. So the original is run with all its numbers moved a little, many times over, and
+each time once more with its own numbers and what was chosen then. A suspect row is explained if it is one of these, as far as rounding
+moves that row; what never comes out so is no choice of the model's.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 
 from paged_attn.check.boundaries import Boundary
-from paged_attn.check.closeness import row_errors
+from paged_attn.check.choices import Perturbation
+from paged_attn.check.closeness import MULTIPLE, row_errors
 from paged_attn.check.noise import Noise
 from paged_attn.check.served import Original
 from paged_attn.check.truth import OtherRun, Truth
 
-TRIES = 32
+TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
+ENOUGH = 4  # runs that say how far rounding moves a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,22 +61,51 @@ def suspects_in(
 
 def without_choices(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise) -> list[Suspect]:
     """Those of them that no rounding of the original explains, in order."""
-    left = list(suspects)
+    left: list[Suspect] = []
     for prompt in {suspect.prompt for suspect in suspects}:
+        rows = [_Row(suspect, truth, noise) for suspect in suspects if suspect.prompt == prompt]
         generator = torch.Generator().manual_seed(prompt)
-        for _ in range(TRIES):
-            mine = [suspect for suspect in left if suspect.prompt == prompt]
-            if not mine:
+        for attempt in range(TRIES):
+            if not rows:
                 break
-            run = OtherRun(original, truth, prompt, perturbed=generator)
-            chosen = [suspect for suspect in mine if _is_like(suspect, run, truth, noise)]
-            left = [suspect for suspect in left if suspect not in chosen]
-    return left
+            moved = Perturbation(generator, UNITS[attempt % len(UNITS)])
+            near = OtherRun(original, truth, prompt, perturbed=moved)
+            exact = OtherRun(original, truth, prompt, choices=moved.choices)
+            for row in rows:
+                row.see(near, exact, moved.units)
+            rows = [row for row in rows if not row.explained]
+        left += [row.suspect for row in rows]
+    return [suspect for suspect in suspects if suspect in left]
 
 
-def _is_like(suspect: Suspect, run: OtherRun, truth: Truth, noise: Noise) -> bool:
-    other, operand = run.rows[suspect.name][suspect.row][None], suspect.boundary.operand if suspect.boundary is not None else None
-    if operand is not None:
-        other = operand.of(other)
-    error = row_errors(other.reshape(1, -1), suspect.got.reshape(1, -1), None if operand is not None else truth.usual[suspect.name])
-    return bool(error[0] <= noise.limit(suspect.name))
+class _Row:
+    """A suspect beside what the original gives in its place.
+
+    `off`: how far it is from the nearest of those that the original gives with some choice; `own`: how far rounding alone moves them.
+    """
+
+    def __init__(self, suspect: Suspect, truth: Truth, noise: Noise) -> None:
+        self.suspect, self.operand = suspect, None if suspect.boundary is None else suspect.boundary.operand
+        self.usual = None if self.operand is not None else truth.usual[suspect.name]
+        self.limit = noise.limit(suspect.name)
+        self.off, self.own, self.is_like_a_moved_one = suspect.error, list[float](), False
+
+    def see(self, moved: OtherRun, exact: OtherRun, units: float) -> None:
+        near, chosen = self._of(moved), self._of(exact)
+        self.off = min(self.off, self._apart(chosen, self.suspect.got))
+        if units == 1:
+            self.own.append(self._apart(chosen, near))
+            self.is_like_a_moved_one |= self._apart(near, self.suspect.got) <= self.limit
+
+    @property
+    def explained(self) -> bool:
+        enough = len(self.own) >= ENOUGH
+        allowed = max(self.limit, MULTIPLE * sorted(self.own)[len(self.own) // 2]) if enough else self.limit
+        return self.is_like_a_moved_one or self.off <= allowed
+
+    def _of(self, run: OtherRun) -> Tensor:
+        row = run.rows[self.suspect.name][self.suspect.row][None]
+        return row if self.operand is None else self.operand.of(row)
+
+    def _apart(self, expected: Tensor, got: Tensor) -> float:
+        return float(row_errors(expected.reshape(1, -1), got.reshape(1, -1), self.usual)[0])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.capture.split_ops import overloads_of
-from paged_attn.passes.graph_tools import is_view, value_of, writes_in_place
+from paged_attn.passes.graph_tools import value_of, writes_in_place
 
 Visit = Callable[[str, Tensor], Tensor]
 _NARROW_METHODS = ("half", "bfloat16", "float")
@@ -26,10 +26,12 @@ class Taps:
     Attributes:
         names: of their nodes. Of an op that writes into an argument, that argument is the value.
         late: by node, those that are looked at just before that node is computed, as something writes to them until then.
+        inner: by name, the nodes that read it as it was computed, whatever replaces it for all others.
     """
 
     names: Collection[str]
     late: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    inner: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 class TappedRun(fx.Interpreter):
@@ -38,6 +40,7 @@ class TappedRun(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit) -> None:
         super().__init__(gm)
         self.visit, self.late = visit, taps.late
+        self._inner, self._computed = taps.inner, dict[str, Any]()
         self._late_names = {name for names in taps.late.values() for name in names}
         self.names = frozenset(taps.names) - self._late_names
         self._kept: dict[str, Tensor] = {}
@@ -57,6 +60,8 @@ class TappedRun(fx.Interpreter):
         if isinstance(value, Tensor):
             seen = self.visit(n.name, value)
             if not written:
+                if n.name in self._inner:
+                    self._computed[n.name] = value
                 return seen
             if seen is not value:
                 value.copy_(seen)
@@ -65,26 +70,12 @@ class TappedRun(fx.Interpreter):
     def compute(self, n: fx.Node) -> Any:
         return super().run_node(n)
 
+    def given(self, node: fx.Node, n: fx.Node) -> Any:
+        """What an input of a node is for that node."""
+        return self._computed[node.name] if n.name in self._inner.get(node.name, ()) else self.env[node]
 
-class PerturbedRun(TappedRun):
-    """The same with every number that an operation computes in the model's own type moved by up to half a unit in its last place: what any
-    other order of adding up, or any other kernel, might give.
-
-    Args:
-        narrow: the model's own floating type.
-    """
-
-    def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype, generator: torch.Generator) -> None:
-        super().__init__(gm, taps, visit)
-        self.narrow, self.generator = narrow, generator
-
-    def compute(self, n: fx.Node) -> Any:
-        result = super().compute(n)
-        computes = n.op in ("call_function", "call_method") and not is_view(n) and not writes_in_place(n)
-        if not computes or type(result) is not Tensor or result.dtype != self.narrow:
-            return result
-        noise = torch.empty(result.shape, dtype=torch.float32).uniform_(-1, 1, generator=self.generator).to(result.device)
-        return (result.double() * (1 + torch.finfo(self.narrow).eps * noise.double())).to(result.dtype)
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        return fx.node.map_arg(args, lambda node: self.given(node, n))
 
 
 class WideRun(TappedRun):
@@ -148,7 +139,7 @@ class WideRun(TappedRun):
 
         `narrowed` gets each of them with its copy.
         """
-        traced = {id(self.env.get(node)): value.dtype for node in n.all_input_nodes if isinstance(value := value_of(node), Tensor)}
+        traced = {id(self.given(node, n)): value.dtype for node in n.all_input_nodes if isinstance(value := value_of(node), Tensor)}
 
         def as_traced(value: Any) -> Any:
             if not isinstance(value, Tensor) or type(value) is not Tensor or value.dtype != self.wide:

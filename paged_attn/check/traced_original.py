@@ -12,10 +12,12 @@ from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.check.boundaries import Boundaries, Boundary
+from paged_attn.check.choices import Choices, ChosenRun, Perturbation, PerturbedRun
+from paged_attn.check.inner_reads import inner_reads
 from paged_attn.check.running import NoAttention, logits_of, must_run
 from paged_attn.check.served import Original
 from paged_attn.check.steps import LONGEST
-from paged_attn.check.tapped import PerturbedRun, TappedRun, Taps, Visit, WideRun
+from paged_attn.check.tapped import TappedRun, Taps, Visit, WideRun
 from paged_attn.check.truth import Truth
 from paged_attn.graph_inputs import GraphInputs
 from paged_attn.passes.attention_site import places_of
@@ -58,7 +60,7 @@ class TracedOriginal(Original):
 
     def __init__(self, compiled: CompiledGraph, inputs: GraphInputs, boundaries: Boundaries) -> None:
         self.gm, self.inputs = compiled.original, inputs
-        self.taps = Taps(boundaries.names, boundaries.late)
+        self.taps = Taps(boundaries.names, boundaries.late, inner_reads(self.gm.graph, boundaries.stages))
         self.recurrent = compiled.recurrent or ()
         self._places = compiled.rewrite.places
         self.min_tokens = compiled.rewrite.form.min_tokens
@@ -72,7 +74,8 @@ class TracedOriginal(Original):
         *,
         wide: bool = False,
         token_by_token: bool = False,
-        perturbed: torch.Generator | None = None,
+        perturbed: Perturbation | None = None,
+        choices: Choices | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
         """A prompt shorter than what the trace holds for is followed by copies of its last token, whose logits are left out; `visit` is
@@ -89,6 +92,8 @@ class TracedOriginal(Original):
             run = WideRun(self.gm, self.taps, visit, self.narrow)
         elif perturbed is not None:
             run = PerturbedRun(self.gm, self.taps, visit, self.narrow, perturbed)
+        elif choices is not None:
+            run = ChosenRun(self.gm, self.taps, visit, choices)
         else:
             run = TappedRun(self.gm, self.taps, visit)
         with self._context(padded, token_by_token), must_run("the traced graph", f"{len(padded)} tokens"):

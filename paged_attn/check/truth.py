@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paged_attn.check.boundaries import Boundary
+from paged_attn.check.choices import Choices, Perturbation
 from paged_attn.check.closeness import row_errors, row_lengths, typical
 from paged_attn.check.served import Original
 
@@ -99,8 +101,8 @@ class OtherRun:
         prompt: the index of the one whose truth it is.
         tokens: what is run, by default that prompt.
         count: of the rows that are compared, by default all.
-        perturbed: go on from the truth with its numbers moved by about one rounding, as this generator draws them.
-        wide, token_by_token: of `Original.run`.
+        perturbed: of `Original.run`; the run goes on from the truth with its numbers moved so, too.
+        choices, wide, token_by_token: of `Original.run`.
 
     Attributes:
         errors: by name, of each row [count].
@@ -114,7 +116,8 @@ class OtherRun:
         prompt: int,
         tokens: Tensor | None = None,
         count: int | None = None,
-        perturbed: torch.Generator | None = None,
+        perturbed: Perturbation | None = None,
+        choices: Choices | None = None,
         wide: bool = False,
         token_by_token: bool = False,
     ) -> None:
@@ -123,7 +126,8 @@ class OtherRun:
         self.errors: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         tokens = truth.prompts[prompt] if tokens is None else tokens
-        self._visit(LOGITS, original.run(tokens, self._visit, wide=wide, token_by_token=token_by_token, perturbed=perturbed))
+        how: dict[str, Any] = {"wide": wide, "token_by_token": token_by_token, "perturbed": perturbed, "choices": choices}
+        self._visit(LOGITS, original.run(tokens, self._visit, **how))
 
     def _visit(self, name: str, value: Tensor) -> Tensor:
         if name not in self.truth.names:
@@ -131,14 +135,9 @@ class OtherRun:
         expected = self.truth.rows(self.prompt, name)[: self.count]
         self.rows[name] = self.truth.written_of(name, value)[: self.count].clone()
         self.errors[name] = row_errors(expected, self.truth.rows_of(name, value)[: self.count], self.truth.usual[name])
-        return self.truth.with_rows(name, value, expected if self.perturbed is None else self._moved(expected))
-
-    def _moved(self, rows: Tensor) -> Tensor:
-        if not rows.is_floating_point():
-            return rows
-        step = max(torch.finfo(dtype).eps for dtype in (rows.dtype, self.narrow)) / 2
-        signs = torch.randint(-1, 2, rows.shape, generator=self.perturbed).to(rows.device)
-        return (rows.double() * (1 + step * signs)).to(rows.dtype)
+        if self.perturbed is not None and expected.is_floating_point():
+            expected = self.perturbed.moved(expected, self.narrow)
+        return self.truth.with_rows(name, value, expected)
 
 
 def _row_axis(values: Sequence[Tensor], lengths: Sequence[int]) -> int | None:

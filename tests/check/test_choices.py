@@ -1,0 +1,152 @@
+"""Models that choose (experts) in 16 bits, where another rounding chooses otherwise: no false alarm, and nothing else is excused.
+
+What Inductor compiles rounds otherwise than what it was made from. Without a GPU that is played here: pieces compute in float32 and round
+their results alone, or every operation rounds at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from paged_attn.check.choices import ChosenRun, Perturbation, PerturbedRun
+from paged_attn.check.tapped import TappedRun, Taps, WideRun
+from paged_attn.check.traced_served import PiecewiseRun
+from tests.check.checked import Traced, refused
+from tests.check.planted import hook_a_row
+from tests.zoo.build import build
+
+MANY = {"num_experts": 64, "num_local_experts": 64, "n_routed_experts": 64, "num_experts_per_tok": 8, "hidden_size": 128}
+FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "jamba", "deepseek_v3")
+NOTHING = Taps(())
+Play = Callable[[fx.GraphModule], TappedRun]
+
+
+def as_it_is(_: str, value: Tensor) -> Tensor:
+    return value
+
+
+def in_wide_numbers(piece: fx.GraphModule) -> TappedRun:
+    return WideRun(piece, NOTHING, as_it_is, torch.bfloat16)
+
+
+def rounding_at_random(seed: int) -> Play:
+    """In the same way for the same piece and batch, as kernels do."""
+
+    def play(piece: fx.GraphModule) -> TappedRun:
+        return PerturbedRun(piece, NOTHING, as_it_is, torch.bfloat16, Perturbation(torch.Generator().manual_seed(seed)))
+
+    return play
+
+
+class Played:
+    """A piece whose results alone have the types that they should have."""
+
+    def __init__(self, piece: fx.GraphModule, play: Play) -> None:
+        self.piece, self.play = piece, play
+
+    def __call__(self, *args: Any) -> Any:
+        kinds, found = self.piece(*args), self.play(self.piece).run(*args)
+        if not isinstance(kinds, (tuple, list)):
+            return _like(found, kinds)
+        return tuple(_like(each, kind) for each, kind in zip(found, kinds, strict=True))
+
+
+def _like(value: Any, kind: Any) -> Any:
+    return value.to(kind.dtype) if isinstance(value, Tensor) else value
+
+
+def play_pieces(monkeypatch: pytest.MonkeyPatch, play: Play) -> None:
+    fetch = PiecewiseRun.fetch_attr
+
+    def fetched(run: PiecewiseRun, target: str) -> Any:
+        found = fetch(run, target)
+        return Played(found, play) if isinstance(found, fx.GraphModule) and target not in run._breaks else found
+
+    monkeypatch.setattr(PiecewiseRun, "fetch_attr", fetched)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pieces_that_round_otherwise_are_no_false_alarm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = Traced(build(family, **MANY).to(torch.bfloat16))
+    plays = [in_wide_numbers, *map(rounding_at_random, range(4))]
+    for play in plays:
+        with monkeypatch.context() as undo:
+            play_pieces(undo, play)
+            assert refused(traced) == ""
+
+
+class OneWrongExpert(TappedRun):
+    """One row of each call goes to the expert beside the one that was chosen first."""
+
+    def compute(self, n: fx.Node) -> Any:
+        result = super().compute(n)
+        if n.target is not torch.topk or result[1].shape[-1] < 2:
+            return result
+        places = result[1].clone()
+        places[1, 0] = (places[1, 0] + 1) % 64
+        return result[0], places
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_an_expert_that_no_rounding_chooses_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = Traced(build(family, **MANY).to(torch.bfloat16))
+    play_pieces(monkeypatch, lambda piece: OneWrongExpert(piece, NOTHING, as_it_is))
+    assert "computes something else" in refused(traced)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_row_that_a_hook_changes_is_seen_among_rows_that_choose_otherwise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(family, **MANY).to(torch.bfloat16)
+    assert hook_a_row(model)
+    traced = Traced(model)
+    play_pieces(monkeypatch, rounding_at_random(0))
+    assert "every row must depend on its own token" in refused(traced)
+
+
+def chosen_in(function: Callable[[Tensor], Any], x: Tensor, moved: Tensor) -> Any:
+    """What a graph gives of `x` with the choices that it makes of `moved`."""
+    gm = fx.symbolic_trace(function)
+    noted = PerturbedRun(gm, NOTHING, as_it_is, torch.float32, Perturbation(torch.Generator(), 0.0))
+    noted.run(moved)
+    return ChosenRun(gm, NOTHING, as_it_is, noted.perturbation.choices).run(x)
+
+
+X = torch.tensor([[1.0, 2.0, 3.0], [6.0, 5.0, 4.0]])
+MOVED = 7.5 - X
+
+
+@pytest.mark.parametrize(
+    ("function", "axis"),
+    [
+        (lambda x: torch.topk(x, 2), 1),
+        (lambda x: x.topk(1, dim=0), 0),
+        (lambda x: torch.sort(x, 1, descending=True), 1),
+        (lambda x: x.max(dim=1), 1),
+        (lambda x: torch.min(x, 0, keepdim=True), 0),
+    ],
+)
+def test_numbers_that_come_with_places_are_taken_from_there(function: Callable[[Tensor], Any], axis: int) -> None:
+    (values, places), (_, expected) = chosen_in(function, X, MOVED), function(MOVED)
+    assert torch.equal(places, expected) and not torch.equal(places, function(X)[1]) and torch.equal(values, _at(X, axis, expected))
+
+
+def _at(x: Tensor, axis: int, places: Tensor) -> Tensor:
+    return x.gather(axis, places) if places.dim() == x.dim() else x.gather(axis, places.unsqueeze(axis)).squeeze(axis)
+
+
+def test_a_comparison_is_taken_again_and_what_follows_is_computed() -> None:
+    assert torch.equal(chosen_in(lambda x: torch.where(x > 2.5, x, 0.0), X, MOVED), torch.where(MOVED > 2.5, X, 0.0))
+
+
+def test_whole_numbers_are_not_moved() -> None:
+    gm = fx.symbolic_trace(lambda x: x.float() * 1.0)
+    run = PerturbedRun(gm, NOTHING, as_it_is, torch.float32, Perturbation(torch.Generator().manual_seed(0), 4.0))
+    assert not torch.equal(run.run(torch.arange(1, 9)), torch.arange(1.0, 9.0))  # the product is
+    gm = fx.symbolic_trace(lambda x: x.float())
+    run = PerturbedRun(gm, NOTHING, as_it_is, torch.float32, Perturbation(torch.Generator().manual_seed(0), 4.0))
+    assert torch.equal(run.run(torch.arange(1, 9)), torch.arange(1.0, 9.0))
