@@ -26,6 +26,7 @@ from tests.teacher_forced import by_engine, by_model
 
 LENGTHS = (1, 5, 33, 150, 300)
 NEW_TOKENS = 16
+TRIES = 4
 MOE: dict[str, Any] = {"num_experts_per_tok": 8}
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 MAMBA, ATTENTION = "mamba", "attention"
@@ -143,9 +144,27 @@ def looped(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
     return tokens
 
 
-def prompts_of(vocabulary: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
+def prompts_of(vocabulary: int, seed: int = 3) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, vocabulary, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def settled_prompts(model: Any) -> tuple[list[list[int]], list[list[int]], int]:
+    """A prompt of each length with its greedy tokens, by `generate` and by a loop without a cache; how many were passed over, as these
+    two disagree: with random weights two experts, or two tokens, may tie to the last bit of float32."""
+    prompts, tokens, passed_over = [], [], 0
+    candidates = [prompts_of(model.config.get_text_config().vocab_size, seed) for seed in range(3, 3 + TRIES)]
+    for each in zip(*candidates, strict=True):
+        for prompt in each:
+            generated = greedy(model, prompt, NEW_TOKENS)
+            if generated == looped(model, prompt, NEW_TOKENS):
+                prompts.append(prompt)
+                tokens.append(generated)
+                break
+            passed_over += 1
+        else:
+            raise RuntimeError(f"generate and a loop without a cache disagree on {TRIES} prompts of {len(each[0])} tokens")
+    return prompts, tokens, passed_over
 
 
 def engine_of(model: Any) -> LLM:
@@ -162,9 +181,7 @@ def run(family: str, tiny: bool) -> dict[str, Any]:
     report: dict[str, Any] = {"family": family, "tiny": tiny, "torch": torch.__version__}
     started = time.perf_counter()
     model = build(family, tiny)
-    prompts = prompts_of(model.config.get_text_config().vocab_size)
-    generated = [greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
-    report["loop_agrees"] = [looped(model, prompt, NEW_TOKENS) for prompt in prompts[:3]] == generated[:3]
+    prompts, generated, report["passed_over"] = settled_prompts(model)
     report["seconds_oracle"] = round(time.perf_counter() - started, 1)
     started = time.perf_counter()
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)

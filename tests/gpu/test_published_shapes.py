@@ -30,6 +30,5 @@ def test_tokens_in_float32_and_logits_in_bfloat16(family: str) -> None:
     if folder := os.environ.get("SHAPES_JSON"):
         Path(folder, f"{family}.json").write_text(done.stdout)
     assert "crash" not in report and "refused" not in report, report
-    assert report["loop_agrees"], "the model disagrees with itself"
     assert all(all(equal) for equal in report["fp32_equal"]), report["fp32_equal"]
     assert report["bf16_ours"]["median"] <= FURTHER * report["bf16_theirs"]["median"], report
