@@ -24,6 +24,7 @@ from tests.zoo.configs import TYPES
 from tests.zoo.report import counts, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
+BAD_BF16 = ("refused", "further")
 SOURCES = ("attn_ops", "backends", "capture", "paged_attn", "passes", "tests/zoo")
 
 
@@ -79,7 +80,9 @@ def main() -> int:
             return found
         found = try_type(model_type, options.timeout)
         kept.write_text(json.dumps(found, indent=1))
-        print(f"{found['result']:10} {model_type:24} {found.get('seconds', 0):6.1f} s  {found['reason'][:120]}", flush=True)
+        bf16 = found.get("bf16", {})
+        words = f"{found['result']:10} {model_type:24} {found.get('seconds', 0):6.1f} s  {found['reason'][:120]}"
+        print(words, *(bf16[name] for name in ("result", "ours", "theirs", "reason") if name in bf16), flush=True)
         return found
 
     with ThreadPoolExecutor(options.workers) as pool:
@@ -89,7 +92,7 @@ def main() -> int:
         path = options.output or ROOT / "docs" / "models.md"
         write_report(path, results)
         print(f"wrote {path}")
-    return int(any(result["result"] in ("wrong", "crash") for result in results))
+    return int(any(result["result"] in ("wrong", "crash") or result.get("bf16", {}).get("result") in BAD_BF16 for result in results))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from paged_attn import LLM, SamplingParams, UnsupportedError
 from tests.oracle import random_prompts
 from tests.zoo.build import build
 from tests.zoo.features import module_features, spec_features
+from tests.zoo.in_bfloat16 import in_bfloat16
 from tests.zoo.oracle import Oracle, Tokens, oracle
 from tests.zoo.overrides import NOT_STANDALONE
 
@@ -103,6 +104,9 @@ def run(model_type: str) -> dict[str, Any]:
     try:
         runs = paged_tokens(model, prompts, report)
         report["result"], report["reason"] = verdict(runs, truth) if truth.truth is not None else ("no_oracle", truth.weakness)
+        if report["result"] == "ok":
+            assert truth.truth is not None
+            report["bf16"] = in_bfloat16(model, [prompt + tokens for prompt, tokens in zip(prompts, truth.truth, strict=True)], NEW_TOKENS)
     except UnsupportedError as error:
         report |= {"result": "refused", "reason": first_sentence(str(error)), "words": str(error)[:2000]}
         if "follow_generate=True" in str(error):
