@@ -27,6 +27,7 @@ from paged_attn.engine.sampler import Sampler
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.scheduler import Scheduler
+from paged_attn.engine.shown import shown
 from paged_attn.engine.step_runner import StepOutput
 from paged_attn.engine.token_events import TokenEvents
 from paged_attn.recurrent.run import RecurrentRunner
@@ -139,7 +140,7 @@ class Engine:
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
-            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another or cancel that one")
+            raise ValueError(f"request id {shown(request_id)} is in use by an unfinished request; choose another or cancel that one")
         request = self.new_requests.make(
             prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, prompt=prompt, priority=priority,
             text_at_end=text_at_end,
@@ -185,6 +186,7 @@ class Engine:
         self._flights.clear()
         if self.kv.tree is not None:
             self.kv.tree.clear()
+        self.new_requests.guides.close()
         self.steps.close()
         self.runner.close()
 

@@ -13,6 +13,7 @@ from paged_attn.engine.model_limits import ModelLimits
 from paged_attn.engine.request import Request
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.sampling_state import SamplingState
+from paged_attn.engine.shown import shown
 
 
 @dataclass
@@ -50,7 +51,7 @@ class NewRequests:
         """Arguments and errors as of `Engine.add_request`."""
         hash(namespace)
         if not isinstance(priority, int) or isinstance(priority, bool):
-            raise TypeError(f"priority is {priority!r}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
+            raise TypeError(f"priority is {shown(priority)}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
         ids = self.limits.checked_prompt(prompt_token_ids)
         max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
         self._check_fits(len(ids), max_new)
