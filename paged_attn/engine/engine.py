@@ -118,6 +118,7 @@ class Engine:
         *,
         request_id: str | None = None,
         namespace: Hashable = None,
+        tenant: Hashable = None,
         prompt: str | None = None,
         priority: int = 0,
         text_at_end: bool = False,
@@ -125,14 +126,15 @@ class Engine:
         """Queue a request; `step` will run it.
 
         Args:
-            namespace: requests share cached prefixes only within one (adapter, tenant, salt); those of equal priority are admitted in turn.
+            namespace: requests share cached prefixes only within one (adapter, tenant, salt).
+            tenant: of equal priority, one request of each tenant is admitted in turn, and of each of its namespaces.
             priority: a lower value is more urgent: admitted first and preempted last.
             text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
 
         Raises:
             ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, an id in use, or a schema, regular
                 expression or grammar that can not be read.
-            TypeError: a prompt that is not token ids, a namespace that does not hash, or a priority that is no whole number.
+            TypeError: a prompt that is not token ids, a namespace or tenant that does not hash, or a priority that is no whole number.
             UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
                 there.
         """
@@ -142,8 +144,8 @@ class Engine:
         if request_id in self.requests:
             raise ValueError(f"request id {shown(request_id)} is in use by an unfinished request; choose another or cancel that one")
         request = self.new_requests.make(
-            prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, prompt=prompt, priority=priority,
-            text_at_end=text_at_end,
+            prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, tenant=tenant, prompt=prompt,
+            priority=priority, text_at_end=text_at_end,
         )  # fmt: skip
         self.intake.expect(request)
         if request.max_new_tokens:
