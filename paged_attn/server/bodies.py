@@ -7,15 +7,18 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_params import MAX_PENALTY, SEED_LIMIT, SamplingParams
 from paged_attn.engine.shown import shown
-from paged_attn.server.bounds import Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens
+from paged_attn.server.bounds import Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens, within
 from paged_attn.server.errors import ApiError, bad_request
 
 MAX_LOGPROBS = 20
 MAX_DIGITS = 12
 MAX_N = 128  # OpenAI's
 MAX_TOP_K = 2**31 - 1  # above any vocabulary
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+PROMPTS: list[Any] = [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS, "minItems": 1}]
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of OpenAI's that change nothing here.
 IGNORED = frozenset({"user", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
@@ -53,17 +56,17 @@ class Body(Closed):
     logprobs_name: ClassVar[str] = "logprobs"
 
     model: Name | None = Field(None, description="the served model's name, or none")
-    max_tokens: int | None = None
-    temperature: float | None = Field(None, description="default: 1; 0 is greedy")
-    top_p: float | None = None
-    top_k: int | None = Field(None, description="extension; 0 turns it off")
-    min_p: float | None = Field(None, description="extension")
-    repetition_penalty: float | None = Field(None, description="extension")
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
+    max_tokens: int | None = Field(None, json_schema_extra=within(0))
+    temperature: float | None = Field(None, description="default: 1; 0 is greedy", json_schema_extra=within(0, 10))
+    top_p: float | None = Field(None, json_schema_extra=within(0.001, 1))
+    top_k: int | None = Field(None, description="extension; 0 turns it off", json_schema_extra=within(0))
+    min_p: float | None = Field(None, description="extension", json_schema_extra=within(0, 1))
+    repetition_penalty: float | None = Field(None, description="extension", json_schema_extra=within(0.01, 100))
+    frequency_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))
+    presence_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))
+    seed: int | None = Field(None, json_schema_extra=within(0, SEED_LIMIT - 1))
     logit_bias: Biases | None = Field(None, description="token ids, as texts, and what is added to their logits")
-    n: int | None = Field(None, description="how many answers to each prompt; default 1")
+    n: int | None = Field(None, description="how many answers to each prompt; default 1", json_schema_extra=within(1, MAX_N))
     stop: Stop | None = None
     stop_token_ids: StopTokens | None = Field(None, description="extension")
     ignore_eos: bool | None = Field(None, description="extension")
@@ -75,7 +78,9 @@ class Body(Closed):
     return_token_ids: bool | None = Field(None, description="extension: token_ids and prompt_token_ids in the answer")
     priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
     cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
-    timeout_seconds: float | None = Field(None, description="extension: the request ends with 504 after so long; at most the server's own")
+    timeout_seconds: float | None = Field(
+        None, description="extension: the request ends with 504 after so long; at most the server's own", json_schema_extra=within(0.001)
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -165,8 +170,10 @@ class CompletionBody(Body):
     """The body of POST /v1/completions."""
 
     default_max_tokens = 16  # OpenAI's
-    prompt: Any = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
-    logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}")
+    prompt: Any = Field(
+        description="a text, a list of texts, a list of token ids, or a list of such lists", json_schema_extra={"anyOf": PROMPTS}
+    )
+    logprobs: int | None = Field(None, json_schema_extra=within(0, MAX_LOGPROBS))
 
     def num_logprobs(self) -> int | None:
         return self.logprobs

@@ -19,6 +19,11 @@ MAX_SETTINGS, MAX_SETTINGS_TEXT = 1024, 64 << 10  # of chat_template_kwargs: val
 MAX_SCHEMA_TEXT = 256 << 10
 
 
+def within(low: float, high: float | None = None) -> dict[str, Any]:
+    """For /openapi.json: a range that the engine checks, in its own words."""
+    return {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+
+
 def too_many(name: str, got: int, most: int, what: str) -> ApiError:
     return ApiError(400, f"{name}: got {got:,} {what}; allowed: at most {most:,}", param=name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from typing import Any
 
@@ -10,11 +11,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_attn.server.call import Call, request_id
-from paged_attn.server.errors import CLIENT_GONE
+from paged_attn.server.errors import CLIENT_GONE, told, unforeseen
 from paged_attn.server.line_writer import LineWriter
 from paged_attn.server.replies import usage
 from paged_attn.server.tracing import Tracing
 
+logger = logging.getLogger("paged_attn")
 QUIET = ("/health", "/metrics")  # asked every few seconds
 
 
@@ -46,6 +48,11 @@ class CallLog:
 
         try:
             await self.app(scope, receive, answering)
+        except Exception as error:  # nobody foresaw it: here, and not further out, the answer still gets its id, and its line
+            logger.exception("the request %s failed", call.id)
+            if call.status:
+                raise
+            await told(scope, unforeseen(error))(scope, receive, answering)
         finally:
             call.afterwards.close()
             call.caller = state.get("caller")

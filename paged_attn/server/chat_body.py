@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from paged_attn.engine.shown import shown
 from paged_attn.server.bodies import MAX_LOGPROBS, Body
-from paged_attn.server.bounds import MAX_NAME, MAX_PARTS, Closed, Messages, Name, Schema, Settings, too_many
+from paged_attn.server.bounds import MAX_NAME, MAX_PARTS, Closed, Messages, Name, Schema, Settings, too_many, within
 from paged_attn.server.errors import ApiError
 
 
@@ -30,9 +30,11 @@ class ChatBody(Body):
 
     logprobs_name = "top_logprobs"
     messages: Messages
-    max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; default: what there is room for")
+    max_completion_tokens: int | None = Field(
+        None, description="the newer name of max_tokens; default: what there is room for", json_schema_extra=within(0)
+    )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}; needs logprobs=true")
+    top_logprobs: int | None = Field(None, description="needs logprobs=true", json_schema_extra=within(0, MAX_LOGPROBS))
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Settings | None = Field(None, description="extension: variables for the model's chat template")
 

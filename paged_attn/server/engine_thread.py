@@ -50,6 +50,7 @@ class EngineThread:
         self._adds: deque[Job] = deque()
         self._cancels: deque[Job] = deque()
         self._pending: Counter[Hashable] = Counter()  # prompts of each tenant that were submitted and are not in `snapshot` yet
+        self._beyond = 0  # prompts that were let into a full queue, for which others are to make room
         self._blocked = False  # the last step left some waiting: whoever comes now has to wait, too
         self._everything: ApiError | None = None  # cancel all that there is, for this reason
         self._stopping = False
@@ -97,11 +98,13 @@ class EngineThread:
                 limit = f"{config.max_requests + self.max_queue}: {config.max_requests} that run and {self.max_queue} that wait"
                 raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
             waiting = now.waiting + self._pending.total()
-            if waiting + count > self.max_queue + self._idle(now.running, config.max_requests):
+            beyond = waiting + count - self.max_queue - self._idle(now.running, config.max_requests)
+            if beyond > 0:
                 waiting_of = Counter(now.waiting_of) + self._pending
                 if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
                     state = f"{now.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
                     raise ApiError(429, f"the queue is full: {state}; try again later", retry_after=1)
+                self._beyond += min(count, beyond)
             self._adds.append(job)
             self._pending[job.tenant] += count
             self._condition.notify()
@@ -215,9 +218,10 @@ class EngineThread:
         if self.queue_seconds is not None:
             late = list(self._waiting.overdue(time.perf_counter(), self.queue_seconds))
             self._send(self._fail(engine, late, waited_too_long(self.queue_seconds), "queue_timeout"))
-        excess = len(waiting) - self.max_queue - self._idle(len(engine.scheduler.running), engine.config.max_requests)
-        if excess > 0:
-            for job in list(self._waiting.surplus(excess, self.max_queue, waiting.count_of)):
+        with self._condition:
+            beyond, self._beyond = self._beyond, 0
+        if beyond:  # who was preempted and waits again pushes nobody out
+            for job in list(self._waiting.surplus(beyond, self.max_queue, waiting.count_of)):
                 self._send(self._fail(engine, [job], made_room(job), "turned_away"))
 
     def _drop(self, engine: Engine, job: Job, outcome: str | None) -> None:

@@ -27,3 +27,4 @@ _STATUSES = {
     503: "nothing is served now; see Retry-After", 504: "the request took too long",
 }  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply, "description": what} for status, what in _STATUSES.items()}
+ERRORS["default"] = {"model": ErrorReply, "description": "any other error"}  # else FastAPI adds a 422 of another form

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +13,6 @@ from starlette.types import Scope
 
 from paged_attn.engine.shown import shown
 
-logger = logging.getLogger("paged_attn")
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 CODES = {
     401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large", 429: "queue_full",
@@ -77,7 +75,6 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _own)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unforeseen)
 
 
 async def _own(request: Request, error: Exception) -> Response:
@@ -122,8 +119,7 @@ async def _http(request: Request, error: Exception) -> Response:
     return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}"))
 
 
-async def _unforeseen(request: Request, error: Exception) -> Response:
+def unforeseen(error: Exception) -> ApiError:
     """The words of what nobody foresaw are for the log, and not for clients."""
-    logger.error("the request %s failed", getattr(request.scope.get("state", {}).get("call"), "id", ""), exc_info=error)
-    message = f"the server failed: {type(error).__name__}; its log says why, under the x-request-id of this answer"
-    return told(request.scope, ApiError(500, message, code="internal_error"))
+    what = f"the server failed: {type(error).__name__}; its log says why, under the x-request-id of this answer"
+    return ApiError(500, what, code="internal_error")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from paged_attn.server.status import Status
 
@@ -14,28 +14,29 @@ if TYPE_CHECKING:
     from paged_attn.server.app import ServerState
 
 router = APIRouter()
+NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "not now; the body says why"}}
 ALIVE = (Status.LOADING, Status.READY, Status.DRAINING)
 
 
-@router.get("/health/live")
+@router.get("/health/live", responses=NOT_NOW)
 async def live(request: Request) -> Response:
     """200 as long as a restart would not help: while the model loads, requests are served, or the server drains."""
     return _answer(request, ALIVE)
 
 
-@router.get("/health/ready")
+@router.get("/health/ready", responses=NOT_NOW)
 async def ready(request: Request) -> Response:
     """200 while requests are served; otherwise 503 with the reason."""
     return _answer(request, (Status.READY,))
 
 
-@router.get("/health")
+@router.get("/health", responses=NOT_NOW)
 async def health(request: Request) -> Response:
     """As /health/ready."""
     return _answer(request, (Status.READY,))
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     state: ServerState = request.app.state.server

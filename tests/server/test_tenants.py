@@ -152,3 +152,17 @@ def test_who_waits_for_too_long_is_found_in_order() -> None:
     assert list(waiting.overdue(13.5, 10.0)) == [jobs[1], jobs[3]] and len(waiting) == 1
     assert list(waiting.overdue(13.9, 10.0)) == []
     assert list(waiting.overdue(14.1, 10.0)) == [jobs[4]]
+
+
+def test_who_is_preempted_pushes_nobody_out_of_the_queue() -> None:
+    """Pages run out, and those that ran wait again beside a queue that is full."""
+    make = functools.partial(make_engine, tokenizer=chat_tokenizer(), num_pages=14, prefix_cache=False, max_requests=3)
+    prompts = [[4 + i, 5, 6, 7, 8, 9] for i in range(5)]
+    with serving(make, max_queue=2) as running, ThreadPoolExecutor(5) as pool:
+        with held(running.engine):
+            posts = []
+            for number, prompt in enumerate(prompts):
+                posts.append(pool.submit(ask, running, "any", prompt, max_tokens=30))
+                wait_for(lambda n=number: running.num_prompts == n + 1 and running.engine.has_work)  # type: ignore[misc]
+        assert [post.result().json()["choices"][0]["token_ids"] for post in posts] == [oracle(prompt, 30) for prompt in prompts]
+        assert running.metric("preemptions_total") > 0
