@@ -11,8 +11,8 @@ from pathlib import Path
 MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-class NotPrivateError(OSError):
-    """Somebody else may have written a file, or it is none."""
+class RefusedFileError(OSError):
+    """A file or folder that somebody else may have written, or that is no file, or too large."""
 
 
 def make_private_folder(folder: Path) -> None:
@@ -30,7 +30,7 @@ def check_private_folder(folder: Path) -> None:
     """That nobody but this user and root can put files into a folder, or another folder in its place. One that is missing is private.
 
     Raises:
-        NotPrivateError: names the folder, who can, and what to do.
+        RefusedFileError: names the folder, who can, and what to do.
     """
     folder = Path(os.path.realpath(folder))
     for place in (folder, *folder.parents):
@@ -40,29 +40,45 @@ def check_private_folder(folder: Path) -> None:
             continue
         is_sticky = place != folder and bool(info.st_mode & stat.S_ISVTX)  # who can write there can not replace what others have
         if info.st_uid not in (os.geteuid(), 0):
-            raise NotPrivateError(f"{place} belongs to user {_user(info.st_uid)}; only folders of {_user(os.geteuid())} or root are used")
+            raise RefusedFileError(f"{place} belongs to user {_user(info.st_uid)}; only folders of {_user(os.geteuid())} or root are used")
         if info.st_mode & MAY_WRITE and not is_sticky and not _is_own_group(info):
             mode = stat.S_IMODE(info.st_mode)
-            raise NotPrivateError(f"others can write to {place} (mode {mode:o}); run `chmod go-w {place}`, or choose another folder")
+            raise RefusedFileError(f"others can write to {place} (mode {mode:o}); run `chmod go-w {place}`, or choose another folder")
 
 
 def read_private_file(path: Path, most_bytes: int) -> bytes:
-    """The content of a file. A pipe or a device is not waited for.
+    """The content of a file that nobody else can have written. A pipe or a device is not waited for.
 
     Raises:
-        NotPrivateError: others can write it, it is larger than `most_bytes`, a link, or no file.
+        RefusedFileError: others can write it, it is larger than `most_bytes`, a link, or no file.
         OSError: it can not be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
+    return _read(path, most_bytes, is_private=True)
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """The content of a file of anybody's, or of what a link leads to. A pipe or a device is not waited for.
+
+    Raises:
+        OSError: it can not be read, is larger than `most_bytes`, or no file.
+    """
+    return _read(path, most_bytes, is_private=False)
+
+
+def _read(path: Path, most_bytes: int, is_private: bool) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_private else 0))
+    try:
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
-            raise NotPrivateError(f"{path} is no file, but a {_kind(info.st_mode)}; remove it")
-        if info.st_uid not in (os.geteuid(), 0) or (info.st_mode & MAY_WRITE and not _is_own_group(info)):
-            raise NotPrivateError(f"{path} may have been written by others (mode {stat.S_IMODE(info.st_mode):o}); remove it")
+            raise RefusedFileError(f"{path} is no file, but a {_kind(info.st_mode)}; remove it")
+        if is_private and (info.st_uid not in (os.geteuid(), 0) or (info.st_mode & MAY_WRITE and not _is_own_group(info))):
+            raise RefusedFileError(f"{path} may have been written by others (mode {stat.S_IMODE(info.st_mode):o}); remove it")
         if info.st_size > most_bytes:
-            raise NotPrivateError(f"{path} has {info.st_size:,} bytes, and {most_bytes:,} are the most; remove it")
-        return file.read(most_bytes + 1)
+            raise RefusedFileError(f"{path} has {info.st_size:,} bytes, and {most_bytes:,} are the most; remove it")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)  # `open` leaves that of a folder open
 
 
 def _is_own_group(info: os.stat_result) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paged_attn.attn_ops.private_files import NotPrivateError, check_private_folder, make_private_folder, read_private_file
-from paged_attn.capture.artifacts import VARIABLE, user_folder
+from paged_attn.attn_ops.private_files import RefusedFileError, make_private_folder, read_private_file
+from paged_attn.capture.artifacts import VARIABLE, private_user_folder
 
 logger = logging.getLogger("paged_attn")
 MOST_BYTES = 64 << 20
@@ -31,24 +31,16 @@ class Entries:
 
     @classmethod
     def of_user(cls) -> Entries | None:
-        """Those of the user (`user_folder`); None if nothing is to be kept, or, with a warning, if others can write there."""
-        folder = user_folder("graphs")
-        if folder is None:
-            return None
-        try:
-            check_private_folder(folder)
-        except OSError as error:
-            hint = f"Set {VARIABLE} to another folder, or to none."
-            logger.warning("no traced graphs are read from %s or kept there: %s. %s", folder, error, hint)
-            return None
-        return cls(folder)
+        """Those of the user (`private_user_folder`), or None if nothing is to be kept."""
+        folder = private_user_folder("graphs")
+        return None if folder is None else cls(folder)
 
     def read(self, key: str) -> Iterator[tuple[Path, Any]]:
         """The records of a key, newest first; what is damaged is left out with a warning."""
         for path in sorted(self.folder.glob(f"{key}-*.graph"), key=_age, reverse=True)[:MOST_TRIED]:
             try:
                 head, _, body = read_private_file(path, MOST_BYTES).partition(b"\n")
-            except NotPrivateError as error:
+            except RefusedFileError as error:
                 logger.warning("a graph is not read: %s. The model is traced anew.", error)
                 continue
             except OSError as error:
