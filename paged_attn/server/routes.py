@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 router = APIRouter(responses=ERRORS)
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "the answer; with stream=true its parts as events",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
 
 
 @router.get("/v1/models")
@@ -42,7 +48,7 @@ async def model(request: Request, name: str) -> Response:
     return JSONResponse(_model(state))
 
 
-@router.post(COMPLETIONS)
+@router.post(COMPLETIONS, responses=ANSWERS)
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete one or several prompts."""
     state, engine, texts = _ready(request, body)
@@ -50,7 +56,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     return await _answer(request, body, lambda: texts.prompts(body.prompt, _caller(request).tenant), CompletionReply)
 
 
-@router.post(CHATS)
+@router.post(CHATS, responses=ANSWERS)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """The next message of a conversation."""
     _, _, texts = _ready(request, body)

@@ -147,6 +147,7 @@ class Attack:
                 raw = open_ones.enter_context(self.connect())
                 self.send(raw, body, "flood")
                 held.append(raw)
+            self.seen.update(bodies=len(held), requests=len(held))
             time.sleep(self.rng.choice([0.0, 0.1, 1.0]))
             for raw in held:
                 raw.setblocking(False)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["PAGED_ATTN_TUNED"] = os.environ["PAGED_ATTN_CACHE"] = "none"
-os.environ["PAGED_ATTN_ATTACKED"] = "1"
 
 import psutil
 import torch
@@ -61,7 +60,7 @@ class Victim:
         self._break_tokenizer_and_guides()
 
     def _make(self) -> Engine:
-        llm = LLM(MODEL, dtype=torch.float32, page_size=16, num_pages=400, max_requests=12, max_batch_tokens=256, overlap=True)
+        llm = LLM(MODEL, dtype=torch.float32, page_size=16, num_pages=40, max_requests=12, max_batch_tokens=256, overlap=True)
         llm.tokenizer.chat_template = TEMPLATE
         self.engine = llm.engine
         self.faults = ServerFaults(self.engine, random.Random(1))
