@@ -31,7 +31,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "the answer; with stream=true its parts as events",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 

@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paged_attn.engine.guide_limits import MAX_DEFINITIONS
 from paged_attn.server.body_budget import BodyBudget
 from paged_attn.server.body_shape import MAX_DEPTH, MAX_VALUES, BodyShape
 from paged_attn.server.errors import MAX_MESSAGE, ApiError
 from tests.engine.models import make_engine, oracle
+from tests.engine.test_guide_trials import objects, refs, rules
 from tests.server.serving import Running, chat_tokenizer, serving, wait_for
 
 MIB = 1 << 20
@@ -65,6 +67,9 @@ BOMBS: dict[str, tuple[str, bytes]] = {
     "prompts times n": ("", bomb("prompt", many("[7]", 0.01), {**BODY, "n": 128})),
     "a schema": ("", bomb("json_schema", json.dumps({"enum": ["x" * 100] * 5000}))),
     "schema of many values": ("", bomb("json_schema", '{"enum": ' + many("1", 1) + "}")),
+    "a chain of references": ("", bomb("json_schema", json.dumps(refs(3000)))),
+    "a chain of as many definitions as there may be": ("", bomb("json_schema", json.dumps(objects(MAX_DEFINITIONS - 1)))),
+    "a chain of rules": ("", bomb("grammar", json.dumps(rules(5000)))),
     "an expression": ("", bomb("regex", json.dumps("a" * 10 * MIB))),
     "template settings": (CHATS, bomb("chat_template_kwargs", '{"a": ' + many("1", 1) + "}", CHAT)),
     "nested 500 deep": (CHATS, bomb("chat_template_kwargs", deep(500), CHAT)),
