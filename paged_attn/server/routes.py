@@ -67,7 +67,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     return await _answer(request, body, prompts, ChatReply)
 
 
-@router.post("/v1/requests/{request_id}/cancel")
+@router.post("/v1/requests/{request_id:path}/cancel")
 async def cancel(request: Request, request_id: str) -> Response:
     """End the requests that this key has sent with this x-request-id; each of them gets an error of status 499."""
     count = _state(request).calls.cancel(_caller(request), request_id)

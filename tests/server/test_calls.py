@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -157,7 +158,7 @@ def test_who_waits_for_too_long_is_told_and_who_runs_goes_on() -> None:
 
 
 def cancel(running: Running, id: str, key: str = "none") -> httpx.Response:
-    return running.http.post(f"/v1/requests/{id}/cancel", headers={"Authorization": f"Bearer {key}"})
+    return running.http.post(f"/v1/requests/{quote(id, safe='')}/cancel", headers={"Authorization": f"Bearer {key}"})
 
 
 def test_requests_are_ended_by_their_id_wherever_they_are() -> None:
@@ -166,12 +167,12 @@ def test_requests_are_ended_by_their_id_wherever_they_are() -> None:
         with held(running.engine) as permits:
             runs = pool.submit(post, running, {"x-request-id": "runs"}, max_tokens=200)
             wait_for(lambda: running.engine.has_work)
-            waits = [pool.submit(post, running, {"x-request-id": "waits"}, prompt=[7]) for _ in range(2)]
+            waits = [pool.submit(post, running, {"x-request-id": "waits/for it?"}, prompt=[7]) for _ in range(2)]
             other = pool.submit(post, running, {"x-request-id": "other"}, prompt=[8, 9])
             wait_for(lambda: running.num_prompts == 4)
             permits.release(2)
             wait_for(lambda: running.metric("requests", 'state="waiting"') == 3)
-            assert cancel(running, "waits").json() == {"id": "waits", "cancelled": 2}
+            assert cancel(running, "waits/for it?").json() == {"id": "waits/for it?", "cancelled": 2}
             assert [each.result().status_code for each in waits] == [499, 499]
             assert waits[0].result().json()["error"]["code"] == "cancelled"
             assert cancel(running, "runs").json() == {"id": "runs", "cancelled": 1} and runs.result().status_code == 499
