@@ -174,9 +174,9 @@ def main() -> int:
     with victim() as (url, connection, process, log):
         siege = Siege(url, connection, asked, seed)
         seconds = options.minutes * 60
+        siege.order("set_faults", FAULT_RATE)
         siege.run(seconds * WARM_SHARE, "warm")
         before = siege.order("report")
-        siege.order("set_faults", FAULT_RATE)
         siege.run(seconds * (1 - WARM_SHARE), "siege")
         siege.order("set_faults", 0.0)
         siege.ask_all()

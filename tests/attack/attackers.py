@@ -142,7 +142,7 @@ class Attack:
             held: list[socket.socket] = []
             for number in range(self.rng.randint(5, 40)):
                 body = json.dumps(
-                    {"prompt": f"Flood {number}", "max_tokens": self.rng.randint(1, 60), "n": self.rng.choice([1, 2])}
+                    {"prompt": f"Flood {number}", "max_tokens": self.rng.randint(1, 120), "n": self.rng.choice([1, 2])}
                 ).encode()
                 raw = open_ones.enter_context(self.connect())
                 self.send(raw, body, "flood")

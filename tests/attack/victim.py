@@ -37,7 +37,7 @@ MODEL = Path(__file__).parents[2] / "paged_attn" / "demo_model"
 KEYS = ("truth", "flood", "bombs", "fuzz")
 PATIENCE = 60.0
 SETTINGS = ServerSettings(
-    "demo", port=0, api_keys=KEYS, max_queue=24, max_requests_per_key=40, queue_seconds=4.0, request_seconds=40.0, max_body_mib=16.0,
+    "demo", port=0, api_keys=KEYS, max_queue=24, max_requests_per_key=40, queue_seconds=1.5, request_seconds=40.0, max_body_mib=16.0,
     max_bodies_mib=64.0, max_connections=96, header_seconds=1.5, body_seconds=3.0, write_seconds=3.0, drain_seconds=10.0,
     allow_origins=("https://chat.example",), log_requests=True,
 )  # fmt: skip
@@ -60,7 +60,7 @@ class Victim:
         self._break_tokenizer_and_guides()
 
     def _make(self) -> Engine:
-        llm = LLM(MODEL, dtype=torch.float32, page_size=16, num_pages=40, max_requests=12, max_batch_tokens=256, overlap=True)
+        llm = LLM(MODEL, dtype=torch.float32, page_size=16, num_pages=32, max_requests=12, max_batch_tokens=256, overlap=True)
         llm.tokenizer.chat_template = TEMPLATE
         self.engine = llm.engine
         self.faults = ServerFaults(self.engine, random.Random(1))
@@ -77,7 +77,7 @@ class Victim:
             return ids(texts, *args, **settings)
 
         def killed_run(trials: GuideTrials, *args: Any) -> Any:
-            if trials._process is not None and self.rng.random() < 10 * self.rate:
+            if trials._process is not None and self.rng.random() < 20 * self.rate:
                 self.injected["guide process"] += 1
                 os.kill(trials._process.pid, signal.SIGKILL)
             return run(trials, *args)
