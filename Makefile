@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One OpenMP thread per process: test workers on few cores spin against each other otherwise.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: demo test overlap soak examples lint types fast docs clean
+.PHONY: demo test overlap soak attack examples lint types fast docs clean
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,10 @@ overlap: $(VENV)/.dev
 MINUTES ?= 60
 soak: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
+
+# A server under everything that is known to hurt one; afterwards nothing may be missing.
+attack: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python -m tests.attack --minutes $(MINUTES) $(ARGS)
 
 fast: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 -m "not slow" tests/passes tests/attn_ops tests/backends tests/capture $(ARGS)

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.private_files import read_file
 from paged_attn.backends.capabilities import Feature, Problem
 from paged_attn.backends.packages import PACKAGES, installed_version
 from paged_attn.backends.ranking import Order
 
 logger = logging.getLogger("paged_attn")
 VARIABLE = "PAGED_ATTN_TUNED"
+MOST_BYTES = 16 << 20
 FORMAT = 1
 WORTH_TWO = 1.03  # a second backend for one phase must save more than this: it is a second plan and a second workspace
 PHASE_WORDS = {"extend": "prefill", "decode": "decode"}
@@ -101,11 +103,11 @@ def read_entries(path: Path, device_name: str) -> list[Entry]:
     if not path.exists():
         return []
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_file(path, MOST_BYTES))
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
         return [Entry.from_json(entry) for entry in data["entries"]] if data["device"] == device_name else []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UnsupportedError(
             f"{path} can not be read as measurements of attention backends ({type(error).__name__}: {error}); "
             f"delete it, run `paged-attn tune` again, or set {VARIABLE}=none"

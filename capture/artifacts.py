@@ -16,9 +16,12 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 
+from paged_attn.attn_ops.private_files import RefusedFileError, check_private_folder, make_private_folder, read_private_file
+
 logger = logging.getLogger("paged_attn")
 
 VARIABLE = "PAGED_ATTN_CACHE"
+MOST_BYTES = 1 << 30
 # What torch's loader raises for something that it did not write or can not use; an assertion is its usual check.
 _UNUSABLE = (
     OSError, AssertionError, RuntimeError, ImportError, AttributeError, KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError,
@@ -51,6 +54,18 @@ def user_folder(kind: str) -> Path | None:
     return None if chosen.lower() == "none" else Path(chosen).expanduser() / kind
 
 
+def private_user_folder(kind: str) -> Path | None:
+    """As `user_folder`; None, with a warning, also if others than the user can write there."""
+    folder = user_folder(kind)
+    if folder is not None:
+        try:
+            check_private_folder(folder)
+        except OSError as error:
+            logger.warning("no %s are read from %s or kept there: %s. Set %s to another folder, or to none.", kind, folder, error, VARIABLE)
+            return None
+    return folder
+
+
 class ArtifactCache:
     """A folder of entries `<key>.piece`: a line of JSON and then torch's own format.
 
@@ -65,8 +80,8 @@ class ArtifactCache:
 
     @classmethod
     def of_user(cls) -> ArtifactCache | None:
-        """Those of the user (`user_folder`), or None if nothing is to be kept."""
-        folder = user_folder("pieces")
+        """Those of the user (`private_user_folder`), or None if nothing is to be kept."""
+        folder = private_user_folder("pieces")
         return None if folder is None else cls(folder)
 
     def load(self, key: str) -> Compiled | None:
@@ -80,7 +95,7 @@ class ArtifactCache:
                 artifact = Path(scratch, "artifact")
                 artifact.write_bytes(body)
                 return Compiled(self._load(artifact), guards)
-        except _Damaged as damage:
+        except (_Damaged, RefusedFileError) as damage:
             reason = str(damage)
         except _UNUSABLE as error:
             reason = f"{type(error).__name__}: {error}"
@@ -90,12 +105,13 @@ class ArtifactCache:
     def save(self, key: str, artifact: Artifact, guards: str) -> bool:
         """Write an entry, in place of any other. False, with the reason logged, if torch or the disk does not allow that."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(self.folder)
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="new-") as scratch:
                 written, entry = Path(scratch, "artifact"), Path(scratch, "entry")
                 artifact.save(path=str(written), format="binary")
                 body = written.read_bytes()
                 header = {"key": key, "guards": guards, "checksum": _checksum(key, guards, body)}
+                entry.touch(mode=0o600)
                 entry.write_bytes(json.dumps(header).encode() + b"\n" + body)
                 os.replace(entry, self.folder / f"{key}.piece")  # whole or not at all, whoever else writes it now
         except OSError as error:
@@ -122,7 +138,7 @@ def _torch_load(path: Path) -> Callable[..., Any]:
 
 def _read(path: Path, key: str) -> tuple[str, bytes]:
     """Guards and artifact of an entry; raises OSError, or _Damaged for what is not the entry of this key."""
-    head, _, body = path.read_bytes().partition(b"\n")
+    head, _, body = read_private_file(path, MOST_BYTES).partition(b"\n")
     try:
         header = json.loads(head)
         of_key, guards, checksum = (str(header[name]) for name in ("key", "guards", "checksum"))

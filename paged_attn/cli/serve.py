@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import os
 import signal
 import sys
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_attn.cli.options import add_common, add_engine, add_place, engine_config, set_verbosity
+from paged_attn.cli.serve_options import add_server_options, server_settings
+from paged_attn.engine.model_path import checked_model_path
 from paged_attn.parallel.torchrun import is_first, num_processes
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from paged_attn.engine.engine import Engine
     from paged_attn.engine.llm import LLM
 
-API_KEY_VARIABLE = "PAGED_ATTN_API_KEY"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 
@@ -30,22 +30,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's routes", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
     add_common(parser)
-    group = parser.add_argument_group("server")
-    add = group.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of IPv4 (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    add("--served-model-name", metavar="NAME", help="what clients call the model (default: the hub id, or the directory's name)")
-    add(
-        "--api-key", action="append", default=[], metavar="KEY",
-        help=f"opens /v1; may be given many times; without any, /v1 is open. {API_KEY_VARIABLE} is one more, and not shown by ps",
-    )  # fmt: skip
-    add("--max-queue", type=int, default=1024, metavar="N", help="requests that may wait beyond those that run (default: %(default)s)")
-    add("--max-body-mib", type=float, default=16.0, metavar="MIB", help="largest body of a request (default: %(default)g)")
-    add("--allow-priority", action="store_true", help="let requests have a priority; without it nobody may jump the queue")
-    add(
-        "--drain-seconds", type=float, default=30.0, metavar="S",
-        help="how long running requests may go on after SIGTERM or Ctrl-C (default: %(default)g)",
-    )  # fmt: skip
+    add_server_options(parser)
     add_place(parser, dtype="auto")
     add_engine(parser)
     parser.set_defaults(run=run)
@@ -64,16 +49,12 @@ def run(args: argparse.Namespace) -> int:
         return _follow(args, config)
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"the server needs {', '.join(missing)}; install the extra: pip install 'paged-attn[serve]'")
-    from paged_attn.server.settings import ServerSettings
-
-    keys = [*args.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])]
-    settings = ServerSettings(
-        args.served_model_name or model_name(args.model), host=args.host, port=args.port, api_keys=tuple(keys), max_queue=args.max_queue,
-        max_body_mib=args.max_body_mib, drain_seconds=args.drain_seconds, allow_priority=args.allow_priority,
-    )  # fmt: skip
+    checked_model_path(args.model)
+    settings = server_settings(args, model_name(args.model))
     set_verbosity(args.verbose)
-    from paged_attn.server.run import Server, listen
+    from paged_attn.server.run import Server, allow_files, listen
 
+    allow_files(settings)
     socket = listen(settings)
     host, port = socket.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from paged_attn.engine.shown import shown
+
 REPLACEMENT = "\ufffd"
 MAX_INCOMPLETE = 3  # a cut-off UTF-8 character decodes to one U+FFFD (byte-level) or one per byte (byte fallback)
 MAX_WINDOW = 32  # tokens without one clean boundary: invalid UTF-8, so the window is cut anyway
@@ -67,9 +69,9 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: TokenDecoder | None, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
         if isinstance(stop, str) or not all(stop):
-            raise ValueError(f"stop: got {stop!r}; allowed: a tuple of non-empty strings; SamplingParams.stop is one")
+            raise ValueError(f"stop: got {shown(stop)}; allowed: a tuple of non-empty strings; SamplingParams.stop is one")
         if stop and tokenizer is None:
-            raise ValueError(f"stop: got {stop!r} without a tokenizer; allowed: (); use stop_token_ids or pass one")
+            raise ValueError(f"stop: got {shown(stop)} without a tokenizer; allowed: (); use stop_token_ids or pass one")
         self.stopped: str | None = None
         self._tokenizer = tokenizer
         self._stop = tuple(stop)

@@ -28,6 +28,7 @@ from paged_attn.engine.sampler import Sampler
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.sampling_state import SamplingState
 from paged_attn.engine.scheduler import Scheduler
+from paged_attn.engine.shown import shown
 from paged_attn.engine.step_runner import StepOutput
 from paged_attn.engine.token_events import TokenEvents
 from paged_attn.plain_modes import in_plain_modes
@@ -124,6 +125,7 @@ class Engine:
         *,
         request_id: str | None = None,
         namespace: Hashable = None,
+        tenant: Hashable = None,
         prompt: str | None = None,
         priority: int = 0,
         text_at_end: bool = False,
@@ -131,14 +133,15 @@ class Engine:
         """Queue a request; `step` will run it.
 
         Args:
-            namespace: requests share cached prefixes only within one (adapter, tenant, salt); those of equal priority are admitted in turn.
+            namespace: requests share cached prefixes only within one (adapter, tenant, salt).
+            tenant: of equal priority, one request of each tenant is admitted in turn, and of each of its namespaces.
             priority: a lower value is more urgent: admitted first and preempted last.
             text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
 
         Raises:
             ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, an id in use, or a schema, regular
                 expression or grammar that can not be read.
-            TypeError: a prompt that is not token ids, a namespace that does not hash, or a priority that is no whole number.
+            TypeError: a prompt that is not token ids, a namespace or tenant that does not hash, or a priority that is no whole number.
             UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
                 there. Or the model is no longer what the engine runs; see `ModelWatch`.
         """
@@ -149,10 +152,10 @@ class Engine:
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
-            raise ValueError(f"request id {request_id!r} is in use by an unfinished request; choose another or cancel that one")
+            raise ValueError(f"request id {shown(request_id)} is in use by an unfinished request; choose another or cancel that one")
         request = self.new_requests.make(
-            prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, prompt=prompt, priority=priority,
-            text_at_end=text_at_end,
+            prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, tenant=tenant, prompt=prompt,
+            priority=priority, text_at_end=text_at_end,
         )  # fmt: skip
         self.intake.expect(request)
         if request.max_new_tokens:
@@ -202,6 +205,7 @@ class Engine:
         self._flights.clear()
         if self.kv.tree is not None:
             self.kv.tree.clear()
+        self.new_requests.guides.close()
         self.steps.close()
         self.watch = None
         self.runner.close()

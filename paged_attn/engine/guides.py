@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
+import importlib.util
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,14 +19,19 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.packed_ints import PackedInts
+from paged_attn.engine.guide_limits import check_size
+from paged_attn.engine.guide_process import error_of, read_matcher
+from paged_attn.engine.guide_trials import GuideTrials
 from paged_attn.engine.sampling_params import SamplingParams
 
+T = TypeVar("T")
 INSTALL = "pip install 'paged-attn[structured]'"
 MAX_KEPT = 64
-# Between tokens of JSON; without a bound a weak model goes on with line ends for ever.
-JSON_DEFAULTS: Any = {"whitespace_pattern": r" |\n {0,40}"}
+MAX_KEPT_BYTES = 256 << 20
+STACK_BYTES = 64 << 20  # many times what a trial has: what overflows no stack there does not here
 NO_TOKEN = "<|paged_attn: no token|>"
 BITS = 32
+_STACK_SIZE = threading.Lock()  # of threads that are made: one setting for all
 
 
 class GuideError(ValueError):
@@ -38,14 +45,15 @@ class Guide:
         matcher: an `LLMatcher` of llguidance at the beginning of an answer, of nobody else.
         what: the parameter that asks for it, for messages.
         vocabulary: of the matcher.
+        nbytes: about how much memory it takes, all copies together.
     """
 
-    def __init__(self, matcher: Any, what: str, vocabulary: _Vocabulary) -> None:
-        self.matcher, self._what, self.vocabulary = matcher, what, vocabulary
+    def __init__(self, matcher: Any, what: str, vocabulary: _Vocabulary, nbytes: int) -> None:
+        self.matcher, self.what, self.vocabulary, self.nbytes = matcher, what, vocabulary, nbytes
 
     def copy(self) -> Guide:
         """One that goes on from here by itself."""
-        return Guide(self.matcher.deep_copy(), self._what, self.vocabulary)
+        return Guide(self.matcher.deep_copy(), self.what, self.vocabulary, self.nbytes)
 
     def goes_on_after(self, token_id: int) -> bool:
         """Take in the answer's next token; whether another may follow."""
@@ -55,7 +63,7 @@ class Guide:
     @property
     def error(self) -> str | None:
         """Why no answer can be found, if so."""
-        return f"{self._what}: {_first_words(self.matcher)}" if self.matcher.is_error() else None
+        return f"{self.what}: {error_of(self.matcher)}" if self.matcher.is_error() else None
 
 
 class _Vocabulary(NamedTuple):
@@ -76,55 +84,76 @@ class Guides:
         tokenizer: what tokens are as text; None refuses all guides.
         vocab_size: of the model, if it is known; eos_token_ids: what the model ends an answer with.
 
-    Grammars are read by llguidance. What was read last is kept.
+    Grammars are read by llguidance: first in a process of its own, which may die of them, and then here. What was read last is kept, and
+    what somebody still holds.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int | None, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
         self._vocabulary: _Vocabulary | None = None
+        self._trials: GuideTrials | None = None
         self._kept: OrderedDict[tuple[str, str], Guide] = OrderedDict()
-        self._lock = threading.Lock()
+        self._held: weakref.WeakValueDictionary[tuple[str, str], Guide] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()  # never for long: an engine's thread takes it
+        self._reading = threading.Lock()
 
     def guide(self, params: SamplingParams) -> Guide | None:
         """The guide that the params ask for, if any. The first one reads the vocabulary, which takes a second.
 
         Raises:
             UnsupportedError: llguidance is not installed, or there is no tokenizer that it can read.
-            ValueError: it can not read the schema, expression or grammar; in its own words.
+            ValueError: it can not read the schema, expression or grammar; in its own words. Or that takes too much stack, memory or time.
         """
+        found = self.prototype(params)
+        if found is None:
+            return None
+        with self._lock:
+            return found.copy()
+
+    def prototype(self, params: SamplingParams) -> Guide | None:
+        """What `guide` makes copies of. While somebody holds it, `guide` gives one at once. Raises as `guide` does."""
         asked = params.guide
         if asked is None:
             return None
+        if (found := self._find(asked)) is None:
+            with self._reading:
+                if (found := self._find(asked)) is None:
+                    found = self._read(*asked)
+                    self._keep(asked, found)
+        return found
+
+    def close(self) -> None:
+        """End the process that reads, also while it does; the next guide starts another."""
+        if self._trials is not None:
+            self._trials.close()
+
+    def _find(self, asked: tuple[str, str]) -> Guide | None:
         with self._lock:
-            if asked not in self._kept:
-                self._kept[asked] = self._read(*asked)
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(asked)
-            return self._kept[asked].copy()
+            if asked in self._kept:
+                self._kept.move_to_end(asked)
+            return self._held.get(asked)
+
+    def _keep(self, asked: tuple[str, str], guide: Guide) -> None:
+        with self._lock:
+            self._kept[asked] = self._held[asked] = guide
+            while len(self._kept) > MAX_KEPT or (len(self._kept) > 1 and sum(g.nbytes for g in self._kept.values()) > MAX_KEPT_BYTES):
+                self._kept.popitem(last=False)
 
     def _read(self, what: str, source: str) -> Guide:
+        if importlib.util.find_spec("llguidance") is None:
+            raise UnsupportedError(f"{what} needs llguidance, which is not installed: {INSTALL}")
+        if self._vocabulary is None or self._trials is None:
+            self._vocabulary, self._trials = self._read_vocabulary(what)
+        tokens = self._vocabulary.tokens
+        check_size(what, source)
         try:
-            from llguidance import LLMatcher
-        except ImportError as error:
-            raise UnsupportedError(f"{what} needs llguidance, which is not installed: {INSTALL}") from error
-        if self._vocabulary is None:
-            self._vocabulary = self._read_vocabulary(what)
-        readers: dict[str, Callable[[str], str]] = {
-            "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(schema, defaults=_json_options(schema)),
-            "regex": LLMatcher.grammar_from_regex,
-            "grammar": LLMatcher.grammar_from_lark,
-        }
-        try:
-            matcher = LLMatcher(self._vocabulary.tokens, readers[what](source), log_level=0)
+            trial = self._trials.run(what, source)
+            matcher = _on_a_large_stack(lambda: read_matcher(tokens, what, source))
         except ValueError as error:
             raise ValueError(f"{what}: {error}; got {_shortened(source)}") from error
-        matcher.compute_bitmask()  # the first one may take a second, and is where some turn out to be too large, or to allow nothing
-        if matcher.is_error():
-            raise ValueError(f"{what}: {_first_words(matcher)}; got {_shortened(source)}")
-        return Guide(matcher, what, self._vocabulary)
+        return Guide(matcher, what, self._vocabulary, trial.nbytes)
 
-    def _read_vocabulary(self, what: str) -> _Vocabulary:
+    def _read_vocabulary(self, what: str) -> tuple[_Vocabulary, GuideTrials]:
         from llguidance.hf import from_tokenizer
 
         if self._tokenizer is None:
@@ -136,9 +165,20 @@ class Guides:
             eos = [never] = [tokenizer.eos_token_id]
         size = max(len(tokenizer), self._vocab_size or 0)
         try:
-            return _Vocabulary(from_tokenizer(tokenizer, n_vocab=size, eos_token=eos), size, never)
+            vocabulary = _Vocabulary(from_tokenizer(tokenizer, n_vocab=size, eos_token=eos), size, never)
         except ValueError as error:
             raise UnsupportedError(f"{what} needs a tokenizer that llguidance can read; of this one it says: {error}") from error
+        return vocabulary, GuideTrials(tokenizer, size, eos)
+
+
+def _on_a_large_stack(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, on a thread of its own."""
+    with ThreadPoolExecutor(1, "paged-attn-guide") as pool:
+        with _STACK_SIZE:
+            before = threading.stack_size(STACK_BYTES)
+            done = pool.submit(work)  # starts the thread
+            threading.stack_size(before)
+        return done.result()
 
 
 @functools.cache
@@ -175,17 +215,6 @@ def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
     forbidden = bits.view(len(guides), -1)[:, :vocabulary] == 0
     scores[rows] = scores[rows].masked_fill_(forbidden, float("-inf"))
-
-
-def _json_options(schema: str) -> Any:
-    """Ours, unless the schema brings its own."""
-    return None if "x-guidance" in json.loads(schema) else JSON_DEFAULTS
-
-
-def _first_words(matcher: Any) -> str:
-    """The error of a matcher without the state that is printed behind it."""
-    words: str = matcher.get_error().partition("<state>")[0].strip()
-    return "no answer can follow it" if words == "NoExtensionBias" else words
 
 
 def _shortened(source: str, most: int = 80) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paged_attn.capture.progress import asked, bar
+from paged_attn.engine.model_path import checked_model_path
 from paged_attn.parallel.plan import plan_of
 
 
@@ -26,13 +27,7 @@ def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    name = str(path)
-    looks_local = isinstance(path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
-        raise ValueError(
-            f"no model at {name!r}: not a directory. Give a directory with config.json and safetensors, or a hub id like 'org/name'"
-        )
-    name = str(Path(name).expanduser()) if looks_local else name
+    name = checked_model_path(path)
     with bar(total=3, what=f"loading {Path(name).name}", unit="part") as shown:
         shown.set_postfix_str("weights")
         try:

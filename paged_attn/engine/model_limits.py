@@ -15,6 +15,7 @@ from paged_attn.attn_ops.kv_pool import page_elements
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.attn_ops.state_pool import RecurrentSpec, slot_bytes
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.shown import shown
 from paged_attn.passes.model_facts import max_positions, text_config
 
 CPU_KV_GIB = 0.25
@@ -51,7 +52,7 @@ class ModelLimits:
             TypeError: it is not a list of whole numbers.
         """
         if isinstance(ids, (str, bytes)):
-            raise TypeError(f"a prompt of token ids is {ids!r}; allowed is a list of int; tokenize it first")
+            raise TypeError(f"a prompt of token ids is {shown(ids)}; allowed is a list of int; tokenize it first")
         try:
             prompt = [operator.index(i) for i in ids]
         except TypeError as error:
@@ -62,7 +63,7 @@ class ModelLimits:
             for position, token in enumerate(prompt):
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(
-                        f"token id {token} at position {position} of the prompt is out of range; "
+                        f"token id {shown(token)} at position {position} of the prompt is out of range; "
                         f"this model has ids 0 to {self.vocab_size - 1}"
                     )
         if self.max_positions is not None and len(prompt) > self.max_positions:
@@ -76,7 +77,7 @@ class ModelLimits:
         """Raises ValueError for a token id that this model does not have."""
         for token, _ in biases:
             if self.vocab_size is not None and token >= self.vocab_size:
-                raise ValueError(f"logit_bias: got token id {token}; allowed: 0 to {self.vocab_size - 1}, the ids of this model")
+                raise ValueError(f"logit_bias: got token id {shown(token)}; allowed: 0 to {self.vocab_size - 1}, the ids of this model")
 
     def allowed_new_tokens(self, prompt: int, wanted: int) -> int:
         """`wanted`, cut so that no token lies past the model's positions (such a request ends with "length")."""

@@ -45,6 +45,7 @@ class Request:
         max_new_tokens: of the params, cut to the model's positions; fixed once it runs.
         num_prompt, token_limit: what `num_tokens` begins with, and what it may come to (set when the request starts to run).
         priority: the lower, the more urgent.
+        namespace: whose cached prefixes it shares; tenant: with whom it takes turns.
         num_cached: tokens whose KV is in its pages, those of launched steps included.
         num_pages: pages that it has: enough for `num_cached` tokens, and maybe more.
         is_plain: 1 if a token is only one more token while it goes on: there is no text to decode at once, no log-probability, no state.
@@ -70,6 +71,7 @@ class Request:
     detokenizer: IncrementalDetokenizer | WholeText
     arrival: int
     namespace: Hashable = None
+    tenant: Hashable = None
     prompt: str | None = None
     priority: int = 0
     tokens: list[int] = field(default_factory=list)

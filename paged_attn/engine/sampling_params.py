@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -9,10 +10,13 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from paged_attn.engine.shown import shown
+
 LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 GUIDES = ("json_schema", "regex", "grammar")
+MAX_GUIDE_BYTES = 256 << 10
 MIN_TEMPERATURE = 1e-6  # below this float32 logits / temperature may overflow
 SEED_LIMIT = 2**64
 
@@ -92,15 +96,23 @@ class SamplingParams:
             "json_schema": None if self.json_schema is None else _json_schema(self.json_schema),
         }
         if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos: got {self.ignore_eos!r}; allowed: True or False; pass a bool")
+            raise TypeError(f"ignore_eos: got {shown(self.ignore_eos)}; allowed: True or False; pass a bool")
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
         self._check_guide()
 
+    def with_seed(self, seed: int) -> SamplingParams:
+        """The same with another seed of 0 <= seed < 2**64. All else was checked and is shared."""
+        other = copy.copy(self)
+        object.__setattr__(other, "seed", seed)
+        return other
+
     def _check_guide(self) -> None:
         for name in ("regex", "grammar"):
             if not isinstance(value := getattr(self, name), str | None):
-                raise TypeError(f"{name}: got {value!r}; allowed: a str; None turns it off")
+                raise TypeError(f"{name}: got {shown(value)}; allowed: a str; None turns it off")
+            if value is not None:
+                _check_bytes(name, value)
         given = [name for name in GUIDES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: got one beside {given[0]}; allowed: one of {', '.join(GUIDES)}; leave the others out")
@@ -139,15 +151,15 @@ class SamplingParams:
 
 def _whole(name: str, value: object, hint: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: got {value!r} ({type(value).__name__}); allowed: an int >= 0; {hint}")
+        raise TypeError(f"{name}: got {shown(value)} ({type(value).__name__}); allowed: an int >= 0; {hint}")
     if value < 0:
-        raise ValueError(f"{name}: got {value}; allowed: an int >= 0; {hint}")
+        raise ValueError(f"{name}: got {shown(value)}; allowed: an int >= 0; {hint}")
     return int(value)
 
 
 def _number(name: str, value: object, allowed: str, hint: str, *, positive: bool = False, high: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: got {value!r} ({type(value).__name__}); allowed: {allowed}; {hint}")
+        raise TypeError(f"{name}: got {shown(value)} ({type(value).__name__}); allowed: {allowed}; {hint}")
     number = float(value)
     if not math.isfinite(number) or not 0.0 <= number <= high or (positive and number == 0.0):
         raise ValueError(f"{name}: got {number}; allowed: {allowed}; {hint}")
@@ -157,7 +169,7 @@ def _number(name: str, value: object, allowed: str, hint: str, *, positive: bool
 def _penalty(name: str, value: object) -> float:
     allowed, hint = f"{-MAX_PENALTY} to {MAX_PENALTY}, as in OpenAI's API", "0 turns it off"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: got {value!r} ({type(value).__name__}); allowed: {allowed}; {hint}")
+        raise TypeError(f"{name}: got {shown(value)} ({type(value).__name__}); allowed: {allowed}; {hint}")
     number = float(value)
     if not -MAX_PENALTY <= number <= MAX_PENALTY:  # NaN is not, either
         raise ValueError(f"{name}: got {number}; allowed: {allowed}; {hint}")
@@ -168,11 +180,11 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     allowed, hint = f"{{token id: number from {-MAX_BIAS:g} to {MAX_BIAS:g}}}, as in OpenAI's API", "{} turns it off"
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, (tuple, list)) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise TypeError(f"logit_bias: got {value!r}; allowed: {allowed}; {hint}")
+        raise TypeError(f"logit_bias: got {shown(value)}; allowed: {allowed}; {hint}")
     for token, bias in pairs:
         _whole("logit_bias", token, "keys are ids of the model's tokenizer")
         if isinstance(bias, bool) or not isinstance(bias, Real):
-            raise TypeError(f"logit_bias: got {bias!r} for token {token}; allowed: {allowed}; {hint}")
+            raise TypeError(f"logit_bias: got {shown(bias)} for token {token}; allowed: {allowed}; {hint}")
         if not -MAX_BIAS <= float(bias) <= MAX_BIAS:  # NaN is not, either
             raise ValueError(f"logit_bias: got {float(bias)} for token {token}; allowed: {allowed}; {hint}")
     return tuple(sorted({int(token): float(bias) for token, bias in pairs}.items()))
@@ -181,22 +193,31 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
 def _json_schema(value: object) -> str:
     allowed, hint = "a mapping, or a text that is a JSON object", "a pydantic model has model_json_schema()"
     if not isinstance(value, (str, Mapping)):
-        raise TypeError(f"json_schema: got {value!r} ({type(value).__name__}); allowed: {allowed}; {hint}")
+        raise TypeError(f"json_schema: got {shown(value)} ({type(value).__name__}); allowed: {allowed}; {hint}")
+    if isinstance(value, str):
+        _check_bytes("json_schema", value)
     try:
-        if not isinstance(value, str):
-            return json.dumps(value)
-        if not isinstance(json.loads(value), dict):
+        text = value if isinstance(value, str) else json.dumps(value)
+        if text is value and not isinstance(json.loads(text), dict):
             raise ValueError("not an object")
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"json_schema: got what is no JSON object ({error}); allowed: {allowed}; {hint}") from error
-    return value
+    _check_bytes("json_schema", text)
+    return text
+
+
+def _check_bytes(name: str, text: str) -> None:
+    if len(text) > MAX_GUIDE_BYTES or len(text.encode(errors="surrogatepass")) > MAX_GUIDE_BYTES:
+        raise ValueError(
+            f"{name}: got {len(text):,} characters; allowed: at most {MAX_GUIDE_BYTES:,} bytes; leave out what no answer needs"
+        )
 
 
 def _processors(value: object) -> tuple[LogitsProcessor, ...]:
     if callable(value) and not isinstance(value, (list, tuple)):
-        raise TypeError(f"logits_processors: got {value!r}; allowed: a tuple or list of functions; write (processor,) for one")
+        raise TypeError(f"logits_processors: got {shown(value)}; allowed: a tuple or list of functions; write (processor,) for one")
     if not isinstance(value, (tuple, list)) or not all(map(callable, value)):
-        raise TypeError(f"logits_processors: got {value!r}; allowed: a tuple or list of functions (input_ids, scores) -> scores")
+        raise TypeError(f"logits_processors: got {shown(value)}; allowed: a tuple or list of functions (input_ids, scores) -> scores")
     return tuple(value)
 
 
@@ -211,13 +232,13 @@ def _temperature(value: object) -> float:
 def _seed(value: object) -> int:
     seed = _whole("seed", value, "None draws a seed from entropy")
     if seed >= SEED_LIMIT:
-        raise ValueError(f"seed: got {seed}; allowed: 0 <= seed < 2**64; reduce it modulo 2**64")
+        raise ValueError(f"seed: got {shown(seed)}; allowed: 0 <= seed < 2**64; reduce it modulo 2**64")
     return seed
 
 
 def _stop_token_ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list, set, frozenset)):
-        raise TypeError(f"stop_token_ids: got {value!r}; allowed: a tuple, list or set of ints; write (id,) for one")
+        raise TypeError(f"stop_token_ids: got {shown(value)}; allowed: a tuple, list or set of ints; write (id,) for one")
     ids = tuple(_whole("stop_token_ids", item, "take ids from the model's tokenizer") for item in value)
     return tuple(sorted(ids)) if isinstance(value, (set, frozenset)) else ids
 
@@ -226,10 +247,10 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, (tuple, list)):
-        raise TypeError(f"stop: got {value!r}; allowed: a str, or a tuple or list of str; write ('\n',) for one")
+        raise TypeError(f"stop: got {shown(value)}; allowed: a str, or a tuple or list of str; write ('\n',) for one")
     for item in value:
         if not isinstance(item, str):
-            raise TypeError(f"stop: got {item!r} in {value!r}; allowed: str; token ids go into stop_token_ids")
+            raise TypeError(f"stop: got {shown(item)} in {shown(value)}; allowed: str; token ids go into stop_token_ids")
         if not item:
-            raise ValueError(f"stop: got an empty string in {value!r}; allowed: non-empty strings; () means no stop")
+            raise ValueError(f"stop: got an empty string in {shown(value)}; allowed: non-empty strings; () means no stop")
     return tuple(value)

@@ -1,13 +1,14 @@
-"""All requests that wait: the most urgent priority first, in it those that ran before, then one of each namespace in turn."""
+"""All requests that wait: the most urgent priority first, in it those that ran before, then one of each tenant in turn."""
 
 from __future__ import annotations
 
 import bisect
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 
 from paged_attn.engine.request import Request
+from paged_attn.engine.turns import Turns
 from paged_attn.engine.waiting_lines import ArrivalLine, Line
 
 
@@ -15,40 +16,21 @@ class PriorityClass:
     """Those of one priority. Preempted ones are few, have come first once, and come first again, by arrival."""
 
     def __init__(self, make_line: Callable[[], Line]) -> None:
-        self._make_line = make_line
         self.preempted = ArrivalLine()
-        self.turns: OrderedDict[Hashable, Line] = OrderedDict()  # by namespace; whose turn it is first
+        self.turns = Turns(lambda r: r.tenant, lambda: Turns(lambda r: r.namespace, make_line))
 
     def __bool__(self) -> bool:
         return bool(self.turns) or bool(self.preempted)
 
-    def push(self, request: Request) -> None:
-        if request.namespace not in self.turns:
-            self.turns[request.namespace] = self._make_line()
-        self.turns[request.namespace].push(request)
-
     def next(self) -> Request:
-        return self.preempted.next() if self.preempted else next(iter(self.turns.values())).next()
+        return self.preempted.next() if self.preempted else self.turns.next()
 
     def take(self, request: Request) -> None:
-        """Remove who is `next`; then it is the next namespace's turn."""
-        if request in self.preempted:
-            self.preempted.take(request)
-        else:
-            self.turns[request.namespace].take(request)
-            self.turns.move_to_end(request.namespace)
-            self._drop_empty(request.namespace)
+        """Remove who is `next`; then it is the next tenant's turn."""
+        (self.preempted if request in self.preempted else self.turns).take(request)
 
     def remove(self, request: Request) -> None:
-        if request in self.preempted:
-            self.preempted.remove(request)
-        else:
-            self.turns[request.namespace].remove(request)
-            self._drop_empty(request.namespace)
-
-    def _drop_empty(self, namespace: Hashable) -> None:
-        if not self.turns[namespace]:
-            del self.turns[namespace]
+        (self.preempted if request in self.preempted else self.turns).remove(request)
 
 
 class WaitingQueue:
@@ -56,9 +38,13 @@ class WaitingQueue:
     its logarithm.
 
     Iterating gives them by priority and arrival, which need not be the order of admission.
+
+    Attributes:
+        count_of: how many of each tenant wait.
     """
 
     def __init__(self, make_line: Callable[[], Line]) -> None:
+        self.count_of: Counter[Hashable] = Counter()
         self._make_line = make_line
         self._since: dict[Request, float | None] = {}  # None: it ran before
         self._aside: set[Request] = set()
@@ -74,6 +60,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._since, key=lambda r: (r.priority, r.arrival)))
 
+    def is_new(self, request: Request) -> bool:
+        """Whether it waits and has not run yet."""
+        return self._since.get(request) is not None
+
     @property
     def urgency(self) -> int | None:
         """The priority of `next`; None if nobody can be next."""
@@ -82,11 +72,13 @@ class WaitingQueue:
     def append(self, request: Request) -> None:
         """Add a new request."""
         self._since[request] = time.perf_counter()
+        self.count_of[request.tenant] += 1
         self._enter(request)
 
     def append_preempted(self, request: Request) -> None:
         """Add a request that ran: it goes before all others of its priority that did not."""
         self._since[request] = None
+        self.count_of[request.tenant] += 1
         self._enter(request)
 
     def next(self) -> Request | None:
@@ -96,7 +88,7 @@ class WaitingQueue:
     def take(self, request: Request) -> float | None:
         """Remove who is `next`; returns the seconds that it waited, None if it ran before."""
         self._leave(request, had_turn=True)
-        since = self._since.pop(request)
+        since = self._forget(request)
         return None if since is None else time.perf_counter() - since
 
     def set_aside(self, request: Request) -> None:
@@ -111,11 +103,17 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it waits."""
-        del self._since[request]
+        self._forget(request)
         if request in self._aside:
             self._aside.remove(request)
         else:
             self._leave(request, had_turn=False)
+
+    def _forget(self, request: Request) -> float | None:
+        self.count_of[request.tenant] -= 1
+        if not self.count_of[request.tenant]:
+            del self.count_of[request.tenant]
+        return self._since.pop(request)
 
     def _enter(self, request: Request) -> None:
         if request.priority not in self._classes:
@@ -125,7 +123,7 @@ class WaitingQueue:
         if self._since[request] is None:
             of_priority.preempted.push(request)
         else:
-            of_priority.push(request)
+            of_priority.turns.push(request)
 
     def _leave(self, request: Request, had_turn: bool) -> None:
         of_priority = self._classes[request.priority]

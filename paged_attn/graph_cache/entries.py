@@ -1,4 +1,4 @@
-"""Records on disk: one file each, checked when it is read, and replaced as a whole."""
+"""Records on disk: one file each, in a folder of the user's own, checked when it is read, and replaced as a whole."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paged_attn.capture.artifacts import VARIABLE, user_folder
+from paged_attn.attn_ops.private_files import RefusedFileError, make_private_folder, read_private_file
+from paged_attn.capture.artifacts import VARIABLE, private_user_folder
 
 logger = logging.getLogger("paged_attn")
+MOST_BYTES = 64 << 20
 MOST_TRIED = 8  # entries of one key, newest first: models that differ in tensors only, or in a file that was changed and changed back
 
 
@@ -29,31 +31,40 @@ class Entries:
 
     @classmethod
     def of_user(cls) -> Entries | None:
-        """Those of the user (`user_folder`), or None if nothing is to be kept."""
-        folder = user_folder("graphs")
+        """Those of the user (`private_user_folder`), or None if nothing is to be kept."""
+        folder = private_user_folder("graphs")
         return None if folder is None else cls(folder)
 
     def read(self, key: str) -> Iterator[tuple[Path, Any]]:
         """The records of a key, newest first; what is damaged is left out with a warning."""
         for path in sorted(self.folder.glob(f"{key}-*.graph"), key=_age, reverse=True)[:MOST_TRIED]:
             try:
-                head, _, body = path.read_bytes().partition(b"\n")
+                head, _, body = read_private_file(path, MOST_BYTES).partition(b"\n")
+            except RefusedFileError as error:
+                logger.warning("a graph is not read: %s. The model is traced anew.", error)
+                continue
             except OSError as error:
                 logger.info("the graph %s can not be read: %s", path, error)
                 continue
             if head.decode(errors="replace") != _head(key, body):
                 logger.warning("the graph %s is damaged: its checksum is wrong. The model is traced anew.", path)
                 continue
-            yield path, json.loads(body)
+            try:
+                record = json.loads(body)
+            except (ValueError, RecursionError) as error:
+                logger.warning("the graph %s is no JSON: %s. The model is traced anew.", path, error)
+                continue
+            yield path, record
 
     def write(self, key: str, evidence: str, record: Any) -> Path | None:
         """Write a record, in place of any other with the same evidence; None, with a warning, if the disk does not allow that."""
         body = json.dumps(record, separators=(",", ":")).encode()
         path = self.folder / f"{key}-{evidence[:16]}.graph"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(self.folder)
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="new-") as scratch:
                 written = Path(scratch, "entry")
+                written.touch(mode=0o600)
                 written.write_bytes(_head(key, body).encode() + b"\n" + body)
                 os.replace(written, path)  # whole or not at all, whoever else writes it now
         except OSError as error:

@@ -1,9 +1,9 @@
-"""An FX graph as plain data, and back: what JSON can hold, with functions by the names under which torch offers them."""
+"""An FX graph as plain data, and back: what JSON can hold, with functions and ops by their names in the tables of `allowed_calls`."""
 
 from __future__ import annotations
 
 import base64
-import importlib
+import keyword
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,12 +17,13 @@ from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.attn_ops.rope_op import ROPE_AND_STORE_KV
 from paged_attn.capture.split_ops import overloads_of
+from paged_attn.engine.shown import shown
+from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES, OP_TEXTS, OP_TYPES, OPS_REFUSED
 from paged_attn.graph_cache.describe import Indescribable, tensor_bytes
 
 MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
 _OURS = (UNIFIED_ATTENTION, BATCH_POSITIONS, ROPE_AND_STORE_KV, LINEAR)  # others go by numbers of this process
-_ROOTS = ("torch", "_operator", "math", "builtins")
-_BUILTINS = ("getattr", "max", "min", "abs", "round", "pow", "int", "float", "bool", "len", "sum", "tuple", "slice")
+_KINDS = ("placeholder", "call_function", "call_method", "get_attr", "output")
 _NAMED: dict[type, Callable[[str], Any]] = {  # values that torch writes as it reads them
     torch.dtype: lambda name: _attribute(torch, name.removeprefix("torch."), torch.dtype),
     torch.layout: lambda name: _attribute(torch, name.removeprefix("torch."), torch.layout),
@@ -35,36 +36,67 @@ Data = Any  # None, bool, int, float, str, and lists and dicts of data
 
 
 def graph_data(gm: fx.GraphModule) -> Data:
-    """Raises Indescribable for a graph that calls anything but torch and our own ops, or holds large tensors."""
+    """Raises Indescribable for a graph that calls anything that is not in the tables, or holds large tensors."""
     places: dict[fx.Node, int] = {}
     nodes = []
     for node in gm.graph.nodes:
         target = _function_data(node.target) if node.op == "call_function" else str(node.target)
-        nodes.append([node.op, node.name, target, _data(node.args, places), _data(node.kwargs, places)])
+        data = [node.op, node.name, target, _data(node.args, places), _data(node.kwargs, places)]
+        try:
+            _check_node(node.op, node.target, node.args, node.kwargs)
+        except ValueError as error:
+            raise Indescribable(f"a graph with {error}") from None
+        nodes.append(data)
         places[node] = len(places)
     names = sorted({str(node.target) for node in gm.graph.nodes if node.op == "get_attr"})
-    if any(node.op == "call_module" for node in gm.graph.nodes):
-        raise Indescribable("a graph that calls a module")
     return {"nodes": nodes, "buffers": {name: _tensor_data(_held(gm, name)) for name in names}}
 
 
 def graph_of(data: Data, device: torch.device) -> fx.GraphModule:
-    """Raises ValueError, KeyError, TypeError, AttributeError or IndexError for what `graph_data` did not write.
+    """Raises ValueError, KeyError, TypeError, AttributeError, IndexError or RuntimeError for what `graph_data` did not write.
+
+    Nothing of it is called or becomes Python code before it is seen to be in the tables: names and keywords of an FX graph are written out
+    as code as they are.
 
     Args:
         device: of the tensors that the graph holds.
     """
     root = torch.nn.Module()
     for name, tensor in data["buffers"].items():
-        root.register_buffer(name, _tensor_of(tensor).to(device), persistent=False)
+        root.register_buffer(_identifier(name), _tensor_of(tensor).to(device), persistent=False)
     graph, nodes = fx.Graph(), list[fx.Node]()
     for op, name, target, args, kwargs in data["nodes"]:
-        if op not in ("placeholder", "call_function", "call_method", "get_attr", "output"):
-            raise ValueError(f"a node of kind {op!r}")
-        function = _function_of(target) if op == "call_function" else target
-        nodes.append(graph.create_node(op, function, _value(args, nodes), _value(kwargs, nodes), name))
+        function = _function_of(target) if op == "call_function" else _identifier(target)
+        arguments, keywords = _value(args, nodes), _value(kwargs, nodes)
+        _check_node(op, function, arguments, keywords)
+        if op == "get_attr" and function not in data["buffers"]:
+            raise ValueError(f"the attribute {shown(function)}, which is none of its tables")
+        nodes.append(graph.create_node(op, function, arguments, keywords, _identifier(name)))
     graph.lint()
     return fx.GraphModule(root, graph)
+
+
+def _check_node(op: str, target: Any, args: Any, kwargs: Any) -> None:
+    """Raises ValueError, with what is not allowed; of functions `_function_data` and `_function_of` have asked."""
+    if op not in _KINDS:
+        raise ValueError(f"a node of kind {shown(op)}")
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise ValueError("arguments of another form")
+    for name in kwargs:
+        _identifier(name)
+    if op == "call_method" and (target not in METHODS or not args or not isinstance(args[0], fx.Node)):
+        raise ValueError(f"a call of the method {shown(target)}")
+    if target is getattr and not (len(args) == 2 and not kwargs and isinstance(args[0], fx.Node) and args[1] in ATTRIBUTES):
+        raise ValueError(f"an attribute {shown(args[1:])} that is read")
+    if op in ("placeholder", "get_attr") and (args or kwargs):
+        raise ValueError(f"a node of kind {op} with arguments")
+
+
+def _identifier(name: object) -> str:
+    """A name that can be nothing but a name in the code that FX writes."""
+    if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name.startswith("__"):
+        raise ValueError(f"the name {shown(name)}")
+    return name
 
 
 def _function_data(target: Any) -> list[str]:
@@ -73,14 +105,11 @@ def _function_data(target: Any) -> list[str]:
         overloads = overloads_of(target)
         schemas = [str(overload._schema) for overload in overloads]
         name = overloads[0]._schema.name.partition("::")
-        overload = target._overloadname if isinstance(target, OpOverload) else ""
-        known = name[0] != "paged_attn" or target in _OURS
-        data = ["op", name[0], name[2], overload, *schemas]
+        data = ["op", name[0], name[2], target._overloadname if isinstance(target, OpOverload) else "", *schemas]
     else:
-        module, qualified = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
-        known = module.partition(".")[0] in _ROOTS and isinstance(qualified, str)
-        data = ["function", module, str(qualified).removeprefix("_VariableFunctionsClass.")]
-    if not known or _function_or_none(data) is not target:
+        qualified = str(getattr(target, "__qualname__", "")).removeprefix("_VariableFunctionsClass.")
+        data = ["function", str(getattr(target, "__module__", None)), qualified]
+    if _function_or_none(data) is not target:
         raise Indescribable(f"a graph that calls {target}")
     return data
 
@@ -95,16 +124,43 @@ def _function_or_none(data: list[str]) -> Any:
 def _function_of(data: list[str]) -> Any:
     kind, *names = data
     if kind == "op":
-        namespace, name, overload, *schemas = names
-        packet = getattr(getattr(torch.ops, namespace), name)
-        found = getattr(packet, overload) if overload else packet
-        if [str(each._schema) for each in overloads_of(found)] != schemas:
-            raise ValueError(f"{found} has another schema now")
-        return found
+        return _op_of(*names)
     module, name = names
-    if module.partition(".")[0] not in _ROOTS or (module == "builtins" and name not in _BUILTINS):
-        raise ValueError(f"{module}.{name} is no function of torch")
-    return operator.attrgetter(name)(importlib.import_module(module))
+    if kind != "function" or name not in FUNCTIONS.get(module, ()):
+        raise ValueError(f"a call of {shown(module)} {shown(name)}, which is none of the computations that a graph from disk may call")
+    return getattr(MODULES[module], name)
+
+
+def _op_of(namespace: str, name: str, overload: str, *schemas: str) -> OpOverload | OpOverloadPacket:
+    for each in (namespace, name, *filter(None, [overload])):
+        _identifier(each)
+    if namespace == "higher_order":
+        raise ValueError("an op of higher order")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    found = getattr(packet, overload) if overload else packet
+    if not isinstance(found, OpOverload | OpOverloadPacket):
+        raise ValueError(f"{shown(name)} of torch.ops, which is no op")
+    overloads = overloads_of(found)
+    if [str(each._schema) for each in overloads] != list(schemas):
+        raise ValueError(f"{found} has another schema now")
+    # Besides these a packet may have others of TorchScript, for plain numbers and texts.
+    dispatched = [each for each in overloads if torch._C._dispatch_has_kernel(each.name())]
+    if not dispatched or not all(each in _OURS if namespace == "paged_attn" else _computes(each) for each in dispatched):
+        raise ValueError(f"a call of {found}, which takes more than tensors and numbers")
+    return found
+
+
+def _computes(op: OpOverload) -> bool:
+    """Whether, as far as its schema says, it computes tensors, or numbers of tensors, and nothing else."""
+    schema: Any = op._schema
+    texts = [each for each in schema.arguments if _base(each) in ("str", "Any")]
+    kinds = {_base(each) for each in (*schema.arguments, *schema.returns) if each not in texts}
+    return schema.name not in OPS_REFUSED and {each.name for each in texts} <= OP_TEXTS and "Tensor" in kinds and kinds <= OP_TYPES
+
+
+def _base(argument: Any) -> str:
+    """`Tensor` of an `Optional[List[Tensor]]`."""
+    return str(argument.type).replace("Optional[", "").replace("List[", "").rstrip("]")
 
 
 def _data(value: Any, places: Mapping[fx.Node, int]) -> Data:
@@ -143,7 +199,7 @@ def _value(data: Data, nodes: list[fx.Node]) -> Any:
         return slice(*(_value(each, nodes) for each in content))
     if kind == "function":
         return _function_of(content)
-    return next(read for known, read in _NAMED.items() if known.__name__ == kind)(content)
+    return {known.__name__: read for known, read in _NAMED.items()}[kind](content)
 
 
 def _attribute(module: Any, name: str, kind: type) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.engine.shown import shown
 from paged_attn.graph_cache.code_files import module_digest, modules_of
 from paged_attn.graph_cache.describe import Indescribable, tensor_digest
 from paged_attn.graph_cache.entries import Entries
@@ -23,7 +24,8 @@ from paged_attn.options import CompileOptions
 from paged_attn.passes.model_facts import model_device
 
 logger = logging.getLogger("paged_attn")
-_UNUSABLE = (LookupError, ValueError, TypeError, AttributeError)  # an op that nobody has registered in this process, for one
+# An op that nobody has registered in this process, for one; or whatever somebody else has made of a file.
+_UNUSABLE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, AssertionError)
 MOST_EVALUATED_BYTES = 256 << 20  # of the tensors on whose values the proofs rest
 
 
@@ -56,13 +58,14 @@ class KeptGraphs:
         """A graph, its flat inputs as of the traced call, and its file; None if there is none that can be used."""
         started = time.perf_counter()
         for path, record in self.entries.read(self.key):
-            if (changed := self._changed(record["evidence"])) is not None:
-                logger.info("the graph %s is of no use: %s is not what it was", path, changed)
-                continue
             try:
+                if (changed := self._changed(record["evidence"])) is not None:
+                    logger.info("the graph %s is of no use: %s is not what it was", path, changed)
+                    continue
                 found = restored(record, self.model, model_device(self.model), self.options)
             except _UNUSABLE as error:
-                logger.warning("the graph %s can not be used: %s: %s. The model is traced anew.", path, type(error).__name__, error)
+                what = f"{type(error).__name__}: {shown(str(error))}"
+                logger.warning("the graph %s can not be used: %s. The model is traced anew.", path, what)
                 continue
             if found is None:
                 logger.info("the graph %s is of no use: a compiled piece is gone", path)

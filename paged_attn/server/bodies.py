@@ -1,21 +1,24 @@
-"""Bodies of requests: their fields, and the engine's parameters that they become."""
+"""Bodies of requests: the fields that completions and chats share, and the engine's parameters that they become."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_params import MAX_PENALTY, SEED_LIMIT, SamplingParams
+from paged_attn.engine.shown import shown
+from paged_attn.server.bounds import Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens, within
 from paged_attn.server.errors import ApiError, bad_request
 
 MAX_LOGPROBS = 20
-MAX_STOPS = 64
-MAX_BIASES = 1024
 MAX_DIGITS = 12
 MAX_N = 128  # OpenAI's
 MAX_TOP_K = 2**31 - 1  # above any vocabulary
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+PROMPTS: list[Any] = [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS, "minItems": 1}]
 NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of OpenAI's that change nothing here.
 IGNORED = frozenset({"user", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
@@ -40,53 +43,54 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class StreamOptions(Closed):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Body(BaseModel):
+class Body(Closed):
     """What both kinds of requests share. `null` is the default, as with OpenAI."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    ignored = IGNORED | set(NEUTRAL)
     default_max_tokens: ClassVar[int | None] = None
+    logprobs_name: ClassVar[str] = "logprobs"
 
-    model: str | None = Field(None, description="the served model's name, or none")
-    max_tokens: int | None = None
-    temperature: float | None = Field(None, description="default: 1; 0 is greedy")
-    top_p: float | None = None
-    top_k: int | None = Field(None, description="extension; 0 turns it off")
-    min_p: float | None = Field(None, description="extension")
-    repetition_penalty: float | None = Field(None, description="extension")
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="token ids, as texts, and what is added to their logits")
-    n: int | None = Field(None, description="how many answers to each prompt; default 1")
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(None, description="extension")
+    model: Name | None = Field(None, description="the served model's name, or none")
+    max_tokens: int | None = Field(None, json_schema_extra=within(0))
+    temperature: float | None = Field(None, description="default: 1; 0 is greedy", json_schema_extra=within(0, 10))
+    top_p: float | None = Field(None, json_schema_extra=within(0.001, 1))
+    top_k: int | None = Field(None, description="extension; 0 turns it off", json_schema_extra=within(0))
+    min_p: float | None = Field(None, description="extension", json_schema_extra=within(0, 1))
+    repetition_penalty: float | None = Field(None, description="extension", json_schema_extra=within(0.01, 100))
+    frequency_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))
+    presence_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))
+    seed: int | None = Field(None, json_schema_extra=within(0, SEED_LIMIT - 1))
+    logit_bias: Biases | None = Field(None, description="token ids, as texts, and what is added to their logits")
+    n: int | None = Field(None, description="how many answers to each prompt; default 1", json_schema_extra=within(1, MAX_N))
+    stop: Stop | None = None
+    stop_token_ids: StopTokens | None = Field(None, description="extension")
     ignore_eos: bool | None = Field(None, description="extension")
-    json_schema: dict[str, Any] | None = Field(None, description="extension: the answer is JSON of this schema")
-    regex: str | None = Field(None, description="extension: the answer matches this regular expression")
-    grammar: str | None = Field(None, description="extension: the answer follows this grammar, in llguidance's dialect of Lark")
+    json_schema: Schema | None = Field(None, description="extension: the answer is JSON of this schema")
+    regex: GuideText | None = Field(None, description="extension: the answer matches this regular expression")
+    grammar: GuideText | None = Field(None, description="extension: the answer follows this grammar, in llguidance's dialect of Lark")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="extension: token_ids and prompt_token_ids in the answer")
     priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
-    cache_salt: str | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
+    cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
+    timeout_seconds: float | None = Field(
+        None, description="extension: the request ends with 504 after so long; at most the server's own", json_schema_extra=within(0.001)
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        for name, (allowed, hint) in NEUTRAL.items():
+    def _neutral_only(cls, values: Any) -> Any:
+        for name, (allowed, hint) in NEUTRAL.items() if isinstance(values, dict) else ():
             value = values.get(name)
             if name in cls.model_fields or any(value == each and isinstance(value, bool) <= isinstance(each, bool) for each in allowed):
                 continue
-            raise ApiError(400, f"{name}={value!r} is not supported; {hint}", param=name, code="unsupported_value")
-        return {name: value for name, value in values.items() if name in cls.model_fields or name not in IGNORED | set(NEUTRAL)}
+            raise ApiError(400, f"{name}={shown(value)} is not supported; {hint}", param=name, code="unsupported_value")
+        return values
 
     @property
     def includes_usage(self) -> bool:
@@ -108,7 +112,7 @@ class Body(BaseModel):
         """
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_N:
-            raise ApiError(400, f"n: got {n}; allowed: 1 to {MAX_N}", param="n")
+            raise ApiError(400, f"n: got {shown(n)}; allowed: 1 to {MAX_N}", param="n")
         return n
 
     def num_logprobs(self) -> int | None:
@@ -148,112 +152,28 @@ class Body(BaseModel):
     def _logprobs(self) -> int | None:
         count = self.num_logprobs()
         if count is not None and not 0 <= count <= MAX_LOGPROBS:
-            name = "top_logprobs" if isinstance(self, ChatBody) else "logprobs"
-            raise ApiError(400, f"{name}: got {count}; allowed: 0 to {MAX_LOGPROBS}", param=name)
+            name = self.logprobs_name
+            raise ApiError(400, f"{name}: got {shown(count)}; allowed: 0 to {MAX_LOGPROBS}", param=name)
         return count
 
     def _biases(self) -> dict[int, float] | None:
         biases = self.logit_bias or {}
-        if len(biases) > MAX_BIASES:
-            raise ApiError(400, f"logit_bias: got {len(biases)} tokens; allowed: at most {MAX_BIASES}", param="logit_bias")
         if bad := [token for token in biases if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS)]:
-            raise ApiError(400, f"logit_bias: got {bad[0]!r}; allowed: token ids, written as texts", param="logit_bias")
+            raise ApiError(400, f"logit_bias: got {shown(bad[0])}; allowed: token ids, written as texts", param="logit_bias")
         return {int(token): bias for token, bias in biases.items()} or None
 
     def _stops(self) -> tuple[str, ...] | None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stops) > MAX_STOPS:
-            raise ApiError(400, f"stop: got {len(stops)} strings; allowed: at most {MAX_STOPS}", param="stop")
-        return stops or None
+        return ((self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())) or None
 
 
 class CompletionBody(Body):
     """The body of POST /v1/completions."""
 
     default_max_tokens = 16  # OpenAI's
-    prompt: Any = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
-    logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}")
+    prompt: Any = Field(
+        description="a text, a list of texts, a list of token ids, or a list of such lists", json_schema_extra={"anyOf": PROMPTS}
+    )
+    logprobs: int | None = Field(None, json_schema_extra=within(0, MAX_LOGPROBS))
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-
-class JsonSchemaFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description="answers always follow the schema")
-
-
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class ChatBody(Body):
-    """The body of POST /v1/chat/completions."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, description="the newer name of max_tokens; default: what there is room for")
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description=f"0 to {MAX_LOGPROBS}; needs logprobs=true")
-    response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="extension: variables for the model's chat template")
-
-    def num_logprobs(self) -> int | None:
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs: allowed only with logprobs=true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def max_new_tokens(self, room: int) -> int:
-        both = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(both) > 1:
-            what = f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}"
-            raise ApiError(400, f"{what}; give one of them", param="max_completion_tokens")
-        return both.pop() if both else room  # type: ignore[return-value]
-
-    def wanted_schema(self) -> dict[str, Any] | None:
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return self.json_schema
-        if self.json_schema is not None:
-            raise ApiError(400, "json_schema: got one beside response_format; give one of them", param="json_schema")
-        if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-            raise ApiError(400, 'response_format: json_schema belongs to type "json_schema", and to it alone', param="response_format")
-        return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
-
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """Messages of role, content (text) and name, as templates expect them.
-
-        Raises:
-            ApiError: 400 for what is no text.
-        """
-        return [_plain_message(message, f"messages.{i}") for i, message in enumerate(self.messages)]
-
-
-def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    # What a client got as an answer and sends back holds many empty fields.
-    rest = [name for name, value in message.items() if name not in ("role", "content", "name") and value not in (None, [], {})]
-    if rest:
-        raise ApiError(400, f"{where}: field {rest[0]!r} is not supported; allowed are role, content and name", param=f"{where}.{rest[0]}")
-    role, name = message.get("role"), message.get("name")
-    if not isinstance(role, str):
-        raise ApiError(400, f"{where}.role: got {role!r}; allowed: a text such as 'user'", param=f"{where}.role")
-    if name is not None and not isinstance(name, str):
-        raise ApiError(400, f"{where}.name: got {name!r}; allowed: a text", param=f"{where}.name")
-    content = _content(message.get("content"), f"{where}.content")
-    return {"role": role, "content": content, **({} if name is None else {"name": name})}
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise ApiError(400, f"{where}: got {content!r}; allowed: a text, or a list of text parts", param=where)
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ApiError(400, f"{where}: a part is {kind!r}; allowed: parts of type 'text', with a text", param=where)
-    return "".join(part["text"] for part in content)

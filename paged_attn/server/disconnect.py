@@ -15,7 +15,7 @@ from paged_attn.server.errors import CLIENT_GONE
 T = TypeVar("T")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T | None:
     """What `work` returns, or None, and `work` cancelled, if the client leaves first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))

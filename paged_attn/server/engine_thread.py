@@ -6,8 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable
 from itertools import islice, product
 
 from paged_attn.engine.engine import Engine
@@ -18,6 +18,7 @@ from paged_attn.server.job import Accepted, Job, Update
 from paged_attn.server.observer import Observer
 from paged_attn.server.snapshot import EngineSnapshot
 from paged_attn.server.status import Status, described, in_words
+from paged_attn.server.waiting_jobs import WaitingJobs, fair_share, made_room, waited_too_long
 
 logger = logging.getLogger("paged_attn")
 ADDS_PER_TURN = 64  # so that a flood of requests does not hold up those that run
@@ -29,24 +30,27 @@ class EngineThread:
 
     Args:
         make_engine: called on the thread; may take minutes.
-        max_queue: prompts that may wait beyond those that can run.
+        max_queue: prompts that may wait beyond those that can run. When so many do, tenants share the queue equally.
+        queue_seconds: how long one may wait; None: for ever.
 
     A step that raises ends its requests with 500 and the reason; all others go on. After that, as soon as the engine
     is idle, a probe of one token must run, or the engine counts as dead; one that does not recover is dead at once.
     `submit`, `cancel` and `drain` are for the event loop's thread.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer) -> None:
+    def __init__(self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer, queue_seconds: float | None = None) -> None:
         self.engine: Engine | None = None
         self.error: BaseException | None = None
         self.snapshot = EngineSnapshot()
-        self.max_queue = max_queue
+        self.max_queue, self.queue_seconds = max_queue, queue_seconds
+        self.raises_start_failure = False  # somebody tells the user why there is no engine
         self._status = Status.LOADING
         self._make_engine, self._observer = make_engine, observer
         self._condition = threading.Condition()
         self._adds: deque[Job] = deque()
         self._cancels: deque[Job] = deque()
-        self._pending = 0  # prompts that were submitted and are not in `snapshot` yet
+        self._pending: Counter[Hashable] = Counter()  # prompts of each tenant that were submitted and are not in `snapshot` yet
+        self._beyond = 0  # prompts that were let into a full queue, for which others are to make room
         self._blocked = False  # the last step left some waiting: whoever comes now has to wait, too
         self._everything: ApiError | None = None  # cancel all that there is, for this reason
         self._stopping = False
@@ -55,6 +59,7 @@ class EngineThread:
         self._events_due = False  # a step failed: the next one brings the events that were due
         self._owners: dict[str, tuple[Job, int]] = {}  # of the engine's requests, by id
         self._started: set[str] = set()  # those with a first token
+        self._waiting = WaitingJobs(lambda request: self.engine is not None and self.engine.scheduler.waiting.is_new(request))
         self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -92,14 +97,21 @@ class EngineThread:
             if count > config.max_requests + self.max_queue:
                 limit = f"{config.max_requests + self.max_queue}: {config.max_requests} that run and {self.max_queue} that wait"
                 raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
-            idle = 0 if self._blocked else max(config.max_requests - now.running, 0)
-            waiting = now.waiting + self._pending
-            if waiting + count > self.max_queue + idle:
-                state = f"{now.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
-                raise ApiError(429, f"the queue is full: {state}; try again later", retry_after=1)
+            waiting = now.waiting + self._pending.total()
+            beyond = waiting + count - self.max_queue - self._idle(now.running, config.max_requests)
+            if beyond > 0:
+                waiting_of = Counter(now.waiting_of) + self._pending
+                if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
+                    state = f"{now.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
+                    raise ApiError(429, f"the queue is full: {state}; try again later", retry_after=1)
+                self._beyond += min(count, beyond)
             self._adds.append(job)
-            self._pending += count
+            self._pending[job.tenant] += count
             self._condition.notify()
+
+    def _idle(self, running: int, max_requests: int) -> int:
+        """How many of those that wait will run with the next step."""
+        return 0 if self._blocked else max(max_requests - running, 0)
 
     def cancel(self, job: Job) -> None:
         """Stop a job, wherever it is; nothing happens if it has ended."""
@@ -142,13 +154,14 @@ class EngineThread:
                     self._status = Status.READY
             self._serve(engine)
         except BaseException as error:  # the thread's last words: else every client would wait for ever
-            logger.exception("the engine's thread ended")
+            if self.engine is not None or not self.raises_start_failure:
+                logger.exception("the engine's thread ended")
             self._end(Status.DEAD, error)
         else:
             self._end(Status.STOPPED, None)
         if self.engine is not None:
             self.engine.close()
-            self._publish(self.engine, 0)
+            self._publish(self.engine)
 
     def _serve(self, engine: Engine) -> None:
         while True:
@@ -170,12 +183,13 @@ class EngineThread:
             else:
                 running = self._fail(engine, {job for job, _ in self._owners.values()}, everything, "cancelled")
                 self._send([*running, *((job, everything) for job in adds)])
-            self._publish(engine, sum(job.size for job in adds))
+            self._turn_away(engine)
+            self._publish(engine, adds)
             if stopping:
                 return
             if engine.has_work:
                 self._step(engine)
-                self._publish(engine, 0, stepped=True)
+                self._publish(engine, stepped=True)
             elif self._probe_due:
                 self._probe(engine)
 
@@ -185,8 +199,8 @@ class EngineThread:
         try:
             for prompt, params in product(job.prompts, job.answers):
                 request = engine.add_request(
-                    prompt.token_ids, params, namespace=job.namespace, prompt=prompt.text, priority=job.priority,
-                    text_at_end=job.text_at_end,
+                    prompt.token_ids, params, namespace=job.namespace, tenant=job.tenant, prompt=prompt.text,
+                    priority=job.priority, text_at_end=job.text_at_end,
                 )  # fmt: skip
                 self._owners[request.id] = (job, len(job.requests))
                 job.requests.append(request)
@@ -195,16 +209,30 @@ class EngineThread:
                 error.add_note(f"(prompt {len(job.requests) // len(job.answers)} of {len(job.prompts)})")
             self._drop(engine, job, None)
             return job, bad_request(error, "prompt")
+        self._waiting.add(job)
         return job, Accepted()
+
+    def _turn_away(self, engine: Engine) -> None:
+        """Who has waited for too long, and who is too many, is told so."""
+        waiting = engine.scheduler.waiting
+        if self.queue_seconds is not None:
+            late = list(self._waiting.overdue(time.perf_counter(), self.queue_seconds))
+            self._send(self._fail(engine, late, waited_too_long(self.queue_seconds), "queue_timeout"))
+        with self._condition:
+            beyond, self._beyond = self._beyond, 0
+        if beyond:  # who was preempted and waits again pushes nobody out
+            for job in list(self._waiting.surplus(beyond, self.max_queue, waiting.count_of)):
+                self._send(self._fail(engine, [job], made_room(job), "turned_away"))
 
     def _drop(self, engine: Engine, job: Job, outcome: str | None) -> None:
         """Cancel what the engine still has of a job; `outcome` is counted, None is not."""
+        self._waiting.discard(job)
         for request in job.requests:
             if self._owners.pop(request.id, None) is not None:
                 self._started.discard(request.id)
                 engine.cancel(request.id)
                 if outcome is not None:
-                    self._observer.ended(outcome, time.perf_counter() - job.created)
+                    self._observer.ended(outcome, time.perf_counter() - job.arrived)
 
     def _fail(self, engine: Engine, jobs: Iterable[Job], error: ApiError, outcome: str) -> list[tuple[Job, Update]]:
         jobs = list(jobs)
@@ -255,11 +283,15 @@ class EngineThread:
         job, index = owner
         if event.token_id is not None and event.request_id not in self._started:
             self._started.add(event.request_id)
-            self._observer.first_token(now - job.created)
+            self._waiting.discard(job)
+            self._observer.first_token(now - job.arrived)
+            if job.first_token_at is None:
+                job.first_token_at = now
         if event.finish_reason is not None:
             del self._owners[event.request_id]
             self._started.discard(event.request_id)
-            self._observer.ended(str(event.finish_reason), now - job.created)
+            self._waiting.discard(job)
+            self._observer.ended(str(event.finish_reason), now - job.arrived)
         return job, (index, event)
 
     def _probe(self, engine: Engine) -> None:
@@ -272,11 +304,13 @@ class EngineThread:
             raise RuntimeError(f"after a failed step, a probe of one token ended with {request.finish_reason}: {request.error}")
         self._probe_due, self._failures = False, 0
 
-    def _publish(self, engine: Engine, taken: int, stepped: bool = False) -> None:
+    def _publish(self, engine: Engine, taken: Iterable[Job] = (), stepped: bool = False) -> None:
         snapshot = EngineSnapshot.of(engine)
         with self._condition:
             self.snapshot = snapshot
-            self._pending -= taken
+            for job in taken:
+                self._pending[job.tenant] -= job.size
+            self._pending = +self._pending  # who has none is forgotten
             if stepped:
                 self._blocked = snapshot.waiting > 0
 
@@ -287,7 +321,7 @@ class EngineThread:
             waiting = {*self._adds, *(job for job, _ in self._owners.values())}
             self._adds.clear()
             self._owners.clear()
-            self._pending = 0
+            self._pending.clear()
         self._send((job, ApiError(503 if error is None else 500, self.describe(), code=str(status))) for job in waiting)
 
     def _send(self, updates: Iterable[tuple[Job, Update]]) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 
-from paged_attn.engine.guides import GuideError
+from paged_attn.engine.guides import Guide, GuideError
 from paged_attn.engine.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.errors import ApiError
@@ -36,11 +36,16 @@ class Job:
 
     Args:
         answers: the params of each answer to a prompt.
+        namespace, tenant, priority: as `Engine.add_request` takes them.
         text_at_end: the text is read when a request has ended, and not with each token.
+        guide: what the answers follow, held so that the engine need not read it again.
+        arrived: when the call came, by `time.perf_counter`.
 
     Attributes:
         requests: one per answer, those to the first prompt first, from acceptance on; to be read once a request has finished.
         cancelled: the engine shall not begin it, or has been told to stop.
+        failure: what its events ended with.
+        first_token_at: when the first token of any request came.
     """
 
     def __init__(
@@ -49,14 +54,20 @@ class Job:
         answers: Sequence[SamplingParams],
         namespace: Hashable = None,
         *,
+        tenant: Hashable = None,
         priority: int = 0,
         text_at_end: bool = False,
+        guide: Guide | None = None,
+        arrived: float | None = None,
     ) -> None:
         self.prompts, self.answers = prompts, answers
-        self.namespace, self.priority, self.text_at_end = namespace, priority, text_at_end
-        self.created = time.perf_counter()
+        self.namespace, self.tenant, self.priority, self.text_at_end = namespace, tenant, priority, text_at_end
+        self.guide = guide
+        self.arrived = time.perf_counter() if arrived is None else arrived
         self.requests: list[Request] = []
         self.cancelled = False
+        self.first_token_at: float | None = None
+        self.failure: ApiError | None = None
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
 
     @property
@@ -74,9 +85,7 @@ class Job:
         Raises:
             ApiError: it refused one (then none of them runs), or is not running any more.
         """
-        update = await self._updates.get()
-        if isinstance(update, ApiError):
-            raise update
+        update = await self._update()
         assert isinstance(update, Accepted), update
 
     async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
@@ -87,18 +96,26 @@ class Job:
         """
         left = self.size
         while left:
-            update = await self._updates.get()
-            if isinstance(update, ApiError):
-                raise update
+            update = await self._update()
             assert isinstance(update, tuple), update
             index, event = update
             if event.finish_reason == "error":
                 error = self.requests[index].error
-                if isinstance(error, GuideError):  # what the client asked for is at fault, though it shows only now
-                    raise ApiError(400, str(error), code="guide_failed")
-                raise ApiError(500, str(error), code="bad_logits")
+                # What the client asked for may be at fault, though it shows only now.
+                status, code = (400, "guide_failed") if isinstance(error, GuideError) else (500, "bad_logits")
+                raise self._failed(ApiError(status, str(error), code=code))
             left -= event.finish_reason is not None
             yield index, event
+
+    async def _update(self) -> Accepted | tuple[int, TokenEvent]:
+        update = await self._updates.get()
+        if isinstance(update, ApiError):
+            raise self._failed(update)
+        return update
+
+    def _failed(self, error: ApiError) -> ApiError:
+        self.failure = error
+        return error
 
     async def completions(self) -> list[Completion]:
         """The results of all requests; raises as `events` does."""

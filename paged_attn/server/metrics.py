@@ -27,7 +27,7 @@ class ServerMetrics(Collector):
         self._failed = Counter(PREFIX + "failed_steps", "Engine steps that raised", registry=self.registry)
         self._ended = Counter(PREFIX + "requests_ended", "Requests that ended, by how", ["outcome"], registry=self.registry)
         self._http = Counter(PREFIX + "http_responses", "HTTP responses begun", ["route", "status"], registry=self.registry)
-        for outcome in ("stop", "length", "cancelled", "error"):
+        for outcome in ("stop", "length", "cancelled", "error", "queue_timeout", "turned_away"):
             self._ended.labels(outcome)
         self.registry.register(self)
 

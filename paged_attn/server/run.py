@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from paged_attn.engine.engine import Engine
 from paged_attn.server.app import ServerState, create_app
+from paged_attn.server.http_protocol import LimitedProtocol
 from paged_attn.server.settings import ServerSettings
 from paged_attn.server.status import Status
+from paged_attn.server.tracing import Tracing
 
 GRACE_SECONDS = 5  # for answers to leave after everything was cancelled
 BACKLOG = 2048
 FORCED_SECONDS = 1.0
+DRAIN_STEP = 0.05
+FILES_BESIDE = 256  # open files that are no connections
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,6 +39,8 @@ def listen(settings: ServerSettings) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux: also for what is in its own buffers when we have closed a connection
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_seconds * 1000))
         listener.bind((settings.host, settings.port))
         listener.listen(BACKLOG)
         return listener
@@ -42,9 +50,24 @@ def listen(settings: ServerSettings) -> socket.socket:
         raise OSError(f"can not listen on {settings.host} port {settings.port}: {error}; {hint}") from error
 
 
+def allow_files(settings: ServerSettings) -> None:
+    """Raise this process's limit of open files, as far as it may, to what all connections need.
+
+    Raises:
+        ValueError: it may not be raised so far; says what is allowed.
+    """
+    needed = settings.max_connections + FILES_BESIDE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            what = f"needs {needed} open files, and this process may have {hard}"
+            raise ValueError(f"max_connections is {settings.max_connections}, which {what}; lower it, or raise `ulimit -n`")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 class Server(uvicorn.Server):
-    """A server that drains: on SIGTERM or SIGINT no connection and no request is taken any more, running requests go on for
-    `drain_seconds` and then end with 503, and the engine is closed. A second SIGINT ends it at once.
+    """A server that drains: on SIGTERM or SIGINT no request is taken any more, running ones go on for `drain_seconds` and then end with
+    503, and the engine is closed; until then the routes of /health answer. A second SIGINT ends it at once.
 
     Unlike uvicorn's own it does not die of the signal in the end, so that the exit status of an orderly end is 0.
 
@@ -54,14 +77,18 @@ class Server(uvicorn.Server):
 
     def __init__(
         self, make_engine: Callable[[], Engine], settings: ServerSettings, *, on_ready: Callable[[Engine], None] | None = None,
-        log_level: str = "warning",
+        log_level: str = "warning", tracing: Tracing | None = None,
     ) -> None:  # fmt: skip
         self.settings, self._on_ready = settings, on_ready
-        app = create_app(make_engine, settings)
+        app = create_app(make_engine, settings, tracing)
         self.state: ServerState = app.state.server
-        grace = int(settings.drain_seconds) + GRACE_SECONDS
-        access_log = log_level in ("info", "debug")
-        super().__init__(uvicorn.Config(app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=grace, access_log=access_log))
+        self.state.thread.raises_start_failure = True  # `fatal_error`
+        super().__init__(
+            uvicorn.Config(
+                app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=GRACE_SECONDS, access_log=False, ws="none",
+                http=LimitedProtocol.of(settings),
+            )
+        )  # fmt: skip
 
     @property
     def fatal_error(self) -> BaseException | None:
@@ -80,13 +107,19 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         thread = self.state.thread
         thread.drain()
-        timer = asyncio.get_running_loop().call_later(self.settings.drain_seconds, thread.cancel_all)
         try:
+            await self._drained()
+            thread.cancel_all()
             await super().shutdown(sockets)
         finally:
-            timer.cancel()
             if self.force_exit:  # then uvicorn does not tell the app
                 await asyncio.to_thread(thread.stop, FORCED_SECONDS)
+
+    async def _drained(self) -> None:
+        """Until all calls have ended, or their time is over."""
+        ends = time.monotonic() + self.settings.drain_seconds
+        while len(self.state.calls) and time.monotonic() < ends and not self.force_exit:
+            await asyncio.sleep(DRAIN_STEP)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

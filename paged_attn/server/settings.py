@@ -5,18 +5,38 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+COUNTS = ("max_queue",)  # at least 0
+POSITIVE_COUNTS = ("max_connections", "max_requests_per_key", "requests_per_minute_per_key")
+SECONDS = ("drain_seconds",)  # at least 0
+POSITIVE = (
+    "max_body_mib", "max_bodies_mib", "queue_seconds", "request_seconds", "header_seconds", "body_seconds", "write_seconds",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of a server, checked on construction.
+    """Settings of a server, checked on construction. None turns a limit off.
 
     Attributes:
         model_name: the one model name that requests may give.
         host, port: where to listen; port 0 takes a free one.
-        api_keys: any of them opens /v1; none: /v1 is open. /health and /metrics always are.
-        max_queue: requests (prompts) that may wait beyond those that run; more get 429.
-        max_body_mib: larger bodies get 413.
+        api_keys: any of them opens /v1; none: /v1 is open. /health and /metrics always are. Each is a tenant of its own; on an open
+            server each address is.
+        share_prefixes: cached prefixes are shared between API keys.
+        max_queue: requests (prompts) that may wait beyond those that run; more get 429. Tenants share it equally when it is full.
+        max_requests_per_key: requests of one tenant that run or wait at the same time.
+        requests_per_minute_per_key: of one tenant, as many at once and then one after the other.
+        queue_seconds: how long a request may wait before it begins to run; then 503.
+        request_seconds: how long it may take in all; then 504. Requests may ask for less.
+        max_body_mib: larger bodies get 413. max_bodies_mib: of all requests at the same time; more get 429.
+        max_connections: connections at the same time; more get 503.
+        header_seconds, body_seconds: how long a client may take to send its headers, and its body.
+        write_seconds: how long a client may read nothing of what it is sent.
+        allow_origins: web pages of these origins may use the server from browsers (CORS); "*" is all.
+        allow_hosts: what the header Host may say, "*.example.com" too; none: anything.
         allow_priority: whether requests may say how urgent they are.
+        log_requests: a line of JSON on stdout for each request.
+        otlp_endpoint: where OpenTelemetry traces go, such as http://localhost:4318/v1/traces.
         drain_seconds: how long running requests may go on after a shutdown began; then they are cancelled.
 
     Raises:
@@ -27,25 +47,47 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    share_prefixes: bool = False
     max_queue: int = 1024
+    max_requests_per_key: int | None = None
+    requests_per_minute_per_key: int | None = None
+    queue_seconds: float | None = None
+    request_seconds: float | None = None
     max_body_mib: float = 16.0
+    max_bodies_mib: float = 256.0
+    max_connections: int = 2048
+    header_seconds: float = 10.0
+    body_seconds: float = 60.0
+    write_seconds: float = 60.0
+    allow_origins: tuple[str, ...] = ()
+    allow_hosts: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     allow_priority: bool = False
+    log_requests: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model_name:
             raise ValueError("model_name is empty; clients name the model by it")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; allowed are 0 (any free port) to 65535")
-        if self.max_queue < 0:
-            raise ValueError(f"max_queue is {self.max_queue}; allowed are values of at least 0")
-        if not 0 < self.max_body_mib < math.inf:
-            raise ValueError(f"max_body_mib is {self.max_body_mib}; allowed are finite values above 0")
-        if not 0 <= self.drain_seconds < math.inf:
-            raise ValueError(f"drain_seconds is {self.drain_seconds}; allowed are finite values of at least 0")
+        for names, low, is_allowed_low in ((COUNTS, 0, True), (POSITIVE_COUNTS, 1, True), (SECONDS, 0, True), (POSITIVE, 0, False)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not (low < value < math.inf or (is_allowed_low and value == low)):
+                    allowed = f"finite values {'of at least' if is_allowed_low else 'above'} {low}"
+                    raise ValueError(f"{name} is {value}; allowed are {allowed}")
+        if self.max_bodies_mib < self.max_body_mib:
+            raise ValueError(
+                f"max_bodies_mib is {self.max_bodies_mib:g}; allowed are values of at least max_body_mib, {self.max_body_mib:g}"
+            )
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds spaces or characters other than printable ASCII, so that no header can carry it")
 
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mib * 2**20)
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        return int(self.max_bodies_mib * 2**20)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 
 from paged_attn.engine.engine import Engine
 
@@ -13,6 +14,7 @@ class EngineSnapshot:
 
     Attributes:
         pages_used: held by requests. pages_cached: held by the prefix cache alone, to be evicted when needed.
+        waiting_of: how many of each tenant wait.
         prompt_tokens: computed; cached_tokens: taken from the prefix cache instead.
     """
 
@@ -26,6 +28,7 @@ class EngineSnapshot:
     cached_tokens: int = 0
     new_tokens: int = 0
     preemptions: int = 0
+    waiting_of: Mapping[Hashable, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, engine: Engine) -> EngineSnapshot:
@@ -34,5 +37,5 @@ class EngineSnapshot:
             running=len(scheduler.running), waiting=len(scheduler.waiting), pages_total=kv.num_usable,
             pages_used=kv.num_usable - kv.num_available, pages_cached=kv.num_available - kv.allocator.num_free, steps=stats.steps,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,
-            preemptions=scheduler.num_preemptions,
+            preemptions=scheduler.num_preemptions, waiting_of=dict(scheduler.waiting.count_of),
         )  # fmt: skip

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 
+from paged_attn.server.errors import without_backtrace
+
+SHOWN = 500  # characters
+
 
 class Status(enum.StrEnum):
     LOADING = "loading"
@@ -27,4 +31,6 @@ def described(status: Status, error: BaseException | None) -> str:
 
 
 def in_words(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"
+    """The kind and the first words of an error; all of it is in the log."""
+    text = without_backtrace(str(error))
+    return f"{type(error).__name__}: {text[:SHOWN]}{'...' * (len(text) > SHOWN)}"

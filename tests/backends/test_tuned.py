@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,33 @@ def test_a_file_that_can_not_be_read_says_which_and_what_to_do(path: Path, text:
     mine = entry({"triton": 1.0}, {"triton": 1.0})
     write_entry(path, GPU, mine)
     assert read_entries(path, GPU) == [mine] and "writing over it" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "deep", "large"])
+def test_a_file_that_never_ends_hangs_no_start(path: Path, kind: str):
+    """On a thread that is left behind if it hangs."""
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "deep":
+        path.write_text("[" * 100_000)
+    else:
+        with path.open("wb") as file:
+            file.truncate(tuned.MOST_BYTES + 1)
+    told: list[str] = []
+
+    def read() -> None:
+        try:
+            read_entries(path, GPU)
+        except UnsupportedError as error:
+            told.append(str(error))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(20)
+    assert told and "delete it" in told[0] and "PAGED_ATTN_TUNED=none" in told[0]
 
 
 def test_without_a_file_or_layers_nothing_is_said(path: Path, monkeypatch: pytest.MonkeyPatch):

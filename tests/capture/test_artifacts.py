@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -192,3 +193,47 @@ def test_the_key_is_the_same_in_another_process(tmp_path: Path) -> None:
         torch.set_num_threads(threads)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.strip() == ours
+
+
+def in_the_way(path: Path, kind: str) -> None:
+    """Something else where an entry was."""
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(("kind", "words"), [("pipe", "is no file, but a pipe"), ("folder", "but a folder"), ("device", "OSError")])
+def test_what_is_no_file_is_not_waited_for(cache: ArtifactCache, warnings: Callable[[], list[str]], kind: str, words: str) -> None:
+    """On a thread that is left behind if it hangs."""
+    cache.save("key", Written(b"content"), "")
+    in_the_way(entry(cache, "key"), kind)
+    found: list[object] = ["it hangs"]
+    reader = threading.Thread(target=lambda: found.__setitem__(0, cache.load("key")), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert found == [None] and words in warnings()[0] and "compiled anew" in warnings()[0]
+
+
+def test_code_that_others_may_have_written_is_not_run(cache: ArtifactCache, warnings: Callable[[], list[str]]) -> None:
+    cache.save("key", Written(b"content"), "")
+    assert entry(cache, "key").stat().st_mode & 0o77 == 0
+    entry(cache, "key").chmod(0o666)
+    assert cache.load("key") is None and "may have been written by others (mode 666); remove it" in warnings()[0]
+
+
+@pytest.mark.parametrize("which", ["pieces", "."])
+def test_a_folder_that_others_can_write_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]], which: str
+) -> None:
+    monkeypatch.setenv("PAGED_ATTN_CACHE", str(tmp_path / "x"))
+    place = tmp_path / "x" / which
+    (tmp_path / "x" / "pieces").mkdir(parents=True)
+    place.chmod(0o777)
+    assert ArtifactCache.of_user() is None
+    assert f"others can write to {place} (mode 777); run `chmod go-w {place}`" in warnings()[0] and "PAGED_ATTN_CACHE" in warnings()[0]
+    place.chmod(0o700)
+    assert ArtifactCache.of_user() is not None

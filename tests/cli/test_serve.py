@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ import pytest
 from paged_attn import LLM, SamplingParams
 from paged_attn.cli import serve
 from paged_attn.cli.main import build_parser, main
+from paged_attn.cli.serve_options import LIMITS, server_settings
+from paged_attn.server.settings import ServerSettings
 from tests.cli.ready import url_when_ready
 
 
@@ -37,7 +41,7 @@ def process(folder: Path, *flags: str, **environment: str) -> Iterator[tuple[sub
 def test_a_process_serves_many_clients_and_ends_with_status_0(model_folder: Path) -> None:
     prompts = [f"Prompt {'x' * (i % 7)} of client {i}" for i in range(40)]
     want = [c.token_ids for c in LLM(model_folder, num_pages=64).generate(prompts, SamplingParams(max_new_tokens=10))]
-    with process(model_folder, "--drain-seconds", "60", PAGED_ATTN_API_KEY="k") as (server, url):
+    with process(model_folder, "--drain-seconds", "60", "--no-log-requests", PAGED_ATTN_API_KEY="k") as (server, url):
         with openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
 
             def ids(prompt: str) -> list[int]:
@@ -59,12 +63,45 @@ def test_a_process_serves_many_clients_and_ends_with_status_0(model_folder: Path
         assert server.stderr is not None and server.stderr.read() == ""
 
 
-def test_a_model_that_is_not_there_is_an_error_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--model", str(tmp_path / "none"), "--port", "0"]) == 2
-    assert "paged-attn: error: no model at" in capsys.readouterr().err
+@pytest.mark.parametrize(("model", "words"), [("/nope", "not a directory"), ("", "it has no config.json")])
+def test_a_model_that_is_not_there_is_said_in_one_line_at_once(tmp_path: Path, model: str, words: str) -> None:
+    """In a process of its own, with all that it imports."""
+    model = model or str(tmp_path)
+    command = [sys.executable, "-m", "paged_attn.cli.main", "serve", "--model", model, "--port", "0"]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and time.monotonic() - started < 5
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"paged-attn: error: no model at {model!r}: {words}. Give a directory with config.json")
+
+
+@pytest.mark.slow
+def test_a_model_that_can_not_be_loaded_leaves_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 10}')
+    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "paged-attn: error: no causal language model could be loaded from" in error and "Traceback" not in error
+
+
+def test_every_server_setting_has_its_flag_and_its_default() -> None:
+    args = build_parser().parse_args(["serve", "--model", "x"])
+    assert server_settings(args, "x") == ServerSettings("x", log_requests=True)
+    limits = {flag.removeprefix("--").replace("-", "_") for flag, *_ in LIMITS}
+    names = {field.name for field in dataclasses.fields(ServerSettings)}
+    others = {"model_name", "host", "port", "api_keys", "share_prefixes", "allow_priority", "allow_origins", "allow_hosts",
+              "log_requests", "otlp_endpoint"}  # fmt: skip
+    assert limits | others == names and not limits & others
+    flags = ["--share-prefixes", "--allow-origin", "https://a", "--allow-origin", "https://b", "--allow-host", "*.c", "--no-log-requests"]
+    flags += ["--queue-seconds", "3", "--max-connections", "5", "--otlp-endpoint", "http://x/v1/traces", "--api-key", "k"]
+    got = server_settings(build_parser().parse_args(["serve", "--model", "x", *flags]), "x")
+    assert got == ServerSettings(
+        "x", share_prefixes=True, allow_origins=("https://a", "https://b"), allow_hosts=("*.c",), queue_seconds=3.0, max_connections=5,
+        otlp_endpoint="http://x/v1/traces", api_keys=("k",),
+    )  # fmt: skip
 
 
 def test_a_port_in_use_is_found_before_the_model_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--model", str(tmp_path), "--port", str(port)]) == 2
@@ -82,7 +119,11 @@ def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.Monke
     ("flags", "words"),
     [
         (["--port", "70000"], "port is 70000"),
-        (["--max-queue", "-1"], "max_queue is -1"),
+        (["--max-queue", "-1"], "max_queue is -1; allowed are finite values of at least 0"),
+        (["--request-seconds", "0"], "request_seconds is 0.0; allowed are finite values above 0"),
+        (["--max-requests-per-key", "0"], "max_requests_per_key is 0; allowed are finite values of at least 1"),
+        (["--max-body-mib", "300"], "max_bodies_mib is 256; allowed are values of at least max_body_mib, 300"),
+        (["--max-connections", "100000000"], "this process may have"),
         (["--page-size", "0"], "page_size is 0"),
         (["--api-key", ""], "API key is empty"),
     ],

@@ -18,12 +18,19 @@ def scheduler_of(num_pages: int = 100, page_size: int = 4, prefix_cache: bool = 
 
 
 def arrive(
-    scheduler: Scheduler, *lengths: int, tokens: list[int] | None = None, namespace: Any = None, priority: int = 0, new: int = 1000
+    scheduler: Scheduler,
+    *lengths: int,
+    tokens: list[int] | None = None,
+    namespace: Any = None,
+    tenant: Any = None,
+    priority: int = 0,
+    new: int = 1000,
 ) -> list[Request]:
     """A request per length; its id is r and its number by arrival."""
     requests = []
     for length in lengths:
         request = request_of(tokens or [1 + length % 7] * length, namespace)
+        request.tenant = tenant
         request.arrival = max((r.arrival for r in (*scheduler.waiting, *scheduler.running)), default=-1) + 1
         request.id, request.max_new_tokens, request.priority = f"r{request.arrival}", new, priority
         scheduler.waiting.append(request)

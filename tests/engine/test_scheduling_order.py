@@ -96,6 +96,15 @@ def test_one_tenants_flood_does_not_hold_up_another(policy: str) -> None:
     assert order == [flood[0], others[0], others[1], flood[1], others[2], flood[2], flood[3], flood[4]]
 
 
+def test_many_namespaces_give_a_tenant_no_more_turns() -> None:
+    scheduler = scheduler_of(max_requests=1)
+    flood = [arrive(scheduler, 3, namespace=("salt", i % 5), tenant="flood")[0] for i in range(50)]
+    others = [arrive(scheduler, 3, namespace=name, tenant="other")[0] for name in ("a", "b", "a")]
+    order = admissions(scheduler, 8)
+    assert order == [flood[0], others[0], flood[1], others[1], flood[2], others[2], flood[3], flood[4]]
+    assert scheduler.waiting.count_of == {"flood": 45}
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=40), st.integers(0, 10**6))
 def test_between_two_turns_of_a_namespace_each_other_has_at_most_one(names: list[str], seed: int) -> None:
@@ -227,7 +236,8 @@ class ByHand:
         self.waiting: list[Request] = []
         self.preempted: list[Request] = []
         self.aside: list[Request] = []
-        self.turns: dict[int, list[Any]] = {}
+        self.tenants: dict[int, list[Any]] = {}  # by priority, whose turn it is first
+        self.turns: dict[Any, list[Any]] = {}  # namespaces, by priority and tenant
         self.ran: set[Request] = set()
 
     def next(self) -> Request | None:
@@ -237,7 +247,9 @@ class ByHand:
         if ran := [r for r in self.preempted if r.priority == urgency]:
             return min(ran, key=lambda r: r.arrival)
         mine = [r for r in self.waiting if r.priority == urgency]
-        namespace = next(name for name in self.turns[urgency] if any(r.namespace == name for r in mine))
+        tenant = next(name for name in self.tenants[urgency] if any(r.tenant == name for r in mine))
+        mine = [r for r in mine if r.tenant == tenant]
+        namespace = next(name for name in self.turns[urgency, tenant] if any(r.namespace == name for r in mine))
         return min((r for r in mine if r.namespace == namespace), key=lambda r: r.arrival)
 
     def enter(self, request: Request, ran: bool) -> None:
@@ -246,9 +258,17 @@ class ByHand:
         if request in self.ran:
             self.preempted.append(request)
             return
-        turns = self.turns.setdefault(request.priority, [])
-        if not any((r.priority, r.namespace) == (request.priority, request.namespace) for r in self.waiting):
-            turns[:] = [name for name in turns if name != request.namespace] + [request.namespace]
+        same = [r for r in self.waiting if (r.priority, r.tenant) == (request.priority, request.tenant)]
+        for turns, name, is_new in (
+            (self.tenants.setdefault(request.priority, []), request.tenant, not same),
+            (
+                self.turns.setdefault((request.priority, request.tenant), []),
+                request.namespace,
+                not any(r.namespace == request.namespace for r in same),
+            ),
+        ):
+            if is_new:
+                turns[:] = [each for each in turns if each != name] + [name]
         self.waiting.append(request)
 
     def had_turn(self, request: Request) -> None:
@@ -256,7 +276,8 @@ class ByHand:
             self.preempted.remove(request)
         else:
             self.waiting.remove(request)
-            turns = self.turns[request.priority]
+            tenants, turns = self.tenants[request.priority], self.turns[request.priority, request.tenant]
+            tenants.append(tenants.pop(tenants.index(request.tenant)))
             turns.append(turns.pop(turns.index(request.namespace)))
 
 
@@ -269,6 +290,7 @@ def test_the_queue_does_what_one_would_do_by_hand(seed: int) -> None:
         everyone = [*model.waiting, *model.preempted, *model.aside]
         if action.startswith("append"):
             request = request_of([1], rng.choice("ab"))
+            request.tenant = rng.choice("xyz")
             request.arrival, request.priority = arrival if action == "append" else rng.randrange(10**6), rng.choice([0, 1])
             getattr(queue, action)(request)
             model.enter(request, ran=action == "append_preempted")
@@ -292,6 +314,8 @@ def test_the_queue_does_what_one_would_do_by_hand(seed: int) -> None:
         everyone = [*model.waiting, *model.preempted, *model.aside]
         assert queue.next() is model.next() and len(queue) == len(everyone) and all(r in queue for r in everyone)
         assert list(queue) == sorted(everyone, key=lambda r: (r.priority, r.arrival))
+        assert queue.count_of == Counter(r.tenant for r in everyone)
+        assert all(queue.is_new(r) == (r not in model.ran) for r in everyone)
         assert queue.urgency == (model.next().priority if model.next() else None)  # type: ignore[union-attr]
 
 

@@ -16,6 +16,7 @@ import openai
 from paged_attn.engine.engine import Engine
 from paged_attn.server.run import Server, listen
 from paged_attn.server.settings import ServerSettings
+from paged_attn.server.tracing import Tracing
 from tests.engine.models import assert_idle, make_engine, tokenizer
 
 MODEL = "tiny"
@@ -50,7 +51,7 @@ class Running:
         """Those that were submitted and have not ended, as far as the engine's thread has said."""
         thread = self.server.state.thread
         with thread._condition:  # else one that moves on in between counts twice
-            return thread._pending + thread.snapshot.waiting + thread.snapshot.running
+            return thread._pending.total() + thread.snapshot.waiting + thread.snapshot.running
 
     def stop(self) -> None:
         """As a signal does, but without waiting."""
@@ -73,12 +74,17 @@ class Running:
 
 @contextlib.contextmanager
 def serving(
-    make: Callable[[], Engine] | None = None, *, wait: bool = True, on_ready: Callable[[Engine], None] | None = None, **settings: Any
+    make: Callable[[], Engine] | None = None,
+    *,
+    wait: bool = True,
+    on_ready: Callable[[Engine], None] | None = None,
+    tracing: Tracing | None = None,
+    **settings: Any,
 ) -> Iterator[Running]:
     """A server of its own on a free port; ended, with all that it started, at the end."""
     make = make or (lambda: make_engine(tokenizer=chat_tokenizer()))
     all_settings = ServerSettings(**{"model_name": MODEL, "port": 0, "drain_seconds": 0.0, **settings})
-    server, socket = Server(make, all_settings, on_ready=on_ready), listen(all_settings)
+    server, socket = Server(make, all_settings, on_ready=on_ready, tracing=tracing), listen(all_settings)
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
     thread.start()

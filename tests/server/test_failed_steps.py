@@ -262,7 +262,7 @@ def test_an_engine_that_does_not_recover_ends_the_server() -> None:
 def test_ready_is_said_once_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that waited for it was told that the model is loading: the tokenizers came after it."""
     said, texts = threading.Event(), app.Texts
-    monkeypatch.setattr(app, "Texts", lambda tokenizer: time.sleep(0.3) or texts(tokenizer))
+    monkeypatch.setattr(app, "Texts", lambda *args: time.sleep(0.3) or texts(*args))
     with serving(on_ready=lambda engine: said.set(), wait=False) as running:
         assert said.wait(30)
         assert len(tokens(post(running))) == 8

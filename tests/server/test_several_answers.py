@@ -106,7 +106,7 @@ def test_extensions_guide_completions_and_chats(running: Running) -> None:
         ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias: got 101.0 for token 5; allowed: {token id: number from -100 to 100}"),
         ({"logit_bias": {"5": float("nan")}}, "logit_bias", "got nan"),
         ({"logit_bias": {"5": "1"}}, "logit_bias", "valid number"),
-        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "got 1025 tokens; allowed: at most 1024"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "got 1,025 tokens; allowed: at most 1,024"),
         ({"logit_bias": {"96": 1}}, "logit_bias", "logit_bias: got token id 96; allowed: 0 to 95"),
         ({"regex": "a(b"}, "regex", "unclosed group"),
         ({"regex": "a", "grammar": "start: /a/"}, "grammar", "got one beside regex"),

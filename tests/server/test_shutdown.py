@@ -28,16 +28,6 @@ def one_at_a_time() -> Engine:
     return make_engine(tokenizer=chat_tokenizer(), max_requests=1)
 
 
-def refuses(running: Running) -> bool:
-    """Whether no connection is taken any more."""
-    with contextlib.suppress(httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError):
-        try:
-            httpx.get(f"{running.url}/health", timeout=1.0)
-        except httpx.ConnectError:
-            return True
-    return False
-
-
 def assert_ended(running: Running) -> None:
     running.thread.join(PATIENCE)
     assert not running.thread.is_alive()
@@ -60,7 +50,11 @@ def test_what_runs_and_waits_finishes_and_nothing_new_is_taken() -> None:
             waiting = pool.submit(post, running, prompt=[7, 8])
             wait_for(lambda: running.num_prompts == 2)
             running.stop()
-            wait_for(lambda: refuses(running))
+            wait_for(lambda: running.http.get("/health/ready").status_code == 503)
+            assert running.http.get("/health/live").status_code == 200, "it answers while it drains, on new connections, too"
+            assert httpx.get(f"{running.url}/health").json() == {"status": "draining", "reason": "the server is shutting down"}
+            refused = post(running)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         text = "".join(chunk.choices[0].text for chunk in stream)
         assert text == chat_tokenizer().decode(oracle([4, 5, 6], 100))
         assert waiting.result().json()["choices"][0]["token_ids"] == oracle([7, 8], 100)

@@ -23,8 +23,10 @@ NOISY_COPIES = 16  # each tells of a tie with even odds only; with three of them
 
 @functools.cache
 def guides() -> Guides:
-    """Those of the engines, whose models have no end token."""
-    return Guides(tokenizer(), VOCAB, frozenset())
+    """Those of the engines, whose models have no end token; with the process that reads for them, which stays."""
+    made = Guides(tokenizer(), VOCAB, frozenset())
+    made.prototype(SamplingParams(regex="a"))
+    return made
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.soak import drive_engine, drive_server, drive_threads
+from tests.soak import drive_engine, drive_server, drive_threads, oracle
 from tests.soak.leaks import Memory, Watch
 from tests.soak.plan import Plan
 
@@ -35,6 +35,7 @@ class Soak:
         print(plan, flush=True)
         began = time.monotonic()
         faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True, file=sys.__stderr__)
+        oracle.guides()  # makes what stays
         try:
             with Watch(warm=self.rounds[plan.kind] > 0):
                 seen = DRIVERS[plan.kind](plan)

@@ -1,0 +1,104 @@
+"""Files that nobody else can have written, and reading that never waits."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class RefusedFileError(OSError):
+    """A file or folder that somebody else may have written, or that is no file, or too large."""
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone.
+
+    Raises:
+        OSError: that can not be done.
+    """
+    for place in (*reversed(folder.parents), folder):
+        if not place.exists():
+            place.mkdir(mode=0o700, exist_ok=True)
+
+
+def check_private_folder(folder: Path) -> None:
+    """That nobody but this user and root can put files into a folder, or another folder in its place. One that is missing is private.
+
+    Raises:
+        RefusedFileError: names the folder, who can, and what to do.
+    """
+    folder = Path(os.path.realpath(folder))
+    for place in (folder, *folder.parents):
+        try:
+            info = place.stat()
+        except FileNotFoundError:
+            continue
+        is_sticky = place != folder and bool(info.st_mode & stat.S_ISVTX)  # who can write there can not replace what others have
+        if info.st_uid not in (os.geteuid(), 0):
+            raise RefusedFileError(f"{place} belongs to user {_user(info.st_uid)}; only folders of {_user(os.geteuid())} or root are used")
+        if info.st_mode & MAY_WRITE and not is_sticky and not _is_own_group(info):
+            mode = stat.S_IMODE(info.st_mode)
+            raise RefusedFileError(f"others can write to {place} (mode {mode:o}); run `chmod go-w {place}`, or choose another folder")
+
+
+def read_private_file(path: Path, most_bytes: int) -> bytes:
+    """The content of a file that nobody else can have written. A pipe or a device is not waited for.
+
+    Raises:
+        RefusedFileError: others can write it, it is larger than `most_bytes`, a link, or no file.
+        OSError: it can not be read.
+    """
+    return _read(path, most_bytes, is_private=True)
+
+
+def read_file(path: Path, most_bytes: int) -> bytes:
+    """The content of a file of anybody's, or of what a link leads to. A pipe or a device is not waited for.
+
+    Raises:
+        OSError: it can not be read, is larger than `most_bytes`, or no file.
+    """
+    return _read(path, most_bytes, is_private=False)
+
+
+def _read(path: Path, most_bytes: int, is_private: bool) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_private else 0))
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise RefusedFileError(f"{path} is no file, but a {_kind(info.st_mode)}; remove it")
+        if is_private and (info.st_uid not in (os.geteuid(), 0) or (info.st_mode & MAY_WRITE and not _is_own_group(info))):
+            raise RefusedFileError(f"{path} may have been written by others (mode {stat.S_IMODE(info.st_mode):o}); remove it")
+        if info.st_size > most_bytes:
+            raise RefusedFileError(f"{path} has {info.st_size:,} bytes, and {most_bytes:,} are the most; remove it")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)  # `open` leaves that of a folder open
+
+
+def _is_own_group(info: os.stat_result) -> bool:
+    """Whether others than the owner can not write: the group has this user's name and no other members, as where each user has a group."""
+    if info.st_mode & stat.S_IWOTH or info.st_uid != os.geteuid():
+        return False
+    try:
+        group, user = grp.getgrgid(info.st_gid), pwd.getpwuid(os.geteuid())
+    except KeyError:  # a number without a name
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISFIFO: "pipe", stat.S_ISSOCK: "socket", stat.S_ISDIR: "folder", stat.S_ISCHR: "device", stat.S_ISBLK: "device"}
+    return next(name for is_kind, name in kinds.items() if is_kind(mode))

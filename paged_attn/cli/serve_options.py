@@ -1,0 +1,61 @@
+"""Flags of `paged-attn serve`, and the settings that they become."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_attn.server.settings import ServerSettings
+
+API_KEY_VARIABLE = "PAGED_ATTN_API_KEY"
+# Flag, type, metavar, default, help. The defaults are those of `ServerSettings`, which takes long to import.
+LIMITS = (
+    ("--max-queue", int, "N", 1024, "requests that may wait beyond those that run; keys share them equally when they are taken"),
+    ("--max-requests-per-key", int, "N", None, "requests of one API key (without keys: address) that run or wait at the same time"),
+    ("--requests-per-minute-per-key", int, "N", None, "of one API key (without keys: address)"),
+    ("--queue-seconds", float, "S", None, "how long a request may wait before it begins; then 503"),
+    ("--request-seconds", float, "S", None, "how long a request may take in all; then 504. Requests may ask for less (timeout_seconds)"),
+    ("--max-body-mib", float, "MIB", 16.0, "largest body of a request"),
+    ("--max-bodies-mib", float, "MIB", 256.0, "bodies of all requests at the same time"),
+    ("--max-connections", int, "N", 2048, "connections at the same time"),
+    ("--header-seconds", float, "S", 10.0, "how long a client may take to send the headers of a request"),
+    ("--body-seconds", float, "S", 60.0, "how long a client may take to send a body"),
+    ("--write-seconds", float, "S", 60.0, "how long a client may read nothing of what it is sent"),
+    ("--drain-seconds", float, "S", 30.0, "how long running requests may go on after SIGTERM or Ctrl-C"),
+)  # fmt: skip
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of IPv4 (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--served-model-name", metavar="NAME", help="what clients call the model (default: the hub id, or the directory's name)")
+    add(
+        "--api-key", action="append", default=[], metavar="KEY",
+        help=f"opens /v1; may be given many times; without any, /v1 is open. {API_KEY_VARIABLE} is one more, and not shown by ps",
+    )  # fmt: skip
+    add("--share-prefixes", action="store_true", help="share cached prefixes between API keys: a key can then find out what others ask")
+    add("--allow-priority", action="store_true", help="let requests have a priority; without it nobody may jump the queue")
+    add("--allow-origin", action="append", default=[], metavar="URL", help="let web pages of this origin use the server (CORS); * is all")
+    add("--allow-host", action="append", default=[], metavar="NAME", help="what the header Host may say, as in *.example.com")
+    add("--no-log-requests", action="store_true", help="no line of JSON on stdout for each request")
+    add("--otlp-endpoint", metavar="URL", help="where OpenTelemetry traces go, such as http://localhost:4318/v1/traces")
+    limits = parser.add_argument_group("limits of the server").add_argument
+    for flag, kind, metavar, default, what in LIMITS:
+        shown = "no limit" if default is None else f"{default:g}"
+        limits(flag, type=kind, metavar=metavar, default=default, help=f"{what} (default: {shown})")
+
+
+def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings:
+    """Raises ValueError for a setting out of range."""
+    from paged_attn.server.settings import ServerSettings
+
+    keys = [*args.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])]
+    limits = {name: getattr(args, name) for flag, *_ in LIMITS for name in [flag.removeprefix("--").replace("-", "_")]}
+    return ServerSettings(
+        args.served_model_name or model_name, host=args.host, port=args.port, api_keys=tuple(keys), share_prefixes=args.share_prefixes,
+        allow_priority=args.allow_priority, allow_origins=tuple(args.allow_origin), allow_hosts=tuple(args.allow_host),
+        log_requests=not args.no_log_requests, otlp_endpoint=args.otlp_endpoint, **limits,
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Connections: how many, how slow; and what browsers are told."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import httpx
+import pytest
+
+from paged_attn.server.run import FILES_BESIDE, allow_files
+from paged_attn.server.settings import ServerSettings
+from tests.server.serving import Running, serving, wait_for
+
+BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 4}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Running]:
+    with serving(header_seconds=0.6, body_seconds=0.6, write_seconds=1.0, max_connections=12) as running:
+        yield running
+
+
+def connect(running: Running, receive_buffer: int | None = None) -> socket.socket:
+    raw = socket.socket()
+    if receive_buffer is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    raw.settimeout(10)
+    raw.connect(("127.0.0.1", int(running.url.rpartition(":")[2])))
+    return raw
+
+
+def read_all(raw: socket.socket) -> bytes:
+    parts = []
+    while part := raw.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def num_connections(running: Running) -> int:
+    return len(running.server.server_state.connections)
+
+
+@pytest.mark.parametrize("sent", [b"", b"P", b"GET /health HTTP/1.1\r\nHost: x\r\n", HEAD])
+def test_headers_that_do_not_come_end_the_connection(strict: Running, sent: bytes) -> None:
+    with closing(connect(strict)) as raw:
+        started = time.monotonic()
+        for byte in sent:
+            raw.send(bytes([byte]))
+        answer = read_all(raw)
+        assert 0.4 < time.monotonic() - started < 5
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b'"code": "headers_too_slow"' in answer
+
+
+def test_bytes_that_drip_are_not_enough(strict: Running) -> None:
+    """One byte every now and then, in the headers and, on a connection that was used before, in those of the next request."""
+    with closing(connect(strict)) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        started = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - started < 10:
+                raw.send(b"G")
+                time.sleep(0.1)
+    assert time.monotonic() - started < 5
+
+
+def test_a_body_that_does_not_come_ends_the_request(strict: Running) -> None:
+    with closing(connect(strict)) as raw:
+        raw.sendall(HEAD + b"Connection: close\r\nContent-Length: 500\r\n\r\n{")
+        answer = read_all(raw)
+    assert answer.startswith(b"HTTP/1.1 408") and b"the body did not come within 0.6 s (1 bytes did)" in answer
+
+
+def test_a_client_that_does_not_read_is_cut_off(strict: Running) -> None:
+    before = num_connections(strict)
+    with closing(connect(strict, receive_buffer=4096)) as raw:
+        for _ in range(400):  # answers of 40 KB each, more than all buffers of the system hold
+            try:
+                raw.settimeout(0.2)
+                raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+            except TimeoutError:
+                break
+            except ConnectionError:
+                break
+        wait_for(lambda: num_connections(strict) <= before)
+
+
+def test_a_slow_but_steady_client_is_served(strict: Running) -> None:
+    body = b'{"prompt": [4, 5, 6], "max_tokens": 4}'
+    with closing(connect(strict)) as raw:
+        for start in range(0, len(HEAD), 40):
+            raw.sendall(HEAD[start : start + 40])
+            time.sleep(0.05)
+        raw.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
+        for start in range(0, len(body), 10):
+            raw.sendall(body[start : start + 10])
+            time.sleep(0.05)
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_beyond_so_many_connections_others_are_told(strict: Running) -> None:
+    wait_for(lambda: num_connections(strict) <= 1)
+    with ExitStack() as open_ones:
+        before = num_connections(strict)
+        held = [open_ones.enter_context(closing(connect(strict))) for _ in range(12 - before)]
+        wait_for(lambda: num_connections(strict) == 12)
+        with closing(connect(strict)) as raw:
+            answer = read_all(raw)
+        assert answer.startswith(b"HTTP/1.1 503") and b"this server has 12 connections and takes no more" in answer
+        held[0].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert held[0].recv(65536).startswith(b"HTTP/1.1 200"), "those that there are go on"
+    wait_for(lambda: num_connections(strict) <= 1)
+    assert httpx.get(f"{strict.url}/health").status_code == 200
+
+
+def test_the_limit_of_open_files_is_raised_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged_attn.server import run
+
+    limits, asked = [(1024, 4096)], []
+    monkeypatch.setattr(run.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(run.resource, "setrlimit", lambda _, wanted: asked.append(wanted))
+    allow_files(ServerSettings("m", max_connections=512))
+    assert asked == []
+    allow_files(ServerSettings("m", max_connections=2048))
+    assert asked == [(2048 + FILES_BESIDE, 4096)]
+    with pytest.raises(ValueError, match="max_connections is 4096, which needs 4352 open files, and this process may have 4096; lower it"):
+        allow_files(ServerSettings("m", max_connections=4096))
+
+
+def test_web_pages_of_allowed_origins_only() -> None:
+    with serving(allow_origins=("https://chat.example",), api_keys=("k",)) as running:
+        asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+        for origin, allowed in (("https://chat.example", True), ("https://evil.example", False)):
+            preflight = httpx.options(f"{running.url}/v1/completions", headers={"Origin": origin, **asks})
+            assert (preflight.status_code == 200) is allowed
+            reply = running.http.post("/v1/completions", json=BODY, headers={"Origin": origin})
+            assert reply.status_code == 200 and (reply.headers.get("access-control-allow-origin") == origin) is allowed
+        refused = httpx.post(f"{running.url}/v1/completions", json=BODY, headers={"Origin": "https://chat.example"})
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://chat.example"
+    with serving() as running:
+        reply = running.http.post("/v1/completions", json=BODY, headers={"Origin": "https://chat.example"})
+        assert "access-control-allow-origin" not in reply.headers
+
+
+def test_the_header_host_says_one_of_the_servers_names() -> None:
+    with serving(allow_hosts=("api.example", "*.internal", "127.0.0.1", "[::1]")) as running:
+        for host, allowed in (
+            ("api.example", True), ("API.example:8000", True), ("a.b.internal:1", True), ("internal", False), ("evil.example", False),
+            ("api.example.evil", False), ("[::1]:8000", True), ("[::1]", True), ("127.0.0.1", True), ("", False),
+        ):  # fmt: skip
+            reply = running.http.post("/v1/completions", json=BODY, headers={"Host": host})
+            assert (reply.status_code == 200) is allowed, host
+            assert allowed or reply.json()["error"]["code"] == "unknown_host"
+            assert running.http.get("/health", headers={"Host": host}).status_code == 200, "probes know an address only"
