@@ -1,5 +1,5 @@
 """`python -m tests.check [FAMILIES...] [--report]`: families x dtypes x wrappers, each checked as it is and with errors planted; with
---report docs/self_check.md gets the table. It takes an hour on two cores."""
+--report docs/self_check.md gets the table. It takes an hour on two cores; --from-json makes the table of results that are there."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from tests.check.run_one import DTYPES
+from tests.check.wrappers import WRAPPERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "self_check.md"
@@ -24,17 +27,15 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def results_of(family: str) -> list[dict[str, Any]]:
+def results_of(family: str, wrapper: str) -> list[str]:
+    """JSON lines."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PAGED_ATTN_CACHE": "none"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.check.run_one", family], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    print(f"{family}: {len(results)} results, {sum(bool(r['alarm']) for r in results)} false alarms, "
-          f"{sum(bool(r.get('missed')) for r in results)} with missed errors", flush=True)  # fmt: skip
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-    return results
+    command = [sys.executable, "-W", "ignore", "-m", "tests.check.run_one", family, wrapper]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    bad = [line for line in lines if (result := json.loads(line))["alarm"] or result.get("missed")]
+    print(family, wrapper, f"{len(lines)} results", *bad, *([done.stderr[-2000:]] if done.returncode else []), flush=True)
+    return lines
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -66,18 +67,25 @@ def main() -> int:
     parser.add_argument("families", nargs="*", default=FAMILIES)
     parser.add_argument("--report", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=ROOT / "build" / "self_check.json", help="where all results go")
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "self_check.jsonl", help="where all results go, a line each")
+    parser.add_argument("--torch", default=torch.__version__, help="with --from-json: by which torch they were made")
+    parser.add_argument("--from-json", action="store_true", help="run nothing: the results are there")
     options = parser.parse_args()
-    with ThreadPoolExecutor(options.workers) as pool:
-        results = [result for each in pool.map(results_of, options.families) for result in each]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1))
+    if not options.from_json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        with options.json.open("w") as file, ThreadPoolExecutor(options.workers) as pool:
+            jobs = [pool.submit(results_of, family, wrapper) for family in options.families for wrapper in WRAPPERS]
+            for job in as_completed(jobs):
+                file.writelines(f"{line}\n" for line in job.result())
+                file.flush()
+    results = [json.loads(line) for line in options.json.read_text().splitlines()]
+    results.sort(key=lambda r: (FAMILIES.index(r["family"]), list(WRAPPERS).index(r["wrapper"]), list(DTYPES).index(r["dtype"])))
     made = table(results)
     print(made)
     if options.report:
         page = PAGE.read_text()
         head, _, rest = page.partition(BEGIN)
-        versions = f"torch {torch.__version__}, transformers {transformers.__version__}, CPU"
+        versions = f"torch {options.torch}, transformers {transformers.__version__}, CPU"
         PAGE.write_text(f"{head}{BEGIN}\n{versions}\n\n{made}\n{END}{rest.partition(END)[2]}")
     return int(any(result["alarm"] or result.get("missed") for result in results))
 

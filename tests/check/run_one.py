@@ -1,4 +1,4 @@
-"""`python -m tests.check.run_one FAMILY`: one JSON line with a result for every dtype and wrapper of a family."""
+"""`python -m tests.check.run_one FAMILY WRAPPER`: one JSON line with a result for every dtype."""
 
 from __future__ import annotations
 
@@ -67,18 +67,15 @@ def with_a_hooked_row(family: str, dtype: str, wrapper: str) -> str | None:
     return refused(opened(model)) if hook_a_row(model) else None
 
 
-def main(family: str) -> None:
+def main(family: str, wrapper: str) -> None:
     torch.set_num_threads(1)
-    results = []
-    for wrapper in WRAPPERS:
-        for dtype in DTYPES:
-            try:
-                result = run(family, dtype, wrapper)
-            except Exception:  # noqa: BLE001 - reported
-                result = {"way": "", "alarm": traceback.format_exc().strip().splitlines()[-1][:300], "reason": "crash"}
-            results.append({"family": family, "dtype": dtype, "wrapper": wrapper, **result})
-            print(json.dumps(results[-1]), flush=True)
+    for dtype in DTYPES:
+        try:
+            result = run(family, dtype, wrapper)
+        except Exception:  # noqa: BLE001 - reported
+            result = {"way": "", "alarm": traceback.format_exc().strip().splitlines()[-1][:300], "reason": "crash"}
+        print(json.dumps({"family": family, "dtype": dtype, "wrapper": wrapper, **result}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
