@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 LARGEST_SHOWN = 20  # a number up to this size shows on the probes as it is
 NO_LIMIT = 1 << 40  # finfo.min, inf, and the end of an open slice
-HIDES = -1e4  # an additive mask hides at and below this
+HIDES = -9984.0  # an additive mask hides at and below this: -1e4 as bfloat16 has it
 SMALL_TENSOR = 32  # a tensor of so few elements holds parameters of the mask rather than a table of positions
 
 _SCALED = {"add", "sub", "rsub", "subtract", "mul", "multiply", "floordiv", "floor_divide", "truediv", "true_divide", "div", "divide",

@@ -72,7 +72,8 @@ class TappedRun(fx.Interpreter):
 
     def given(self, node: fx.Node, n: fx.Node) -> Any:
         """What an input of a node is for that node."""
-        return self._computed[node.name] if n.name in self._inner.get(node.name, ()) else self.env[node]
+        is_inner = node.name in self._computed and n.name in self._inner[node.name]
+        return self._computed[node.name] if is_inner else self.env[node]
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         return fx.node.map_arg(args, lambda node: self.given(node, n))

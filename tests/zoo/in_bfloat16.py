@@ -13,7 +13,7 @@ from paged_attn.check.closeness import row_errors
 from tests.teacher_forced import by_engine, by_model
 
 OF_A_MODEL = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)
-FURTHER = 1.15  # than transformers' own logits, in the median: another order of adding up
+FURTHER = 1.25  # than transformers' own logits, in the median of 65 rows: another order of adding up
 PAGE_SIZE, PAGES = 16, 40
 
 
