@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.call_signature import plain_inputs, takes
-from paged_attn.check.closeness import logits_apart
+from paged_attn.check.closeness import LOGITS, LOGITS_16_BIT, row_errors, typical
 from paged_attn.engine.model_output import logits_in
 from paged_attn.evaluating import as_served
 from paged_attn.passes.model_facts import max_positions, model_device, model_dtype
@@ -15,7 +15,6 @@ from paged_attn.passes.model_facts import max_positions, model_device, model_dty
 SEEDS, MORE, MOST_MORE = 3, 24, 256  # tokens behind the first row that is compared
 OF_ALL_TOKENS = "something is computed from all tokens of a call at once, such as the scale of numbers that are quantised as it runs"
 OF_CHOICES = "of more than {0} keys, which {0} a query takes changes with the number of tokens, as among equal scores"
-LOW_PRECISION = 2e-2  # of the median row; two calls of a causal model differ by rounding alone
 
 
 def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> None:
@@ -27,7 +26,8 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
         because: for the message: what may do it.
 
     Raises:
-        UnsupportedError: later tokens move earlier logits by more than rounding does.
+        UnsupportedError: later tokens move most of the earlier rows of logits by more than rounding does; a few rows may move where a
+            quantiser or a router is between two steps.
     """
     total = start + max(MORE, min(start, MOST_MORE))
     total = min(total, max_positions(model) or total)
@@ -39,9 +39,9 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
                 whole = _logits(model, ids)
             except (RuntimeError, ValueError, IndexError, AssertionError):  # of the model's own code: it has no more positions
                 return
+            limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
             for end in ends:
-                error, limit = logits_apart(whole[start:end], _logits(model, ids[:end])[start:], model_dtype(model))
-                limit = min(limit, LOW_PRECISION)
+                error = typical(row_errors(whole[start:end], _logits(model, ids[:end])[start:]))
                 if not error <= limit:
                     raise UnsupportedError(
                         f"{type(model).__name__} itself is not causal: in a call of {total} tokens its logits of tokens {start} to "

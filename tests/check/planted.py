@@ -97,7 +97,8 @@ def hook_a_row(model: nn.Module) -> bool:
 
     def changed(_: nn.Module, __: Any, output: Any) -> Any:
         rows: Tensor = (output[0] if isinstance(output, tuple) else output).clone()
-        rows[..., rows.shape[-2] // 2, :] *= 1.5
+        middle = rows[..., rows.shape[-2] // 2, :]
+        middle.copy_(middle.flip(-1))  # no norm after it takes that back
         return (rows, *output[1:]) if isinstance(output, tuple) else rows
 
     blocks[1].register_forward_hook(changed)

@@ -49,7 +49,7 @@ def run(family: str, dtype: str, wrapper: str) -> dict[str, Any]:
 
 def made(family: str, dtype: str, wrapper: str) -> nn.Module:
     model = build(family, **WIDTHS).to(DTYPES[dtype])
-    return WRAPPERS[wrapper](model)
+    return WRAPPERS[wrapper](model).eval()
 
 
 def opened(model: nn.Module) -> Traced | Hooked:
@@ -64,7 +64,12 @@ def opened(model: nn.Module) -> Traced | Hooked:
 def with_a_hooked_row(family: str, dtype: str, wrapper: str) -> str | None:
     """None where the model has nothing to hook."""
     model = made(family, dtype, wrapper)
-    return refused(opened(model)) if hook_a_row(model) else None
+    if not hook_a_row(model):
+        return None
+    try:
+        return refused(opened(model))
+    except UnsupportedError as refusal:
+        return str(refusal)
 
 
 def main(family: str, wrapper: str) -> None:
