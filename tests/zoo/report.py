@@ -79,7 +79,7 @@ def write_report(path: Path, results: Sequence[dict[str, Any]]) -> None:
     introduction = INTRODUCTION.format(
         total=len(results),
         transformers=results[0]["transformers"],
-        torch=results[0]["torch"],
+        torch=" and ".join(sorted({result["torch"] for result in results})),
         device="CPU, one thread each",
         counts=counts(results),
         bf16=bf16_counts(results),
