@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.attention_site import module_path
@@ -96,7 +97,13 @@ def _inlined(graph: fx.Graph, function: Any, arguments: tuple[Any, ...], where: 
         elif node.op == "output":
             return args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
         elif node.op == "call_function" or node.op == "call_method":
-            results[node] = call_with_value(graph, node.target, *args, **kwargs)
+            try:
+                results[node] = call_with_value(graph, node.target, *args, **kwargs)
+            except GuardOnDataDependentSymNode as error:
+                raise UnsupportedError(
+                    f"{where}: a score_mod or mask_mod of flex_attention picks by the values of a tensor ({node.format_node()}), which has "
+                    "no form for all tokens at once"
+                ) from error
         else:
             raise UnsupportedError(
                 f"{where}: a score_mod or mask_mod of flex_attention holds {node.format_node()}; known are plain operations"
