@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from tests.oracle import greedy, random_prompts
+from tests.oracle import greedy as generated
+from tests.oracle import random_prompts
 from tests.tiny_models import build
 
 WINDOW = 6
@@ -107,7 +108,7 @@ def test_its_log_sum_exp_is_refused() -> None:
 def test_a_transformers_model_that_was_set_to_it_is_traced_as_sdpa(name: str) -> None:
     """Its mask reads a tensor by position, for which flex_attention has no form on all tokens at once."""
     model, prompts = build(name, num_hidden_layers=2), random_prompts((5, 33, 140))
-    expected = [greedy(model, prompt, 4) for prompt in prompts]
+    expected = [generated(model, prompt, 4) for prompt in prompts]
     model.set_attn_implementation("flex_attention")
     with LLM(model, num_pages=64) as llm:
         assert [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=4))] == expected
