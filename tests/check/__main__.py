@@ -47,7 +47,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = []
         for wrapper in wrappers:
             words = [word(r, notes) for r in results if (r["family"], r["wrapper"]) == (family, wrapper)]
-            cells.append(words[0] if len(set(words)) == 1 else ", ".join(words))
+            cells.append(words[0] if len(set(words)) == 1 else ", ".join(words) or "not run")
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *(f"- {sign}: {reason}" for reason, sign in notes.items())])
 

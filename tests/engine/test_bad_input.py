@@ -154,7 +154,7 @@ def test_a_path_without_a_model_is_refused(path: str) -> None:
 
 
 def test_an_empty_directory_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="no causal language model could be loaded from"):
+    with pytest.raises(ValueError, match=r"no model at .*has no config\.json"):
         LLM(tmp_path)
 
 

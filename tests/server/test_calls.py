@@ -54,14 +54,25 @@ def test_each_request_has_one_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -
     with serving(make, log_requests=True, api_keys=("secret",)) as running, poisoned():
         monkeypatch.undo()
         ids = {"x-request-id": "mine"}
+
+        def then(count: int) -> None:
+            wait_for(lambda: len(logged(out)) == count)  # a line may come after its answer
+
         assert post(running, ids, prompt=[[7] * 9, [8, 9]], n=2).status_code == 200
+        then(1)
         assert post(running, prompt=[7] * 9).status_code == 200
+        then(2)
         list(running.client.completions.create(model=MODEL, prompt="Hi", max_tokens=3, stream=True))
+        then(3)
         assert post(running, stop=1).status_code == 400
+        then(4)
         assert post(running, {"Authorization": "none"}).status_code == 401
+        then(5)
         assert post(running, prompt=[5, POISON]).status_code == 500
+        then(6)
         with running.http.stream("POST", "/v1/completions", json={**BODY, "prompt": [5, POISON], "stream": True}) as reply:
             reply.read()
+        then(7)
         assert running.http.get("/v1/models").status_code == 200 and running.http.get("/health").status_code == 200
     lines = logged(out)
     assert [line["status"] for line in lines] == [200, 200, 200, 400, 401, 500, 200, 200], "and none for /health"
