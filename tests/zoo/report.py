@@ -31,8 +31,8 @@ quantised weights and adapters: [self_check.md](self_check.md).
 {meanings}
 
 **bfloat16**, of the types that are ok: the same model in bfloat16 is accepted, and the logits of those tokens (13 rows of each of 5
-prompts, chunks and decode steps together) are off from the float32 model's by so much of their length, in the median: ours / transformers' own.
-{bf16}
+prompts, chunks and decode steps together) are off from the float32 model's by so much of their length, in the median:
+ours / transformers' own. {bf16}
 
 | type | features | recognised by | result | bfloat16 | seconds | reason |
 |---|---|---|---|---|---|---|
