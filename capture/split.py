@@ -12,7 +12,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.passes.split_module import split_module
 
-from paged_attn.capture.split_ops import is_split_op, overloads_of
+from paged_attn.attn_ops.overloads import overloads_of
+from paged_attn.capture.split_ops import is_split_op
 
 _PIECE = re.compile(r"submod_(\d+)$")
 _NAME = "name_before_split"

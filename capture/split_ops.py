@@ -11,6 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from paged_attn.attn_ops.history_op import HISTORY_ATTENTION
 from paged_attn.attn_ops.module_op import MODULE
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.attn_ops.overloads import overloads_of
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
 from paged_attn.attn_ops.rope_op import ROPE_AND_STORE_KV
@@ -43,10 +44,3 @@ def is_split_op(target: Any, ops: Set[OpOverload]) -> bool:
     A graph of Dynamo calls `torch.ops.mylib.op` as a packet, without saying which overload; it counts if any of its overloads does.
     """
     return any(op in ops or torch.Tag.cudagraph_unsafe in op.tags for op in overloads_of(target))
-
-
-def overloads_of(target: Any) -> tuple[OpOverload, ...]:
-    """What a node of this target may call: an overload itself, all overloads of a packet, nothing otherwise."""
-    if isinstance(target, OpOverloadPacket):
-        return tuple(getattr(target, name) for name in target.overloads())
-    return (target,) if isinstance(target, OpOverload) else ()

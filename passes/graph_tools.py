@@ -14,6 +14,8 @@ import torch
 from torch import SymFloat, SymInt, Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from paged_attn.attn_ops.overloads import overloads_of
+
 _INPLACE_FUNCTIONS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
     operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
@@ -39,19 +41,12 @@ def writes_in_place(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     target = node.target
-    if overloads := _overloads(target):
+    if overloads := overloads_of(target):
         return any(overload._schema.is_mutable for overload in overloads)
     if target in _INPLACE_FUNCTIONS or node.kwargs.get("out") is not None or _has_inplace_flag(node):
         return True
     name = getattr(target, "__name__", "")
     return name.endswith("_") and not name.endswith("__") and getattr(target, "__module__", "") != "_operator"
-
-
-def _overloads(target: Any) -> list[torch._ops.OpOverload]:
-    """An op as itself, or all that a packet may mean: a graph of Dynamo calls `torch.ops.mylib.op` without saying which overload."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return [getattr(target, name) for name in target.overloads()]
-    return [target] if isinstance(target, torch._ops.OpOverload) else []
 
 
 def _has_inplace_flag(node: fx.Node) -> bool:
@@ -97,7 +92,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 def written_values(node: fx.Node) -> set[fx.Node]:
     """The values that an in-place `node` changes: its targets, and whatever those are views of."""
-    if overloads := _overloads(node.target):
+    if overloads := overloads_of(node.target):
         arguments = ((i, a) for overload in overloads for i, a in enumerate(overload._schema.arguments))
         mutable = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
         targets = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in mutable]

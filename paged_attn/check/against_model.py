@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.check.closeness import MULTIPLE, rounding, row_errors, typical, worst
-from paged_attn.check.served import Original
+from paged_attn.check.served import HowToRun, Original
 from paged_attn.check.truth import Truth
 
 Logits = Callable[[Tensor], Tensor]
@@ -35,7 +35,8 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
         return
     errors = [row_errors(expected, got) for expected, got in pairs]
     by_rounding = [
-        row_errors(logits, original.run(prompt, _as_it_is, wide=True)) for prompt, logits in zip(truth.prompts, truth.logits, strict=True)
+        row_errors(logits, original.run(prompt, _as_it_is, HowToRun(wide=True)))
+        for prompt, logits in zip(truth.prompts, truth.logits, strict=True)
     ]
     level = max(typical(torch.cat(by_rounding)), rounding(original.narrow, truth.logits[0].dtype))
     limit = MULTIPLE * level

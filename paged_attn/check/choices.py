@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.check.tapped import TappedRun, Taps, Visit
+from paged_attn.check.tapped import TappedRun, Taps, Visit, tensors_in
 from paged_attn.passes.graph_tools import is_view, writes_in_place
 
 Choices = Mapping[str, Any]  # by node, what the operation returned
@@ -57,7 +57,7 @@ class PerturbedRun(TappedRun):
         result = super().compute(n)
         if n.op not in ("call_function", "call_method") or is_view(n) or writes_in_place(n) or not _floats_among(self._inputs(n)):
             return result
-        if any(not tensor.is_floating_point() for tensor in _tensors(result)):
+        if any(not tensor.is_floating_point() for tensor in tensors_in(result)):
             self.perturbation.choices[n.name] = result
         elif type(result) is Tensor and result.dtype == self.narrow:
             return self.perturbation.moved(result, self.narrow)
@@ -102,9 +102,5 @@ def _taken_again(given: Tensor, values: Tensor, places: Tensor, chosen: Tensor) 
     return None
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(each, Tensor)]
-
-
 def _floats_among(values: list[Any]) -> bool:
-    return any(tensor.is_floating_point() for value in values for tensor in _tensors(value))
+    return any(tensor.is_floating_point() for tensor in tensors_in(values))

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.batch import Batch
 from paged_attn.check.against_model import Logits, check_against_model
 from paged_attn.check.boundaries import Boundary
-from paged_attn.check.choices import Choices, Perturbation
 from paged_attn.check.diagnosis import EXACT_BACKEND
 from paged_attn.check.noise import Noise
 from paged_attn.check.self_check import check_served
-from paged_attn.check.served import Original, Seen, Served, VisitBoundary
+from paged_attn.check.served import AS_IT_IS, HowToRun, Original, Seen, Served, VisitBoundary
 from paged_attn.check.steps import ProbeSettings
 from paged_attn.check.tapped import Visit
 from paged_attn.check.truth import Truth
@@ -120,22 +119,12 @@ class HookedOriginal(Original):
         self.taps, self.narrow, self.recurrent = taps, taps.narrow, ()
         self.computed_as_it_is = set()
 
-    def run(
-        self,
-        prompt: Tensor,
-        visit: Visit,
-        *,
-        wide: bool = False,
-        token_by_token: bool = False,
-        perturbed: Perturbation | None = None,
-        choices: Choices | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, prompt: Tensor, visit: Visit, how: HowToRun = AS_IT_IS) -> Tensor:
         """With `wide`, attention is computed in wider numbers and all else as it is; nothing is perturbed but what `visit` returns,
         and no choice is seen."""
-        rows = torch.arange(len(prompt), device=prompt.device) if positions is None else positions
+        rows = torch.arange(len(prompt), device=prompt.device) if how.positions is None else how.positions
         wider = torch.float32 if self.narrow.itemsize < 4 else torch.float64
-        return self.taps.run(prompt, rows, Watch(visit, wider if wide else None))
+        return self.taps.run(prompt, rows, Watch(visit, wider if how.wide else None))
 
     def padded_length(self, count: int) -> int:
         return count

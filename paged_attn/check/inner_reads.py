@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from paged_attn.passes.graph_tools import writes_in_place, written_values
+from paged_attn.passes.graph_tools import written_names
 
 
 def inner_reads(graph: fx.Graph, stages: Mapping[str, int]) -> dict[str, frozenset[str]]:
@@ -24,10 +24,10 @@ def inner_reads(graph: fx.Graph, stages: Mapping[str, int]) -> dict[str, frozens
     last = max(stages.values(), default=0)
     for node in reversed(graph.nodes):
         stage[node] = stages.get(node.name, min((stage[user] for user in node.users), default=last))
-    written = {value for node in graph.nodes if writes_in_place(node) for value in written_values(node)}
+    written = written_names(graph)
     return {
         node.name: inner
         for node in graph.nodes
-        if node.name in stages and node not in written
+        if node.name in stages and node.name not in written
         and (inner := frozenset(user.name for user in node.users if stage[user] == stage[node]))
     }  # fmt: skip

@@ -22,7 +22,7 @@ def check_later_tokens(original: Original, truth: Truth, noise: Noise) -> None:
     changed, before = prompt.clone(), prompt[:-1]
     changed[-1] = before.max() if changed[-1] != before.max() else before.min()
     count = len(before)
-    run = OtherRun(original, truth, LONGEST, changed, count)
+    run = OtherRun(original, truth, LONGEST, tokens=changed, count=count)
     rows = [(LONGEST, row) for row in range(count)]
     found = [
         suspect

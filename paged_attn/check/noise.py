@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.check.closeness import MULTIPLE, rounding, typical
-from paged_attn.check.served import Original
+from paged_attn.check.served import HowToRun, Original
 from paged_attn.check.steps import LONGEST
 from paged_attn.check.truth import OtherRun, Truth
 
@@ -47,13 +47,13 @@ class Noise:
         """
         noise = cls(truth, original.narrow)
         for prompt in range(len(truth.prompts)):
-            noise.add(OtherRun(original, truth, prompt, wide=True).errors, prompt)
+            noise.add(OtherRun(original, truth, prompt, HowToRun(wide=True)).errors, prompt)
             if original.recurrent:
-                noise.add(OtherRun(original, truth, prompt, token_by_token=True).errors, prompt)
+                noise.add(OtherRun(original, truth, prompt, HowToRun(token_by_token=True)).errors, prompt)
         if causal:
             longest = truth.prompts[LONGEST]
             for count in sorted({max(len(longest) * 2 // 3, 1), *(few for few in FEW if few < len(longest))}):
-                shorter = OtherRun(original, truth, LONGEST, longest[:count], count).errors
+                shorter = OtherRun(original, truth, LONGEST, tokens=longest[:count], count=count).errors
                 noise._refuse_more_than_rounding(shorter, count, bool(original.computed_as_it_is), original)
                 noise.add(shorter, None)
         return noise

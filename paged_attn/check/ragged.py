@@ -9,7 +9,7 @@ from paged_attn.check.boundaries import Boundary
 from paged_attn.check.closeness import row_errors
 from paged_attn.check.noise import Noise
 from paged_attn.check.running import must_run
-from paged_attn.check.served import Original, Served
+from paged_attn.check.served import HowToRun, Original, Served
 from paged_attn.check.steps import Step, Steps, steps_of
 from paged_attn.check.suspects import Suspect, suspects_in
 from paged_attn.check.truth import LOGITS, Truth
@@ -38,7 +38,7 @@ def compare_rows_of_original(original: Original, step: Step, truth: Truth, noise
     rows = RowsOfStep(step, truth, noise)
     ids = torch.cat([truth.prompts[part.prompt][part.start : part.end] for part in step.parts])
     positions = torch.cat([torch.arange(part.start, part.end, device=ids.device) for part in step.parts])
-    original.run(ids, rows.visit_original, positions=positions)
+    original.run(ids, rows.visit_original, HowToRun(positions=positions))
     return rows.suspects
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,28 @@ class Seen(NamedTuple):
     value: Tensor
 
 
+@dataclass(frozen=True)
+class HowToRun:
+    """How the original runs a prompt, where it is not as it is.
+
+    Attributes:
+        wide: compute in wider numbers, as far as that can be.
+        token_by_token: run recurrent layers so.
+        perturbed: move the results of operations.
+        choices: what operations choose, in place of what they would.
+        positions: [T] int64, by default 0, 1, ...
+    """
+
+    wide: bool = False
+    token_by_token: bool = False
+    perturbed: Perturbation | None = None
+    choices: Choices | None = None
+    positions: Tensor | None = None
+
+
+AS_IT_IS = HowToRun()
+
+
 class Original(ABC):
     """The model as its user has it, one prompt at a time.
 
@@ -41,26 +64,8 @@ class Original(ABC):
     computed_as_it_is: set[str]
 
     @abstractmethod
-    def run(
-        self,
-        prompt: Tensor,
-        visit: Visit,
-        *,
-        wide: bool = False,
-        token_by_token: bool = False,
-        perturbed: Perturbation | None = None,
-        choices: Choices | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Logits [T, vocabulary] of one prompt [T] int64; what `visit` returns of a value goes on in its place.
-
-        Args:
-            wide: compute in wider numbers, as far as that can be.
-            token_by_token: run recurrent layers so.
-            perturbed: move the results of operations.
-            choices: what operations choose, in place of what they would.
-            positions: [T] int64, by default 0, 1, ...
-        """
+    def run(self, prompt: Tensor, visit: Visit, how: HowToRun = AS_IT_IS) -> Tensor:
+        """Logits [T, vocabulary] of one prompt [T] int64; what `visit` returns of a value goes on in its place."""
 
     @abstractmethod
     def padded_length(self, count: int) -> int:

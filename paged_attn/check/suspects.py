@@ -18,7 +18,7 @@ from paged_attn.check.boundaries import Boundary
 from paged_attn.check.choices import Perturbation
 from paged_attn.check.closeness import MULTIPLE, row_errors
 from paged_attn.check.noise import Noise
-from paged_attn.check.served import Original
+from paged_attn.check.served import HowToRun, Original
 from paged_attn.check.truth import OtherRun, Truth
 
 TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
@@ -69,8 +69,8 @@ def without_choices(suspects: Sequence[Suspect], original: Original, truth: Trut
             if not rows:
                 break
             moved = Perturbation(generator, UNITS[attempt % len(UNITS)])
-            near = OtherRun(original, truth, prompt, perturbed=moved)
-            exact = OtherRun(original, truth, prompt, choices=moved.choices)
+            near = OtherRun(original, truth, prompt, HowToRun(perturbed=moved))
+            exact = OtherRun(original, truth, prompt, HowToRun(choices=moved.choices))
             for row in rows:
                 row.see(near, exact, moved.units)
             rows = [row for row in rows if not row.explained]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.capture.split_ops import overloads_of
+from paged_attn.attn_ops.overloads import overloads_of
 from paged_attn.passes.graph_tools import value_of, writes_in_place
 
 Visit = Callable[[str, Tensor], Tensor]
@@ -123,7 +123,7 @@ class WideRun(TappedRun):
             return False
         if writes_in_place(n) and (target := _first_tensor(given)) is not None and self._is_narrow(target):
             return False
-        return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in _tensors(given))
+        return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors_in(given))
 
     def _is_narrow(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dtype.itemsize < self.wide.itemsize
@@ -186,13 +186,14 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those in a value, through lists, tuples and dicts of any depth."""
     if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in _tensors(each)]
+        return [tensor for each in value for tensor in tensors_in(each)]
     if isinstance(value, dict):
-        return [tensor for each in value.values() for tensor in _tensors(each)]
+        return [tensor for each in value.values() for tensor in tensors_in(each)]
     return [value] if isinstance(value, Tensor) else []
 
 
 def _first_tensor(given: Any) -> Tensor | None:
-    return next(iter(_tensors(given)), None)
+    return next(iter(tensors_in(given)), None)

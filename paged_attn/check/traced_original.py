@@ -12,10 +12,10 @@ from paged_attn.attn_ops.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.check.boundaries import Boundaries, Boundary
-from paged_attn.check.choices import Choices, ChosenRun, Perturbation, PerturbedRun
+from paged_attn.check.choices import ChosenRun, PerturbedRun
 from paged_attn.check.inner_reads import inner_reads
 from paged_attn.check.running import NoAttention, logits_of, must_run
-from paged_attn.check.served import Original
+from paged_attn.check.served import AS_IT_IS, HowToRun, Original
 from paged_attn.check.steps import LONGEST
 from paged_attn.check.tapped import TappedRun, Taps, Visit, WideRun
 from paged_attn.check.truth import Truth
@@ -67,36 +67,25 @@ class TracedOriginal(Original):
         self.narrow = compiled.dtype(inputs)
         self.computed_as_it_is = set()
 
-    def run(
-        self,
-        prompt: Tensor,
-        visit: Visit,
-        *,
-        wide: bool = False,
-        token_by_token: bool = False,
-        perturbed: Perturbation | None = None,
-        choices: Choices | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, prompt: Tensor, visit: Visit, how: HowToRun = AS_IT_IS) -> Tensor:
         """A prompt shorter than what the trace holds for is followed by copies of its last token, whose logits are left out; `visit` is
         given their rows, too."""
         count = len(prompt)
         padded = torch.cat([prompt, prompt[-1:].expand(self.padded_length(count) - count)])
         rows = torch.arange(len(padded), device=prompt.device)
-        if positions is None:
-            positions = rows
+        positions = rows if how.positions is None else how.positions
         positions = torch.cat([positions, positions[-1:].expand(len(padded) - len(positions))])
         args = self.inputs.fill(padded, positions, rows)
         run: TappedRun
-        if wide:
+        if how.wide:
             run = WideRun(self.gm, self.taps, visit, self.narrow)
-        elif perturbed is not None:
-            run = PerturbedRun(self.gm, self.taps, visit, self.narrow, perturbed)
-        elif choices is not None:
-            run = ChosenRun(self.gm, self.taps, visit, choices)
+        elif how.perturbed is not None:
+            run = PerturbedRun(self.gm, self.taps, visit, self.narrow, how.perturbed)
+        elif how.choices is not None:
+            run = ChosenRun(self.gm, self.taps, visit, how.choices)
         else:
             run = TappedRun(self.gm, self.taps, visit)
-        with self._context(padded, token_by_token), must_run("the traced graph", f"{len(padded)} tokens"):
+        with self._context(padded, how.token_by_token), must_run("the traced graph", f"{len(padded)} tokens"):
             logits = logits_of(run.run(*args))[:count]
         if isinstance(run, WideRun):
             self.computed_as_it_is |= run.computed_as_it_is

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paged_attn.check.boundaries import Boundary
-from paged_attn.check.choices import Choices, Perturbation
 from paged_attn.check.closeness import row_errors, row_lengths, typical
-from paged_attn.check.served import Original
+from paged_attn.check.served import AS_IT_IS, HowToRun, Original
 
 LOGITS = "the logits"  # the name under which what the graph returns is compared, beside the nodes
 
@@ -99,10 +97,9 @@ class OtherRun:
 
     Args:
         prompt: the index of the one whose truth it is.
+        how: of `Original.run`; with `perturbed` the run goes on from the truth with its numbers moved so, too.
         tokens: what is run, by default that prompt.
         count: of the rows that are compared, by default all.
-        perturbed: of `Original.run`; the run goes on from the truth with its numbers moved so, too.
-        choices, wide, token_by_token: of `Original.run`.
 
     Attributes:
         errors: by name, of each row [count].
@@ -114,20 +111,16 @@ class OtherRun:
         original: Original,
         truth: Truth,
         prompt: int,
+        how: HowToRun = AS_IT_IS,
         tokens: Tensor | None = None,
         count: int | None = None,
-        perturbed: Perturbation | None = None,
-        choices: Choices | None = None,
-        wide: bool = False,
-        token_by_token: bool = False,
     ) -> None:
-        self.truth, self.prompt, self.perturbed, self.narrow = truth, prompt, perturbed, original.narrow
+        self.truth, self.prompt, self.perturbed, self.narrow = truth, prompt, how.perturbed, original.narrow
         self.count = len(truth.prompts[prompt]) if count is None else count
         self.errors: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         tokens = truth.prompts[prompt] if tokens is None else tokens
-        how: dict[str, Any] = {"wide": wide, "token_by_token": token_by_token, "perturbed": perturbed, "choices": choices}
-        self._visit(LOGITS, original.run(tokens, self._visit, **how))
+        self._visit(LOGITS, original.run(tokens, self._visit, how))
 
     def _visit(self, name: str, value: Tensor) -> Tensor:
         if name not in self.truth.names:

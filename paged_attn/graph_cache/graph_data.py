@@ -14,9 +14,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from paged_attn.attn_ops.linear_op import LINEAR
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.attn_ops.overloads import overloads_of
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.attn_ops.rope_op import ROPE_AND_STORE_KV
-from paged_attn.capture.split_ops import overloads_of
 from paged_attn.engine.shown import shown
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES, OP_TEXTS, OP_TYPES, OPS_REFUSED
 from paged_attn.graph_cache.describe import Indescribable, tensor_bytes
