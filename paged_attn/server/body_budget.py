@@ -10,7 +10,7 @@ SMALL = 64 << 10  # bodies up to this size always find room: connections are lim
 
 
 class BodyBudget:
-    """Of one server, for the event loop. A tenant may take as much as it leaves free, so that no other finds nothing."""
+    """Of one server, for the event loop. A tenant may hold as much as it leaves free, so that no other finds nothing."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -23,7 +23,7 @@ class BodyBudget:
         Raises:
             ApiError: 429 if there is no room for it; nothing is taken then.
         """
-        if before + size > SMALL and self.held[tenant] + size > self.most - self.total:
+        if before + size > SMALL and self.held[tenant] + size > self.most - self.total - size:
             room = f"{self.total / 2**20:.0f} of {self.most / 2**20:g} MiB are taken"
             raise ApiError(429, f"too many large bodies at the same time: {room}; try again later", code="bodies_too_large", retry_after=1)
         self.held[tenant] += size

@@ -77,10 +77,9 @@ class ServerSettings:
                 if value is not None and not (low < value < math.inf or (is_allowed_low and value == low)):
                     allowed = f"finite values {'of at least' if is_allowed_low else 'above'} {low}"
                     raise ValueError(f"{name} is {value}; allowed are {allowed}")
-        if self.max_bodies_mib < self.max_body_mib:
-            raise ValueError(
-                f"max_bodies_mib is {self.max_bodies_mib:g}; allowed are values of at least max_body_mib, {self.max_body_mib:g}"
-            )
+        if self.max_bodies_mib < 2 * self.max_body_mib:  # a client holds as much as it leaves free
+            allowed = f"allowed are values of at least twice max_body_mib ({self.max_body_mib:g}), {2 * self.max_body_mib:g}"
+            raise ValueError(f"max_bodies_mib is {self.max_bodies_mib:g}; {allowed}")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds spaces or characters other than printable ASCII, so that no header can carry it")
 

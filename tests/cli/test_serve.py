@@ -122,7 +122,7 @@ def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.Monke
         (["--max-queue", "-1"], "max_queue is -1; allowed are finite values of at least 0"),
         (["--request-seconds", "0"], "request_seconds is 0.0; allowed are finite values above 0"),
         (["--max-requests-per-key", "0"], "max_requests_per_key is 0; allowed are finite values of at least 1"),
-        (["--max-body-mib", "300"], "max_bodies_mib is 256; allowed are values of at least max_body_mib, 300"),
+        (["--max-body-mib", "300"], "max_bodies_mib is 256; allowed are values of at least twice max_body_mib (300), 600"),
         (["--max-connections", "100000000"], "this process may have"),
         (["--page-size", "0"], "page_size is 0"),
         (["--api-key", ""], "API key is empty"),

@@ -216,12 +216,12 @@ def test_bodies_of_all_requests_share_a_budget() -> None:
 def test_large_bodies_at_the_same_time_are_refused_and_give_their_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = BodyBudget(6 * MIB)
     monkeypatch.setattr("paged_attn.server.guard.BodyBudget", lambda most: budget)
-    with serving(max_body_mib=4.0, max_bodies_mib=6.0) as running:
-        content = bomb("metadata", json.dumps("x" * 3 * MIB))
+    with serving(max_body_mib=3.0, max_bodies_mib=6.0) as running:
+        content = bomb("metadata", json.dumps("x" * (5 * MIB // 2)))
         assert post(running, "", content).status_code == 200
         wait_for(lambda: budget.total == 0)
-        with _half_a_body(running, 2 * MIB):
-            wait_for(lambda: budget.total >= 2 * MIB)
+        with _half_a_body(running, 3 * MIB // 2):
+            wait_for(lambda: budget.total >= 3 * MIB // 2)
             reply = post(running, "", content)
             assert reply.status_code == 429 and reply.json()["error"]["code"] == "bodies_too_large" and reply.headers["Retry-After"] == "1"
             assert post(running, "", json.dumps(BODY).encode()).status_code == 200
