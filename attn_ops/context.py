@@ -33,11 +33,6 @@ class Backend(Protocol):
         *, save_kv_cache: bool, sinks: Tensor | None, bias: Tensor | None, lse_out: Tensor | None,
     ) -> None: ...  # fmt: skip
 
-    def rope_and_store(
-        self, plan: Any, layer_id: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, query_out: Tensor,
-        interleaved: bool,
-    ) -> None: ...  # fmt: skip
-
 
 class Recurrent(Protocol):
     """What the context needs to run layers with recurrent state: `paged_attn.recurrent.run.RecurrentRunner`."""

@@ -13,7 +13,6 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.spec import AttentionSpec
 from paged_attn.backends.capabilities import Capabilities, Feature, GraphSupport
-from paged_attn.backends.rope_store import rope_and_store
 
 
 @dataclass(slots=True)
@@ -123,13 +122,6 @@ class AttentionBackend(ABC):
         else:
             self.forward_extend(plan, call)
         zero_padding(batch, output, lse_out)
-
-    def rope_and_store(
-        self, plan: Any, layer_id: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, query_out: Tensor,
-        interleaved: bool,
-    ) -> None:  # fmt: skip
-        """What `attn_ops.rope_op` asks for. `plan` has the batch and the pool."""
-        rope_and_store(plan.batch, plan.pool, layer_id, query, key, value, cos, sin, query_out, interleaved)
 
     @abstractmethod
     def write_kv(self, plan: Any, call: AttentionCall) -> None:

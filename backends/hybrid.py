@@ -81,12 +81,6 @@ class HybridBackend(AttentionBackend):
             plan.plan, layer_id, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
         )
 
-    def rope_and_store(
-        self, plan: HybridPlan, layer_id: int, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, query_out: Tensor,
-        interleaved: bool,
-    ) -> None:  # fmt: skip
-        plan.child.rope_and_store(plan.plan, layer_id, query, key, value, cos, sin, query_out, interleaved)
-
     def write_kv(self, plan: HybridPlan, call: AttentionCall) -> None:
         plan.child.write_kv(plan.plan, call)
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from paged_attn.backends.base import AttentionBackend
 from paged_attn.backends.timed_problem import TimedProblem
 from paged_attn.backends.timing_inputs import Inputs
-from paged_attn.backends.timing_reference import relative_error, rotated, row_attention
+from paged_attn.backends.timing_reference import relative_error, row_attention
 from paged_attn.backends.timing_run import Timing, WrongResultError, time_all
 
-__all__ = ["TimedProblem", "Timing", "time_backends", "time_rope_writes", "time_writes"]
+__all__ = ["TimedProblem", "Timing", "time_backends", "time_writes"]
 
 # Largest error of a row, relative to the row: what rounding inputs and probabilities to the dtype explains.
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -91,38 +91,6 @@ def time_writes(
         return one_pass, 0.0
 
     return time_all(backends, inputs, prepare, min_ms, problem.bytes_written, 0)
-
-
-def time_rope_writes(
-    backends: Mapping[str, AttentionBackend], problem: TimedProblem, *, min_ms: float = 100, device: torch.device | str | None = None
-) -> dict[str, Timing]:
-    """As `time_writes`, for `rope_and_store`: bytes are those of q, k and v, read and written, and of cos and sin (float32), read."""
-    inputs = Inputs.make(problem, _device(device))
-    angles = inputs.batch.positions[:, None] * 10_000.0 ** -torch.linspace(0, 1, problem.qk_head_dim // 2, device=inputs.device)
-    cos, sin, query_out = angles.cos(), angles.sin(), torch.empty_like(inputs.query)
-
-    def prepare(backend: AttentionBackend) -> tuple[Callable[[], None], float]:
-        plan = backend.plan(inputs.batch, inputs.pool)
-        backend.plan_in_graph(plan)
-
-        def one_pass() -> None:
-            for layer in range(inputs.num_sets):
-                operands = (inputs.query[layer], inputs.key[layer], inputs.value[layer], cos, sin, query_out[layer])
-                backend.rope_and_store(plan, layer, *operands, False)
-
-        inputs.poison_new()
-        query_out.fill_(float("nan"))
-        one_pass()
-        error = 0.0
-        for layer in range(inputs.num_sets):
-            keys, values = inputs.stored(layer)
-            for what, found, given in (("q", query_out[layer], inputs.query[layer]), ("k", keys, inputs.key[layer])):
-                error = max(error, _within(relative_error(found, rotated(given, cos, sin)), problem, f"{what} of layer {layer}"))
-            _within(relative_error(values, inputs.value[layer].float()), problem, f"v of layer {layer}")
-        return one_pass, error
-
-    rows = problem.bytes_written + 2 * inputs.query.nbytes // inputs.num_sets
-    return time_all(backends, inputs, prepare, min_ms, rows + cos.nbytes + sin.nbytes, 0)
 
 
 def _checked(inputs: Inputs, expected: Mapping[int, Tensor], wrong_slots: int) -> float:

@@ -39,13 +39,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float(((actual.float() - expected).norm(dim=-1) / norm.clamp(min=norm.mean() / 10)).max())
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, dim] in float32, its halves turned by cos and sin [T, dim // 2] (the rest of an odd dim stays)."""
-    pairs = cos.shape[1]
-    halves = torch.complex(*x[..., : 2 * pairs].float().split(pairs, dim=-1)) * torch.complex(cos, sin)[:, None]
-    return torch.cat([halves.real, halves.imag, x[..., 2 * pairs :].float()], dim=-1)
-
-
 def _attention(spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor, first: int, sinks: Tensor | None) -> Tensor:
     """query [Q, q_heads, dim] at positions first, first + 1, ...; keys and values [kv_heads, K, dim]."""
     count, heads = query.shape[0], (spec.num_kv_heads, spec.group_size)

@@ -55,7 +55,6 @@ MODES: dict[str, dict[str, Any]] = {
     "full_early": {"graphs": "full", "one_row_linears": False},
     "full_one_row": {"graphs": "full", "early_launches": False},
     "full_default": {"graphs": "full"},
-    "full_all": {"graphs": "full", "rope_and_store": True},
 }
 STEPS, ROUNDS = 40, 3
 

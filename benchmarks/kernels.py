@@ -32,11 +32,11 @@ from paged_attn.backends.base import AttentionBackend
 from paged_attn.backends.devices import device_name
 from paged_attn.backends.packages import PACKAGES, unmet_requirement
 from paged_attn.backends.registry import backend_class, backend_names
-from paged_attn.backends.timing import TimedProblem, Timing, time_backends, time_rope_writes, time_writes
+from paged_attn.backends.timing import TimedProblem, Timing, time_backends, time_writes
 
 PEERS = ("flashinfer", "fa3")
 RAGGED = (64, 16_384)  # shortest and longest context of the ragged batches, log-uniform between
-CEILING_OF = {"decode": "read", "prefill": "gemm", "kv_write": "copy", "rope_write": "copy"}
+CEILING_OF = {"decode": "read", "prefill": "gemm", "kv_write": "copy"}
 DECODE = ((1, 4096), (8, 4096), (64, 4096), (128, 1024), (256, 512), (1, 131_072), (32, 16_384))
 PREFILL = ((1, 8192, 8192), (8, 1024, 1024), (4, 512, 8192), (1, 128, 32_768))
 
@@ -49,11 +49,10 @@ def shapes(smoke: bool) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...]]
         yield f"decode ragged {count}", "decode", tuple((length - 1, 1) for length in ragged_lengths(count, 64 if smoke else RAGGED[1]))
     for count, new, length in ((1, 32, 32), (2, 5, 40)) if smoke else PREFILL:
         yield f"prefill {count} x {new:,} x {length:,}", "prefill", ((length - new, new),) * count
-    for kind in ("kv_write", "rope_write"):  # tokens; rope_write turns q and k besides
-        for count in (1, 8) if smoke else (1, 256):
-            yield f"{kind} {count}", kind, ((511, 1),) * count
-        prompt = 64 if smoke else 8192
-        yield f"{kind} {prompt:,}", kind, ((0, prompt),)
+    for count in (1, 8) if smoke else (1, 256):
+        yield f"kv_write {count}", "kv_write", ((511, 1),) * count
+    prompt = 64 if smoke else 8192
+    yield f"kv_write {prompt:,}", "kv_write", ((0, prompt),)
 
 
 def ragged_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
@@ -120,9 +119,8 @@ def measure(
     """A row for each backend."""
     runs: list[dict[str, Timing]] = []
     for _ in range(args.runs):
-        if kind in ("kv_write", "rope_write"):
-            time_them = time_writes if kind == "kv_write" else time_rope_writes
-            runs.append(time_them(backends, problem, min_ms=args.min_ms, device=args.device))
+        if kind == "kv_write":
+            runs.append(time_writes(backends, problem, min_ms=args.min_ms, device=args.device))
         else:
             runs.append(
                 time_backends(

@@ -14,9 +14,8 @@ from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.overloads import overloads_of
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
 from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
-from paged_attn.attn_ops.rope_op import ROPE_AND_STORE_KV
 
-_split_ops: set[OpOverload] = {UNIFIED_ATTENTION, HISTORY_ATTENTION, BATCH_POSITIONS, RECURRENT_LAYER, MODULE, ROPE_AND_STORE_KV}
+_split_ops: set[OpOverload] = {UNIFIED_ATTENTION, HISTORY_ATTENTION, BATCH_POSITIONS, RECURRENT_LAYER, MODULE}
 
 
 def register_split_op(op: OpOverload) -> None:

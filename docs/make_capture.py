@@ -26,7 +26,6 @@ MODES = {
     "full_early": ("the same, early launches", "one_row_linears=False"),
     "full_one_row": ("full graphs, merged linears, single rows", "early_launches=False"),
     "full_default": ("all that", "the defaults"),
-    "full_all": ("and RoPE with the KV write", "rope_and_store=True"),
 }
 KINDS = {  # the first pattern that a kernel's name holds
     "RMSNorm, with the residual's addition": r"^triton_.*rsqrt",
@@ -112,7 +111,6 @@ def bounds(data: Any, _: Any) -> str:
     lines = [
         f"- **Batch {first}**: reading all weights at the measured bandwidth takes {weights:.2f} ms of {best[first]['ms']:.2f}.",
         f"- **Early launches** save {gains(BEST, 'full_one_row')}.",
-        f"- **RoPE and KV write as one op** saves {gains('full_all', BEST)}; a percent is within what two runs differ by.",
     ]
     if (check := modes[BEST].get("address_check_us")) is not None:
         lines.append(f"- **The address check** takes {check:.0f} us of the host's time before each replay.")

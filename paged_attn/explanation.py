@@ -229,7 +229,6 @@ def besides(found: Rewrite) -> tuple[str, ...]:
     linears = sum(len(merge.inputs) for merge in found.merges)
     done = (
         (found.early_rows, f"{found.early_rows} operations at the end compute the wanted rows only"),
-        (len(found.rotated_layers), f"{len(found.rotated_layers)} layers rotate and store K and V in one op"),
         (linears, f"{linears} weights merged into {len(found.merges)}"),
         (found.one_row_linears, f"{found.one_row_linears} linears have a kernel for single rows"),
     )

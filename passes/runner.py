@@ -17,7 +17,6 @@ from paged_attn.passes.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.constants import specialise_numbers
 from paged_attn.passes.early_rows import select_rows_early
-from paged_attn.passes.emit_rope import use_rope_and_store
 from paged_attn.passes.equal_heads import has_equal_heads
 from paged_attn.passes.find_attention import find_attention
 from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, same_values, shape_of, value_of, written_names
@@ -62,13 +61,11 @@ class OptionalPasses:
 
     Attributes:
         merge_linears: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
-        rope_and_store: rotate q and k and write K and V in one op, where the rotation is found.
         early_rows: pick the rows whose logits are wanted as early as is proved.
         one_row_linears: linears through an op that has a kernel for a single row.
     """
 
     merge_linears: bool = False
-    rope_and_store: bool = False
     early_rows: bool = False
     one_row_linears: bool = False
 
@@ -89,7 +86,6 @@ class Rewrite:
     nodes_after: int = 0
     positions_redirected: int = 0
     merges: tuple[Merge, ...] = ()
-    rotated_layers: tuple[int, ...] = ()  # whose q and k the op rotates
     early_rows: int = 0  # nodes that compute the wanted rows only
     one_row_linears: int = 0
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
@@ -158,9 +154,6 @@ def _rewrite_into(
     clock.lap("replace attention")
     remove_dead_code(copied.graph)
     result.positions_redirected, result.max_positions = use_own_positions(copied.graph, form, values)
-    if optional.rope_and_store:
-        result.rotated_layers = use_rope_and_store(copied.graph, form, values, result.specs)
-        clock.lap("rope and store")
     limits = [result.max_positions, *(proof.max_tokens for proof in proofs if isinstance(proof, AttentionProof))]
     result.max_positions = min((limit for limit in limits if limit is not None), default=None)
     remove_dead_code(copied.graph)

@@ -89,11 +89,10 @@ def test_explain_says_how_each_layer_was_found_and_proved_and_what_is_not_paged(
 
 
 def test_explain_says_what_passes_did_besides_paging() -> None:
-    llm = LLM(build("llama"), num_pages=8, merge_linears=True, rope_and_store=True)
+    llm = LLM(build("llama"), num_pages=8, merge_linears=True)
     moved = llm.engine.runner.compiled.rewrite.early_rows
     assert moved > 0
-    rotated, merged = "3 layers rotate and store K and V in one op", "15 weights merged into 6"
-    words = f"{moved} operations at the end compute the wanted rows only, {rotated}, {merged}"
+    words = f"{moved} operations at the end compute the wanted rows only, 15 weights merged into 6"
     assert f"\n  besides      {words}\n" in explain(llm)
     assert "besides" not in explain(LLM(build("llama"), num_pages=8, early_rows=False))
 

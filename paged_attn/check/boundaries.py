@@ -68,9 +68,7 @@ class Boundaries:
         by_op = {report.op_node: Boundary(report.original_node, report) for report in found.layers}
         by_op |= {op: Boundary(found.traced[op]) for op in split.op_names if op in found.traced}
         written = {name: by_op[op] for name, op in zip(split.breaks, split.op_names, strict=True) if op in by_op}
-        # Of a layer whose op rotates, the operands are not those of the traced attention.
-        plain = [report for report in found.layers if report.layer_id not in found.rotated_layers]
-        operands = {report.op_node: [Boundary(each.name, operand=each) for each in report.operands] for report in plain}
+        operands = {report.op_node: [Boundary(each.name, operand=each) for each in report.operands] for report in found.layers}
         given = {name: operands[op] for name, op in zip(split.breaks, split.op_names, strict=True) if operands.get(op)}
         return cls(results, written, given, list(split.results))
 

@@ -14,7 +14,6 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv_pool import KVPool
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
-from paged_attn.attn_ops.rope_op import ROPE_AND_STORE_KV
 from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape
 from paged_attn.backends.base import AttentionBackend
 from paged_attn.backends.capabilities import GraphSupport
@@ -28,7 +27,7 @@ from paged_attn.recurrent.run import RecurrentRunner
 
 Tail = Callable[[Tensor], Tensor]
 Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and the tokens [N] that the tail chooses
-INSIDE_FULL_GRAPHS = frozenset({UNIFIED_ATTENTION, BATCH_POSITIONS, ROPE_AND_STORE_KV})
+INSIDE_FULL_GRAPHS = frozenset({UNIFIED_ATTENTION, BATCH_POSITIONS})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ def _setting(default: Any, help: str, low: float | None = None, choices: tuple[s
     return field(default=default, metadata={"help": help, "low": low, "choices": choices})
 
 
-OF_THE_GRAPH = ("inductor", "merge_linears", "one_row_linears", "rope_and_store", "early_launches")  # True only where somebody asked
+OF_THE_GRAPH = ("inductor", "merge_linears", "one_row_linears", "early_launches")  # True only where somebody asked
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,6 @@ class EngineConfig:
     )
     one_row_linears: bool | None = _setting(
         None, "a kernel of our own for matrix products with a single row, and graphs for steps of one request; default: on CUDA only"
-    )
-    rope_and_store: bool = _setting(
-        False, "rotate q and k and write K and V in one kernel, in layers where the rotation is found and proved; not with MLA"
     )
     early_rows: bool = _setting(
         True, "after the last attention compute only the tokens whose logits are wanted, where that is proved to change nothing"

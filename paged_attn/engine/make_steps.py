@@ -51,7 +51,6 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         passes = OptionalPasses(
             merge_linears=cuda if config.merge_linears is None else config.merge_linears,
             early_rows=config.early_rows,
-            rope_and_store=config.rope_and_store,
             one_row_linears=own_kernels if config.one_row_linears is None else config.one_row_linears,
         )
         early = cuda and config.graphs != "off" if config.early_launches is None else config.early_launches

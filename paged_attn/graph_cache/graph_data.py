@@ -16,13 +16,12 @@ from paged_attn.attn_ops.linear_op import LINEAR
 from paged_attn.attn_ops.op import UNIFIED_ATTENTION
 from paged_attn.attn_ops.overloads import overloads_of
 from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
-from paged_attn.attn_ops.rope_op import ROPE_AND_STORE_KV
 from paged_attn.engine.shown import shown
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES, OP_TEXTS, OP_TYPES, OPS_REFUSED
 from paged_attn.graph_cache.describe import Indescribable, tensor_bytes
 
 MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
-_OURS = (UNIFIED_ATTENTION, BATCH_POSITIONS, ROPE_AND_STORE_KV, LINEAR)  # others go by numbers of this process
+_OURS = (UNIFIED_ATTENTION, BATCH_POSITIONS, LINEAR)  # others go by numbers of this process
 _KINDS = ("placeholder", "call_function", "call_method", "get_attr", "output")
 _NAMED: dict[type, Callable[[str], Any]] = {  # values that torch writes as it reads them
     torch.dtype: lambda name: _attribute(torch, name.removeprefix("torch."), torch.dtype),

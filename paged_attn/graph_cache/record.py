@@ -53,7 +53,6 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "nodes": [found.nodes_before, found.nodes_after],
         "early_rows": found.early_rows,
         "one_row_linears": found.one_row_linears,
-        "rotated_layers": list(found.rotated_layers),
         "positions_redirected": found.positions_redirected,
         "max_positions": found.max_positions,
         "evaluated": list(found.evaluated),
@@ -100,7 +99,7 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
         CallForm("T", roles, "", record["max_tokens"], record["min_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
         nodes_before=before, nodes_after=after, positions_redirected=record["positions_redirected"],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
-        early_rows=record["early_rows"], one_row_linears=record["one_row_linears"], rotated_layers=tuple(record["rotated_layers"]),
+        early_rows=record["early_rows"], one_row_linears=record["one_row_linears"],
         max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
         places=dict(record["places"]),
     )  # fmt: skip

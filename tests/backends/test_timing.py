@@ -10,11 +10,10 @@ import torch
 from paged_attn.attn_ops.batch import ForwardMode
 from paged_attn.backends.capabilities import Feature, unmet
 from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.rope_store import rotate
-from paged_attn.backends.timing import TimedProblem, Timing, time_backends, time_rope_writes, time_writes
+from paged_attn.backends.timing import TimedProblem, Timing, time_backends, time_writes
 from paged_attn.backends.timing_clock import ROUNDS, Turn, sample_in_turns
 from paged_attn.backends.timing_inputs import Inputs, num_sets
-from paged_attn.backends.timing_reference import relative_error, rotated, row_attention
+from paged_attn.backends.timing_reference import relative_error, row_attention
 from paged_attn.backends.torch_native import TorchNativeBackend
 
 CPU = torch.device("cpu")
@@ -166,14 +165,6 @@ class Recorder(TorchNativeBackend):
         elif self.wrong == "spoils the pool":
             plan.pool.value(layer_id)[plan.slot_pages[0], plan.slot_offsets[0]] += 1
 
-    def rope_and_store(self, plan, layer_id, query, key, value, cos, sin, query_out, interleaved):
-        sin = -sin if self.wrong == "turns back" else sin
-        super().rope_and_store(plan, layer_id, query, key, value, cos, sin, query_out, interleaved)
-        if self.wrong == "leaves a q":
-            query_out[0, 0] = query[0, 0]
-        elif self.wrong == "forgets v":
-            plan.pool.value(layer_id)[plan.slot_pages[0], plan.slot_offsets[0]] = 0
-
     def write_kv(self, plan, call):
         if self.wrong != "stores nothing":
             super().write_kv(plan, call)
@@ -250,48 +241,6 @@ def test_writes():
     for timing in timings.values():
         assert timing.error is None
         assert timing.gbytes_per_s == pytest.approx(2 * 17 * 2 * 32 * 4 / timing.microseconds / 1e3)
-
-
-def test_the_rotation_is_that_of_llama():
-    x, angles = torch.randn(3, 2, 6), torch.randn(3, 3)
-    cos, sin = (torch.cat([t, t], -1)[:, None] for t in (angles.cos(), angles.sin()))
-    expected = x * cos + torch.cat([-x[..., 3:], x[..., :3]], -1) * sin
-    torch.testing.assert_close(rotated(x, angles.cos(), angles.sin()), expected)
-
-
-@pytest.mark.parametrize("problem", [DECODE, PREFILL, dataclasses.replace(PREFILL, qk_head_dim=15)], ids=["decode", "prefill", "odd"])
-def test_rope_writes(problem):
-    timing = time_rope_writes({"right": Recorder()}, problem, min_ms=1, device="cpu")["right"]
-    dim, new = problem.qk_head_dim, problem.num_tokens
-    moved = 4 * new * (2 * 4 * dim + 2 * 2 * (dim + 16) + 2 * (dim // 2))
-    assert timing.error is None and timing.gbytes_per_s == pytest.approx(moved / timing.microseconds / 1e3)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("turns back", "in q of layer 0"),
-        ("leaves a q", "in q of"),
-        ("forgets v", "in v of layer 0"),
-        ("does nothing", "nan in q of layer 0"),
-        ("stores nothing", "nan in k of layer 0"),
-        ("stores one wrong", "in k of layer 0"),
-    ],
-)
-def test_a_wrong_rope_write_is_found(wrong, message):
-    class Stores(Recorder):
-        def rope_and_store(self, plan, layer_id, query, key, value, cos, sin, query_out, interleaved):
-            if self.wrong == "does nothing":
-                return
-            if self.wrong == "stores nothing":
-                query_out.copy_(rotate(query, cos, sin, interleaved))
-                return
-            super().rope_and_store(plan, layer_id, query, key, value, cos, sin, query_out, interleaved)
-            if self.wrong == "stores one wrong":
-                plan.pool.key(layer_id)[plan.slot_pages[-1], plan.slot_offsets[-1], 0, 0] += 1
-
-    timings = time_rope_writes({"right": Stores(), "wrong": Stores(wrong)}, PREFILL, min_ms=1, device="cpu")
-    assert timings["right"].error is None and message in timings["wrong"].error
 
 
 def test_the_numbers_of_a_timing():

@@ -28,7 +28,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: float) -> Non
         EngineConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["inductor", "merge_linears", "one_row_linears", "rope_and_store", "early_launches"])
+@pytest.mark.parametrize("name", ["inductor", "merge_linears", "one_row_linears", "early_launches"])
 def test_what_needs_the_graph_is_refused_without_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=True with compile=False: that needs the model's graph"):
         EngineConfig(compile=False, **{name: True})

@@ -37,9 +37,9 @@ def test_optional_passes_together(name: str, inductor: bool) -> None:
     """Heads turned and stored by one kernel, merged linears, the last layer's end for wanted rows only: captured, and in chunks."""
     model = build(name).cuda()
     expected = [greedy(model, p, 8) for p in PROMPTS]
-    with LLM(model, inductor=inductor, max_batch_tokens=16, num_pages=64, rope_and_store=True) as llm:
+    with LLM(model, inductor=inductor, max_batch_tokens=16, num_pages=64) as llm:
         rewrite = llm.engine.runner.compiled.rewrite
-        assert rewrite.early_rows > 0 and bool(rewrite.rotated_layers) == (name != "llama4_text")
+        assert rewrite.early_rows > 0
         for _ in ("cold", "warm"):
             assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=8))] == expected
 
