@@ -1,1 +1,3 @@
-"""The op, the forward context, layer specs, batches, KV pools and the radix tree. Imports no kernel and no pass."""
+"""What attention operations are, and what one step gives them: specs, ops, the forward context, batches, KV
+memory. No kernel, no pass.
+"""

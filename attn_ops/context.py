@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.kv_pool import KVPool
+from paged_attn.attn_ops.kv.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from paged_attn.attn_ops.spec import AttentionSpec
+    from paged_attn.attn_ops.specs.attention import AttentionSpec
 
 _active = threading.local()
 
 
 class Backend(Protocol):
-    """What the context needs of a backend; the full contract is `paged_attn.backends.base.AttentionBackend`."""
+    """What the context needs of a backend; the full contract is `paged_attn.backends.attention.base.AttentionBackend`."""
 
     def plan(self, batch: Batch, pool: KVPool) -> Any: ...
 

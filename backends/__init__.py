@@ -1,1 +1,1 @@
-"""Attention kernels behind one contract, their capabilities as data, and the selection among them."""
+"""Kernels behind contracts, what they can run as data, and the selection among them."""

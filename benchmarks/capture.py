@@ -32,9 +32,9 @@ import transformers
 from kernels import ceilings
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.batch import BatchRequest
+from paged_attn.attn_ops.batch.batch import BatchRequest
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.step_runner import StepOutput
+from paged_attn.engine.steps.step_runner import StepOutput
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,

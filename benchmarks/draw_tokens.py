@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_attn.backends.drawn_rows import DrawnRows
-from paged_attn.backends.triton import draw_token
-from paged_attn.engine.drawing import draw_with_torch
-from paged_attn.engine.sampler import best_tokens
+from paged_attn.backends.sampling import sample
+from paged_attn.backends.sampling.sampling_tensors import DrawnRows
+from paged_attn.engine.sampling.sample_tokens import draw_with_torch
+from paged_attn.engine.sampling.sampler import best_tokens
 
 SETTINGS: dict[str, dict[str, float]] = {
     "temperature": {},
@@ -88,7 +88,7 @@ def main() -> None:
         for name, settings in SETTINGS.items():
             of = rows_of(rows, args.vocabulary, **settings)  # type: ignore[arg-type]
             row: dict[str, Any] = {"rows": rows, "settings": name}
-            ways = {"kernels": draw_token.draw_tokens, "sorting": lambda logits, _, of: draw_with_torch(logits, of)}
+            ways = {"kernels": sample.draw_tokens, "sorting": lambda logits, _, of: draw_with_torch(logits, of)}
             tokens = {way: draw(logits, best, of) for way, draw in ways.items()}
             row["alike"] = (tokens["kernels"] == tokens["sorting"]).float().mean().item()
             for way, draw in ways.items():

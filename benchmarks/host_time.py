@@ -21,10 +21,10 @@ import torch
 import transformers
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.batch import Batch, RequestColumns
-from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape
+from paged_attn.attn_ops.batch.batch import Batch, RequestColumns
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.step_runner import Step, StepOutput
+from paged_attn.engine.steps.step_runner import Step, StepOutput
 
 PAGE_SIZE = 16
 

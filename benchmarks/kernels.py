@@ -3,8 +3,9 @@
 python benchmarks/kernels.py [--backends triton,fa3,flashinfer] [--only decode] [--deterministic] [--out benchmarks/results/kernels.json]
 
 A time is the median of CUDA graphs' replays, in turns with the other backends', over inputs that rotate through several times the L2
-cache (`paged_attn.backends.timing`); of all runs, the median. Attention alone, without the KV write, unless --with-write. Ratios: the time
-of the faster of flashinfer and fa3 over the row's; bytes (decode, writes) or operations (prefill) over the ceiling measured here.
+cache (`paged_attn.backends.timing.time_backends`); of all runs, the median. Attention alone, without the KV write, unless --with-write.
+Ratios: the time of the faster of flashinfer and fa3 over the row's; bytes (decode, writes) or
+operations (prefill) over the ceiling measured here.
 --smoke runs tiny shapes anywhere.
 """
 
@@ -28,11 +29,11 @@ from typing import Any
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.backends.base import AttentionBackend
+from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.devices import device_name
-from paged_attn.backends.packages import PACKAGES, unmet_requirement
-from paged_attn.backends.registry import backend_class, backend_names
-from paged_attn.backends.timing import TimedProblem, Timing, time_backends, time_writes
+from paged_attn.backends.selection.packages import PACKAGES, unmet_requirement
+from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.backends.timing.time_backends import TimedProblem, Timing, time_backends, time_writes
 
 PEERS = ("flashinfer", "fa3")
 RAGGED = (64, 16_384)  # shortest and longest context of the ragged batches, log-uniform between

@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.base import AttentionBackend, AttentionCall
-from paged_attn.backends.capabilities import Capabilities, Problem
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.capabilities import Capabilities, Problem
 from paged_attn.backends.devices import architecture_of, device_name, device_word
-from paged_attn.backends.registry import backend_class, backend_names
-from paged_attn.backends.wanted import reasons_against
+from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.backends.selection.requirements import reasons_against
 
 GOALS = {"op": 8.0, "batch": 300.0, "plan": 60.0}  # microseconds; of plans, triton's and fa3's
 

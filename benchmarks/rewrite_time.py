@@ -16,8 +16,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from paged_attn.engine.capture_model import capture_model
-from paged_attn.options import CompileOptions
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.tracing.trace_model import capture_model
 
 # Attention of real shape (heads, windows), little else: the width of a model does not change its graph.
 COMMON = {

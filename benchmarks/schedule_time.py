@@ -11,11 +11,11 @@ import statistics
 import time
 
 from paged_attn import EngineConfig, SamplingParams
-from paged_attn.engine.detokenizer import IncrementalDetokenizer
-from paged_attn.engine.kv_manager import KVManager
-from paged_attn.engine.request import Request
-from paged_attn.engine.sampling_state import SamplingState
-from paged_attn.engine.scheduler import Scheduler
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.sampling.sampling_state import SamplingState
+from paged_attn.engine.scheduling.scheduler import Scheduler
 
 PROMPT = 512
 

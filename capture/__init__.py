@@ -1,1 +1,1 @@
-"""Splitting a rewritten graph at registered ops, and compiling the pieces between them."""
+"""From a rewritten graph to launches: split it, compile the pieces, record them in CUDA graphs."""

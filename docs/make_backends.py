@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from paged_attn.backends import table
-from paged_attn.backends.capabilities import architecture_words
-from paged_attn.backends.matrix import matrix_markdown
-from paged_attn.backends.ranking import ROWS, Row
-from paged_attn.backends.table import markdown_table
+from paged_attn.backends.attention.capabilities import architecture_words
+from paged_attn.backends.selection import table
+from paged_attn.backends.selection.matrix import matrix_markdown
+from paged_attn.backends.selection.ranking import ROWS, Row
+from paged_attn.backends.selection.table import markdown_table
 
 PAGE = Path(__file__).with_name("backends.md")
 

@@ -8,8 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from paged_attn.backends import table
-from paged_attn.backends.table import markdown_table
+from paged_attn.backends.selection import table
+from paged_attn.backends.selection.table import markdown_table
 
 PAGE = Path(__file__).with_name("capture.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

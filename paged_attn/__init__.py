@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
-
-# In a checkout `attn_ops`, `passes`, ... lie beside this folder; an installed wheel has them inside it.
-_ROOT = Path(__file__).resolve().parent.parent
-if not (Path(__file__).parent / "attn_ops").is_dir() and (_ROOT / "attn_ops" / "op.py").is_file():
-    __path__.append(str(_ROOT))
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "AttentionSpec": "attn_ops.spec",
-    "Batch": "attn_ops.batch",
-    "BatchRequest": "attn_ops.batch",
-    "ForwardMode": "attn_ops.batch",
-    "KVPool": "attn_ops.kv_pool",
-    "PageAllocator": "attn_ops.page_allocator",
-    "RadixCache": "attn_ops.radix_cache",
+    "AttentionSpec": "attn_ops.specs.attention",
+    "Batch": "attn_ops.batch.batch",
+    "BatchRequest": "attn_ops.batch.batch",
+    "ForwardMode": "attn_ops.batch.batch",
+    "KVPool": "attn_ops.kv.kv_pool",
+    "PageAllocator": "attn_ops.kv.page_allocator",
+    "RadixCache": "attn_ops.kv.radix_cache",
     "UnsupportedError": "attn_ops.errors",
     "current_context": "attn_ops.context",
     "forward_context": "forward",
-    "attention_layers": "inspection",
-    "explain": "inspection",
-    "patch": "hf_patch",
-    "PagedCache": "hf_cache",
-    "register_split_op": "capture.split_ops",
+    "attention_layers": "report.inspection",
+    "explain": "report.inspection",
+    "patch": "hf.patch",
+    "PagedCache": "hf.cache",
+    "register_split_op": "capture.split.split_ops",
     "EngineConfig": "engine.config",
-    "Completion": "engine.request",
+    "Completion": "engine.requests.request",
     "LLM": "engine.llm",
     "SamplingParams": "engine.sampling_params",
 }

@@ -4,51 +4,34 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.capture.artifacts import ArtifactCache
-from paged_attn.capture.pieces import PieceReport, compile_pieces
-from paged_attn.capture.split import SplitGraph, split_graph
-from paged_attn.capture.split_ops import split_ops
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.capture.compiled.pieces import PieceReport
+from paged_attn.capture.split.split_graph import SplitGraph
+from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.self_check import self_check
-from paged_attn.check.steps import ProbeSettings
-from paged_attn.graph_cache.code_files import traced_files
-from paged_attn.graph_inputs import GraphInputs
-from paged_attn.options import CompileOptions
-from paged_attn.passes.graph_tools import value_of
-from paged_attn.passes.model_facts import max_positions, model_dtype
-from paged_attn.passes.runner import Rewrite, rewrite
-from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled.rewritten_graph import RewrittenGraph
+from paged_attn.passes.runner import Rewrite
 from paged_attn.recurrent.refuse import refuse_recurrent
 
 logger = logging.getLogger("paged_attn")
 _recording = threading.local()
 
 
-class CompiledGraph:
+class CompiledGraph(RewrittenGraph):
     """Callable with the graph's flat inputs, as Dynamo calls it.
 
     Outside any forward context it runs the graph as it was traced, so that the compiled model is a drop-in. Under a context it
     runs the rewritten graph, once the self-check has passed; if this call form can not be paged, it says why.
-
-    Attributes:
-        original: the graph as it was traced.
-        rewrite: what the passes found.
-        max_positions: the longest sequence, as the model's config or its tables of positions say; None if neither does.
-        split: the rewritten graph in pieces, or None if the call is not a paged one.
-        pieces: how the pieces were compiled, or None if they run as they are.
-        files: those whose Python code the trace went through; None where that is not known.
-        recurrent: the layers that the graph's recurrent ops stand for, by layer id, set by who captured it; None if nobody has looked.
     """
 
     def __init__(
@@ -61,58 +44,13 @@ class CompiledGraph:
         options: CompileOptions,
         files: frozenset[str] | None = None,
     ) -> None:
-        self.options = options
-        self.files = files
-        self.original = original
-        self.rewrite = found
-        limits = [limit for limit in (max_positions(model), found.max_positions) if limit is not None]
-        self.max_positions = min(limits, default=None)
-        self.roles = tuple(found.form.roles.values())
-        self.split = split
-        self.recurrent: tuple[RecurrentLayer, ...] | None = None
-        self._model = None if model is None else weakref.ref(model)
-        self.compiled_by = "eager pieces" if pieces is None else "Inductor pieces"
-        self.pieces = pieces
+        super().__init__(original, found, split, pieces, model, options, files)
         self._run_paged: Callable[..., Any] | None = None if split is None else split.gm.forward
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
         self._marker = self.roles.index("owned") if "owned" in self.roles else None
         self._checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._check_lock = threading.Lock()
         self._accepted: tuple[AttentionSpec, ...] | None = None
-        self.eager_paged: fx.GraphModule | None = found.gm
-
-    @classmethod
-    def of_trace(
-        cls,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        model: nn.Module | None,
-        options: CompileOptions,
-        limited: bool = False,
-    ) -> CompiledGraph:
-        """Rewrite, split and compile a graph, inside the Dynamo backend call that was given it.
-
-        Args:
-            limited: see `find_call_form`.
-
-        Raises:
-            UnsupportedError: see `rewrite`.
-        """
-        found = rewrite(gm, example_inputs, model, limited, options.passes)
-        split: SplitGraph | None = None
-        pieces: PieceReport | None = None
-        if found.gm is None:
-            logger.info("this call runs as written and not paged: %s", found.not_paged)
-        else:
-            split = split_graph(found.gm, split_ops())
-            if wants_inductor(options, example_inputs):
-                traced = [value_of(node) for node in found.gm.graph.nodes if node.op == "placeholder"]
-                pieces = compile_pieces(split, traced, ArtifactCache.of_user())
-        return cls(gm, found, split, pieces, model, options, traced_files())
-
-    @property
-    def specs(self) -> tuple[AttentionSpec, ...]:
-        return self.rewrite.specs
 
     def __call__(self, *args: Any) -> Any:
         recorded = getattr(_recording, "graphs", None)
@@ -139,15 +77,6 @@ class CompiledGraph:
         self._check_call(context, args)
         self.check(args)
         return self._run_paged(*args)
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The one that the graph was traced from, as long as it lives."""
-        return None if self._model is None else self._model()
-
-    def dtype(self, inputs: GraphInputs) -> torch.dtype:
-        """The model's own floating type, which its KV has; `inputs` tell it where the model is not known."""
-        return inputs.dtype if self.model is None else model_dtype(self.model)
 
     def refuse_recurrent(self) -> None:
         """Raises UnsupportedError for a model with recurrent state, unless who captured the graph keeps that state."""
@@ -199,13 +128,6 @@ def recorded_graphs() -> Iterator[list[CompiledGraph]]:
         yield graphs
     finally:
         _recording.graphs = outer
-
-
-def wants_inductor(options: CompileOptions, example_inputs: Sequence[Any]) -> bool:
-    """Whether the pieces are compiled: as the options say, else if the model lies on a GPU."""
-    if options.inductor is not None:
-        return options.inductor
-    return any(isinstance(value, Tensor) and value.is_cuda for value in example_inputs)
 
 
 def _check_layers(graph: Sequence[AttentionSpec], pool: Sequence[AttentionSpec]) -> None:

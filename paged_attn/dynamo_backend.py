@@ -12,8 +12,8 @@ from typing import Any
 from torch import fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.options import CompileOptions
 
 logger = logging.getLogger("paged_attn")
 _graphs: weakref.WeakKeyDictionary[nn.Module, list[CompiledGraph]] = weakref.WeakKeyDictionary()

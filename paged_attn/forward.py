@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.backends.base import AttentionBackend
-from paged_attn.backends.select import select_for_pool
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.selection.select import select_for_pool
 
 
 def forward_context(batch: Batch, pool: KVPool, backend: str | AttentionBackend = "auto", deterministic: bool = False) -> ForwardContext:

@@ -1,1 +1,3 @@
-"""FX rewrites of a Dynamo graph, one per file, in the order that `runner.py` gives."""
+"""FX rewrites of a Dynamo graph: found by structure, proved on numbers, replaced. `runner.py` has the order;
+`pass_list.py` prints it.
+"""

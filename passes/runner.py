@@ -11,26 +11,26 @@ from typing import Any
 from torch import fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.passes.attention_site import AttentionSite, WrittenScores
-from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
-from paged_attn.passes.constants import specialise_numbers
-from paged_attn.passes.early_rows import select_rows_early
-from paged_attn.passes.equal_heads import has_equal_heads
-from paged_attn.passes.find_attention import find_attention
-from paged_attn.passes.graph_tools import copy_graph_module, remove_dead_code, same_values, shape_of, value_of, written_names
-from paged_attn.passes.kv_heads import KVSource, as_received, is_written, kv_source
-from paged_attn.passes.merge_linears import Merge, merge_linears
-from paged_attn.passes.model_facts import model_dtype
-from paged_attn.passes.one_row_linears import use_one_row_linears
-from paged_attn.passes.operand_layout import Operand, operand_of
-from paged_attn.passes.own_positions import use_own_positions
-from paged_attn.passes.prove_attention import AttentionProof, Prover, refuse_implausible
-from paged_attn.passes.read_values import ReadValues
-from paged_attn.passes.replace_attention import replace_attention
-from paged_attn.passes.replace_history import HistoryReplacer
-from paged_attn.passes.score_cone import Recomputable
+from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.passes.find.attention import find_attention
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
+from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, find_call_form
+from paged_attn.passes.fx.constants import specialise_numbers
+from paged_attn.passes.fx.graph_tools import copy_graph_module, remove_dead_code, same_values, shape_of, value_of, written_names
+from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.fx.read_values import ReadValues
+from paged_attn.passes.optimize.linears.gemv import use_one_row_linears
+from paged_attn.passes.optimize.linears.merge import Merge, merge_linears
+from paged_attn.passes.optimize.logits_gather.gather import select_rows_early
+from paged_attn.passes.positions.own_positions import use_own_positions
+from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
+from paged_attn.passes.prove.score_subgraph import Recomputable
+from paged_attn.passes.recompute.replace import HistoryReplacer
+from paged_attn.passes.replace.attention import replace_attention
+from paged_attn.passes.replace.equal_heads import has_equal_heads
+from paged_attn.passes.replace.kv_heads import KVSource, as_received, is_written, kv_source
+from paged_attn.passes.replace.operand_layout import Operand, operand_of
 
 logger = logging.getLogger("paged_attn")
 RECOMPUTED = "recomputed from each request's history; no later token changes an earlier row"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import BatchRequest
+from paged_attn.attn_ops.batch.batch import BatchRequest
 from paged_attn.engine.engine import Engine
 
 CHUNK = 48  # tokens of a prompt in one step

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from paged_attn import LLM, Batch, BatchRequest, KVPool, UnsupportedError, attention_layers, explain, forward_context
 from paged_attn.dynamo_backend import graphs_of
-from paged_attn.explanation import break_words, group_layers, ranges
-from paged_attn.inspection import explanation
 from paged_attn.passes.runner import LayerReport
+from paged_attn.report.explanation import break_words, group_layers, ranges
+from paged_attn.report.inspection import explanation
 from tests.tiny_models import build
 
 

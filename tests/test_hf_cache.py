@@ -13,7 +13,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from paged_attn import PagedCache, UnsupportedError
-from paged_attn.shared_pages import CacheFull
+from paged_attn.hf.shared_pages import CacheFull
 from tests.tiny_models import build
 
 MODELS = ["llama", "qwen3", "gemma3_text", "gpt2", "mistral"]

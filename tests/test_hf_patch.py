@@ -8,8 +8,8 @@ from torch import nn
 
 from paged_attn import LLM, Batch, BatchRequest, KVPool, SamplingParams, UnsupportedError, forward_context, patch
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.hf_mask import prove_mask_function
-from paged_attn.passes.mask_family import MaskFamily
+from paged_attn.hf.mask import prove_mask_function
+from paged_attn.passes.prove.mask_family import MaskFamily
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import ARCHITECTURES, build
 

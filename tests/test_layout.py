@@ -78,6 +78,82 @@ def test_no_folder_is_imported_without_the_prefix():
         assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}; write paged_attn.{wrong[0]}"
 
 
+def modules() -> dict[str, Path]:
+    """Full names of our modules and packages, and their files."""
+    found = {}
+    for path in sources(*HOUSE):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts if parts[0] == "paged_attn" else ("paged_attn", *parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of_ours() -> dict[str, set[str]]:
+    known, edges = modules(), {}
+    for name, path in known.items():
+        ours = (n if n in known else n.rpartition(".")[0] for n in imported(path.read_text(), package_of(path)))
+        edges[name] = {n for n in ours if n in known and n not in ("paged_attn", name)}
+    return edges
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other, after Tarjan."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in edges.get(node, ()):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles(imports_of_ours()) == []
+
+
+def test_rooms_import_one_way():
+    """A room is a folder. What lies beside rooms in a folder counts for itself: some of it is their base, some their face."""
+    packages = {name for name, path in modules().items() if path.name == "__init__.py"}
+    with_rooms = {name.rpartition(".")[0] for name in packages}
+
+    def room(name: str) -> str:
+        return name if name in packages or name.rpartition(".")[0] in with_rooms else name.rpartition(".")[0]
+
+    edges: dict[str, set[str]] = {}
+    for name, others in imports_of_ours().items():
+        edges.setdefault(room(name), set()).update(room(other) for other in others if room(other) != room(name))
+    assert circles(edges) == []
+
+
+def test_a_room_has_a_sign_and_a_dozen_files_at_most():
+    for name, path in modules().items():
+        if path.name == "__init__.py":
+            assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip(), f"{name} has no sign: say what comes in, what goes out"
+            files = [file.name for file in path.parent.glob("*.py") if file != path]
+            assert len(files) <= 12, f"{name} has {len(files)} files; make rooms of them by what they do: {sorted(files)}"
+
+
 def test_no_file_is_too_long():
     long = {str(path.relative_to(ROOT)): n for path in everything() if (n := len(path.read_text().splitlines())) > MAX_LINES}
     assert not long, f"more than {MAX_LINES} lines: {long}"
@@ -94,19 +170,17 @@ def python(code: str) -> dict:
 
 def test_folders_are_importable_once():
     got = python(
-        "import importlib.util, json, paged_attn.attn_ops.op\n"
+        "import importlib.util, json, paged_attn.attn_ops.ops.attention\n"
         f"print(json.dumps([name for name in {FOLDERS!r} if importlib.util.find_spec(name)]))"
     )
     assert got == []
 
 
 def test_attn_ops_loads_no_kernel_no_pass_no_backend():
-    modules = [f"paged_attn.attn_ops.{path.stem}" for path in sources("attn_ops")]
-    assert "paged_attn.attn_ops.op" in modules
-    loaded = python(
-        f"import importlib, json, sys\nfor m in {modules!r}: importlib.import_module(m)\nprint(json.dumps(sorted(sys.modules)))"
-    )
-    assert set(modules) - {"paged_attn.attn_ops.__init__"} <= set(loaded)
+    names = [name for name in modules() if name.startswith("paged_attn.attn_ops")]
+    assert "paged_attn.attn_ops.ops.attention" in names
+    loaded = python(f"import importlib, json, sys\nfor m in {names!r}: importlib.import_module(m)\nprint(json.dumps(sorted(sys.modules)))")
+    assert set(names) <= set(loaded)
     assert [m for m in loaded if m.startswith("paged_attn") and not m.startswith("paged_attn.attn_ops")] == ["paged_attn"]
     assert not {m.split(".")[0] for m in loaded} & {"triton", "flashinfer", "sgl_kernel", "flash_attn", "transformers"}
 

@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CODE = """
-import sys, paged_attn, paged_attn.attn_ops.op as op, paged_attn.passes.runner, paged_attn.capture.split, paged_attn.backends.select
+import sys, paged_attn, paged_attn.attn_ops.ops.attention as op
+import paged_attn.passes.runner, paged_attn.capture.split.split_graph, paged_attn.backends.selection.select
 site = sys.argv[1]
 assert paged_attn.__file__.startswith(site) and op.__file__.startswith(site), (paged_attn.__file__, op.__file__)
 assert not {"attn_ops", "passes", "capture", "backends"} & set(sys.modules)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn import AttentionSpec
-from paged_attn.shared_pages import CacheFull, SharedPages
-from paged_attn.shared_table import SharedTable
+from paged_attn.hf.shared_pages import CacheFull, SharedPages
+from paged_attn.hf.shared_table import SharedTable
 
 LAYERS = (AttentionSpec(2, 2, 3, 5, 1.0), AttentionSpec(1, 1, 4, 4, 1.0, kv_layer=1))
 SIZE = 4

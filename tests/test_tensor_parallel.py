@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from paged_attn import LLM
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.parallel import lead
-from paged_attn.parallel.lead import first_rank_leads
+from paged_attn.engine import lead
+from paged_attn.engine.lead import first_rank_leads
 from paged_attn.parallel.local_model import enter_local
 from paged_attn.parallel.plan import plan_of
 from paged_attn.parallel.ranks import Ranks

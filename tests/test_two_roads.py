@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paged_attn import UnsupportedError, patch
-from paged_attn.attn_ops.batch import Batch
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.check.closeness import row_errors, worst
-from paged_attn.check.running import logits_of
-from paged_attn.check.steps import Steps, probe_prompts, steps_of
-from paged_attn.engine.model_runner import ModelRunner
-from paged_attn.options import CompileOptions
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.check.runs.running import logits_of
+from paged_attn.check.runs.steps import Steps, probe_prompts, steps_of
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.tolerances import row_errors, worst
 from tests import tiny_models
 from tests.zoo.build import seeded
 from tests.zoo.configs import config_for, model_class

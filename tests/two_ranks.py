@@ -23,10 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.backends.drawn_rows import DrawnRows
+from paged_attn.backends.sampling.sampling_tensors import DrawnRows
 from paged_attn.engine import engine as engine_module
+from paged_attn.engine.lead import first_rank_leads
 from paged_attn.graph_cache.entries import VARIABLE, Entries
-from paged_attn.parallel.lead import first_rank_leads
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.parallel.shard import shard
 from tests.oracle import random_prompts
@@ -119,7 +119,7 @@ def sampling() -> dict[str, Any]:
     """Without seeds, and with what is drawn pushed apart on rank 1."""
     drawn = SamplingParams(max_new_tokens=8, temperature=1.5)
     model = sharded("llama")
-    from paged_attn.engine import sampler
+    from paged_attn.engine.sampling import sampler
 
     draw = sampler.draw_tokens
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paged_attn.bench.job import Job, Log
+from paged_attn.bench.systems.job import Job, Log
 
 WORKER = (sys.executable, "-m", "paged_attn.bench.worker")
 POLL_SECONDS = 0.1

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paged_attn.bench.job import Task
-from paged_attn.bench.systems import Stamps, System, Tokens, check_counts
+from paged_attn.bench.systems.job import Task
+from paged_attn.bench.systems.systems import Stamps, System, Tokens, check_counts
 
 WARM_UP_TOKENS = 16
 PERCENTILES = (50, 90, 99)

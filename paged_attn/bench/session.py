@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paged_attn.bench.job import Job, ModelSource, Task
 from paged_attn.bench.launch import Outcome, launch
-from paged_attn.bench.model_source import SHAPES, save_weights, text_config, write_shape
-from paged_attn.bench.sampling import Sampling
-from paged_attn.bench.systems import OURS, SYSTEMS
+from paged_attn.bench.systems.job import Job, ModelSource, Task
+from paged_attn.bench.systems.model_source import SHAPES, save_weights, text_config, write_shape
+from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.systems import OURS, SYSTEMS
 from paged_attn.bench.workloads import Workload
-from paged_attn.capture.progress import bar
+from paged_attn.capture.graphs.progress import bar
 
 WEIGHTS = "weights"
 

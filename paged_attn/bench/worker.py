@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from paged_attn.bench.job import Job, Log
 from paged_attn.bench.machine import device_used_bytes, host_peak_bytes
 from paged_attn.bench.measure import measure
-from paged_attn.bench.systems import SYSTEMS
+from paged_attn.bench.systems.job import Job, Log
+from paged_attn.bench.systems.systems import SYSTEMS
 
 
 def run(job: Job, log: Log) -> None:

@@ -1,6 +1,5 @@
-"""Proving a rewritten model on numbers.
+"""The first use proves a model on numbers: `self_check.py` for compiled models, `hooked.py` for hooked ones;
+docs/self_check.md says what and how.
 
-In: the graph as it was traced, the rewritten one in pieces, and what the model's user would call. Out: nothing, or an UnsupportedError
-that names where they part. `self_check` is the whole of it for a traced model, `hooked` for one whose attention is hooked; `closeness`
-has every tolerance, `steps` the small ragged batches, `truth` and `noise` what the original computes and what rounding does to it.
+`runs/` computes the values of both sides, `compare/` judges them.
 """

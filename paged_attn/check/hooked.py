@@ -6,36 +6,50 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.batch import Batch
-from paged_attn.check.against_model import Logits, check_against_model
-from paged_attn.check.boundaries import Boundary
-from paged_attn.check.diagnosis import EXACT_BACKEND
-from paged_attn.check.noise import Noise
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.check.compare.against_model import Logits, check_against_model
+from paged_attn.check.compare.diagnosis import EXACT_BACKEND
+from paged_attn.check.compare.noise import Noise
+from paged_attn.check.compare.windows import attend_in_steps
+from paged_attn.check.runs.boundaries import Boundary
+from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original, Seen, Served, VisitBoundary
+from paged_attn.check.runs.steps import ProbeSettings
+from paged_attn.check.runs.tapped import Visit
+from paged_attn.check.runs.truth import Truth
 from paged_attn.check.self_check import check_served
-from paged_attn.check.served import AS_IT_IS, HowToRun, Original, Seen, Served, VisitBoundary
-from paged_attn.check.steps import ProbeSettings
-from paged_attn.check.tapped import Visit
-from paged_attn.check.truth import Truth
-from paged_attn.check.windows import attend_in_steps
-from paged_attn.passes.model_facts import max_positions, model_dtype
+from paged_attn.passes.fx.model_facts import max_positions, model_dtype
 from paged_attn.passes.runner import LayerReport
-
-if TYPE_CHECKING:
-    from paged_attn.hf_patch import Patched
 
 logger = logging.getLogger("paged_attn")
 HEADS_FIRST = (0, 2, 1, 3)  # transformers' attention functions give [1, T, heads, v_dim]
 OPERANDS = ("query", "key", "value")
 
 
-def check_hooked(patched: Patched, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings | None = None) -> None:
+class HookedModel(Protocol):
+    """A model whose attention is hooked, as a check sees it; it computes what it did before outside any forward context."""
+
+    model: nn.Module
+    layers: tuple[AttentionSpec, ...]
+
+    def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[T, vocabulary] of token ids and positions [T], int64."""
+
+    def sinks(self, layer_id: int) -> Tensor | None:
+        """Of a layer, as of its last watched call."""
+
+    def watched(self, watch: Watch) -> AbstractContextManager[None]:
+        """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
+
+
+def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings | None = None) -> None:
     """Compare a patched model with what it was.
 
     Args:
@@ -83,7 +97,7 @@ class Watch:
 class Taps:
     """Where a patched model is looked into."""
 
-    def __init__(self, patched: Patched) -> None:
+    def __init__(self, patched: HookedModel) -> None:
         self.patched, self.model, self.specs = patched, patched.model, patched.layers
         self.reports = [LayerReport(i, spec, "", "", "", _attention(i), HEADS_FIRST, "") for i, spec in enumerate(self.specs)]
         self.by_layer = {i: Boundary(_attention(i), report) for i, report in enumerate(self.reports)}

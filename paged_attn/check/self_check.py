@@ -10,36 +10,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paged_attn.check.against_model import check_against_model, check_rows
-from paged_attn.check.diagnosis import refusal
-from paged_attn.check.later_tokens import check_later_tokens
-from paged_attn.check.long_positions import check_long_positions
-from paged_attn.check.noise import Noise
-from paged_attn.check.ragged import compare_ragged
-from paged_attn.check.served import Original, Served
-from paged_attn.check.steps import ProbeSettings, probe_prompts
-from paged_attn.check.suspects import without_choices
-from paged_attn.check.traced_original import TracedOriginal
-from paged_attn.check.traced_served import TracedServed
-from paged_attn.check.truth import Truth
+from paged_attn.check.compare.against_model import check_against_model, check_rows
+from paged_attn.check.compare.diagnosis import refusal
+from paged_attn.check.compare.later_tokens import check_later_tokens
+from paged_attn.check.compare.long_positions import check_long_positions
+from paged_attn.check.compare.noise import Noise
+from paged_attn.check.compare.ragged import compare_ragged
+from paged_attn.check.compare.suspects import without_choices
+from paged_attn.check.compare.windows import Attention, check_windows
+from paged_attn.check.runs.served import Original, Served
+from paged_attn.check.runs.steps import ProbeSettings, probe_prompts
+from paged_attn.check.runs.traced_original import TracedOriginal
+from paged_attn.check.runs.traced_served import TracedServed
+from paged_attn.check.runs.truth import Truth
 from paged_attn.check.warm_up import warm_up
-from paged_attn.check.windows import Attention, check_windows
-from paged_attn.graph_inputs import GraphInputs
+from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.runner import LayerReport
-
-if TYPE_CHECKING:
-    from paged_attn.compiled_graph import CompiledGraph
 
 logger = logging.getLogger("paged_attn")
 
 
 def self_check(
-    compiled: CompiledGraph,
+    compiled: RewrittenGraph,
     args: Sequence[Any],
     model_logits: Callable[[Tensor], Tensor] | None = None,
     model: nn.Module | None = None,
@@ -99,7 +97,7 @@ def check_served(
 
 
 def _num_ids(
-    compiled: CompiledGraph, inputs: GraphInputs, args: Sequence[Any], original: Original, model_logits: Callable[[Tensor], Tensor] | None
+    compiled: RewrittenGraph, inputs: GraphInputs, args: Sequence[Any], original: Original, model_logits: Callable[[Tensor], Tensor] | None
 ) -> int:
     """How many token ids the model has: the vocabulary of its logits if some table has as many rows, else the largest id of the call."""
     ids = next(a for a, role in zip(args, compiled.roles, strict=True) if role == "input_ids")

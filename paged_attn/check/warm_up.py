@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.check.boundaries import Boundary
-from paged_attn.check.running import NoAttention, must_run
-from paged_attn.check.served import Served
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.check.runs.boundaries import Boundary
+from paged_attn.check.runs.running import NoAttention, must_run
+from paged_attn.check.runs.served import Served
 
 ROWS = 2048
 

@@ -1,1 +1,1 @@
-"""The `paged-attn` command."""
+"""The `paged-attn` command: `main.py` parses; what commands share lies here, each command in `commands/`."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.request import Completion
+from paged_attn.engine.requests.request import Completion
 from paged_attn.engine.sampling_params import SamplingParams
 
 

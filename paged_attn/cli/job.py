@@ -12,8 +12,8 @@ import torch
 
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.loading import load_model
-from paged_attn.engine.request import Completion, Request, TokenEvent
+from paged_attn.engine.model.loading import load_model
+from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.torchrun import join, num_processes
 

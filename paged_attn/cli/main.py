@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from paged_attn import __version__
-from paged_attn.cli import backends, bench, demo, doctor, explain, generate, serve, tune, warmup
+from paged_attn.cli.commands import backends, bench, demo, doctor, explain, generate, serve, tune, warmup
 from paged_attn.parallel.torchrun import is_first, leave, num_processes
 
 USER_ERROR = 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from paged_attn.attn_ops.spec import AttentionSpec
+    from paged_attn.attn_ops.specs.attention import AttentionSpec
 
 NUMBERS = {"q_heads": "query heads", "kv_heads": "KV heads", "head_dim": "head dim of q and k", "v_head_dim": "head dim of v"}
 DEFAULTS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}  # Llama 3.1 8B's
@@ -31,7 +31,7 @@ class LayerShape:
     @property
     def spec(self) -> AttentionSpec:
         """A plain causal layer. Raises ValueError for heads that do not divide."""
-        from paged_attn.attn_ops.spec import AttentionSpec
+        from paged_attn.attn_ops.specs.attention import AttentionSpec
 
         return AttentionSpec(self.q_heads, self.kv_heads, self.head_dim, self.v_head_dim, self.head_dim**-0.5)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from paged_attn.cli.check import CheckResult
     from paged_attn.cli.job import Loaded, Numbers, Run
     from paged_attn.engine.llm import LLM
-    from paged_attn.engine.request import Completion, TokenEvent
+    from paged_attn.engine.requests.request import Completion, TokenEvent
 
 SHOWN_PROMPT = 200
 
@@ -93,7 +93,7 @@ def check_lines(result: CheckResult, numbers: Numbers, num_prompts: int) -> list
 
 def document(loaded: Loaded, run: Run, result: CheckResult | None) -> dict[str, Any]:
     """Everything as one JSON-ready dict."""
-    from paged_attn.inspection import explanation
+    from paged_attn.report.inspection import explanation
 
     numbers = asdict(run.numbers) | {"tokens_per_second": run.numbers.tokens_per_second}
     seconds = {name: getattr(loaded, f"{name}_seconds") for name in ("load", "rewrite", "warm_up")}

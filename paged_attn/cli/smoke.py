@@ -7,15 +7,15 @@ from itertools import product
 
 import torch
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.base import AttentionBackend
-from paged_attn.backends.capabilities import Capabilities, Problem, unmet
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.capabilities import Capabilities, Problem, unmet
+from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.devices import architecture_of, device_word
-from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.registry import backend_class
+from paged_attn.backends.selection.registry import backend_class
 from paged_attn.forward import forward_context
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}

@@ -11,28 +11,28 @@ from typing import Any
 
 from torch import nn
 
-from paged_attn.attn_ops.state_pool import StatePool
-from paged_attn.capture.recorder import Recorder
-from paged_attn.engine.chosen import Chosen
+from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.calling.plain_modes import in_plain_modes
+from paged_attn.capture.graphs.recorder import Recorder
+from paged_attn.engine.build_runtime import make_runner, ready_to_step
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine_stats import EngineStats
-from paged_attn.engine.flight import NONE_UNDER_WAY, Flight, lay_out
-from paged_attn.engine.intake import Intake
-from paged_attn.engine.kv_manager import KVManager
-from paged_attn.engine.make_steps import make_runner, ready_to_step
-from paged_attn.engine.model_limits import ModelLimits, num_state_slots, pool_pages
-from paged_attn.engine.model_watch import STEPS_BETWEEN, ModelWatch
-from paged_attn.engine.new_requests import NewRequests
-from paged_attn.engine.request import FinishReason, Request
-from paged_attn.engine.sampler import Sampler
+from paged_attn.engine.input_processor import NewRequests
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, pool_pages
+from paged_attn.engine.output_processor import Intake
+from paged_attn.engine.requests.request import FinishReason, Request
+from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
+from paged_attn.engine.sampling.sampler import Sampler
+from paged_attn.engine.sampling.sampler_output import Chosen
+from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.engine.sampling_state import SamplingState
-from paged_attn.engine.scheduler import Scheduler
-from paged_attn.engine.shown import shown
-from paged_attn.engine.step_runner import StepOutput
+from paged_attn.engine.scheduling.scheduler import Scheduler
+from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, Flight, lay_out
+from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.token_events import TokenEvents
-from paged_attn.plain_modes import in_plain_modes
 from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.shown import shown
 
 logger = logging.getLogger("paged_attn")
 CUDA_STEP_TOKENS = 8192  # more in a step is more in a second, but the tokens of others come later

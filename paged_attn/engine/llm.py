@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged_attn.capture.progress import bar
-from paged_attn.capture.progress import progress as showing
+from paged_attn.capture.graphs.progress import bar
+from paged_attn.capture.graphs.progress import progress as showing
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.request import Completion, Request, TokenEvent
+from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -61,7 +61,7 @@ class LLM:
                 raise ValueError("dtype and device are for loading from a path; convert a loaded model yourself: model.to(device, dtype)")
         with showing(progress):
             if isinstance(model, (str, Path)):
-                from paged_attn.engine.loading import load_model
+                from paged_attn.engine.model.loading import load_model
 
                 model, loaded_tokenizer = load_model(model, dtype, device)
                 tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer

@@ -1,1 +1,3 @@
-"""Traced and rewritten graphs on disk, so that the next process that loads the same model need not trace it."""
+"""Traced and rewritten graphs on disk, as data that hold no code: `kept_graphs.py` looks, `record.py` writes
+and reads, `allowed_calls.py` guards.
+"""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from paged_attn.attn_ops.linear_op import LINEAR
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.attn_ops.overloads import overloads_of
-from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
-from paged_attn.engine.shown import shown
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.overloads import overloads_of
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES, OP_TEXTS, OP_TYPES, OPS_REFUSED
-from paged_attn.graph_cache.describe import Indescribable, tensor_bytes
+from paged_attn.hashing.stable_hasher import Indescribable, tensor_bytes
+from paged_attn.shown import shown
 
 MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
 _OURS = (UNIFIED_ATTENTION, BATCH_POSITIONS, LINEAR)  # others go by numbers of this process

@@ -12,16 +12,16 @@ from typing import Any
 
 from torch import nn
 
+from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.engine.shown import shown
-from paged_attn.graph_cache.code_files import module_digest, modules_of
-from paged_attn.graph_cache.describe import Indescribable, tensor_digest
 from paged_attn.graph_cache.entries import Entries
 from paged_attn.graph_cache.key import graph_key
-from paged_attn.graph_cache.owned_tensors import OwnedTensors
 from paged_attn.graph_cache.record import record_of, restored
-from paged_attn.options import CompileOptions
-from paged_attn.passes.model_facts import model_device
+from paged_attn.hashing.code_files import module_digest, modules_of
+from paged_attn.hashing.owned_tensors import OwnedTensors
+from paged_attn.hashing.stable_hasher import Indescribable, tensor_digest
+from paged_attn.passes.fx.model_facts import model_device
+from paged_attn.shown import shown
 
 logger = logging.getLogger("paged_attn")
 # An op that nobody has registered in this process, for one; or whatever somebody else has made of a file.

@@ -8,20 +8,21 @@ import inspect
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import nn
 
-import paged_attn
-from paged_attn.capture.artifact_key import settings_text
-from paged_attn.capture.split_ops import split_ops
-from paged_attn.graph_cache.describe import Describer
-from paged_attn.graph_cache.model_text import model_text
-from paged_attn.options import CompileOptions
+from paged_attn.attn_ops.source_digest import source_digest
+from paged_attn.capture.compiled.artifact_key import settings_text
+from paged_attn.capture.split.split_ops import split_ops
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.hashing.model_text import model_text
+from paged_attn.hashing.stable_hasher import Describer
 
-_FOLDERS = ("", "check", "graph_cache", "attn_ops", "passes", "capture", "parallel")
-_OF_ENGINE = ("capture_model.py", "opaque_modules.py", "plain_buffers.py")  # the others have no part in a capture
+# All of ours that takes part in a capture, as of when it is imported: files may be edited under a running process.
+_SOURCES = source_digest(
+    "", "attn_ops", "passes", "capture", "calling", "check", "compiled", "engine/tracing", "graph_cache", "hashing", "parallel"
+)
 _INSTALLED = (".dist-info", ".egg-info")
 _PLACES = ("debug_dir_root", "base_dir")  # the working directory, and where torch lies
 
@@ -47,20 +48,6 @@ def _dynamo() -> list[str]:
 def _devices() -> list[str]:
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"cuda {device.name} {device.major}.{device.minor}" for device in found]
-
-
-def _sources() -> str:
-    """Of all of ours that takes part in a capture."""
-    digest = hashlib.sha256()
-    for folder in _FOLDERS:
-        for path in sorted(file for place in paged_attn.__path__ for file in Path(place, folder).glob("*.py")):
-            digest.update(f"{folder}/{path.name}\n".encode() + path.read_bytes())
-    for name in _OF_ENGINE:
-        digest.update(f"engine/{name}\n".encode() + Path(paged_attn.__file__).with_name("engine").joinpath(name).read_bytes())
-    return digest.hexdigest()
-
-
-_SOURCES = _sources()  # when they are imported, and not when they may have been edited under a running process
 
 
 @functools.cache

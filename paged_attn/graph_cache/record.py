@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.capture.artifacts import ArtifactCache
-from paged_attn.capture.pieces import KeptPiece, load_pieces
-from paged_attn.capture.split import split_graph
-from paged_attn.capture.split_ops import split_ops
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.capture.compiled.artifacts import ArtifactCache
+from paged_attn.capture.compiled.pieces import KeptPiece, load_pieces
+from paged_attn.capture.split.split_graph import split_graph
+from paged_attn.capture.split.split_ops import split_ops
+from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.graph_cache.describe import Indescribable
 from paged_attn.graph_cache.graph_data import Data, graph_data, graph_of
-from paged_attn.graph_cache.owned_tensors import OwnedTensors
-from paged_attn.options import CompileOptions
-from paged_attn.passes.attention_site import places_of
-from paged_attn.passes.call_form import CallForm
-from paged_attn.passes.merge_linears import Merge
-from paged_attn.passes.operand_layout import Operand
+from paged_attn.hashing.owned_tensors import OwnedTensors
+from paged_attn.hashing.stable_hasher import Indescribable
+from paged_attn.passes.find.attention_site import places_of
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.optimize.linears.merge import Merge
+from paged_attn.passes.replace.operand_layout import Operand
 from paged_attn.passes.runner import LayerReport, Rewrite
 
 PROBE_TOKENS = 3  # of the token ids that stand for those of the traced call

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.call_signature import plain_inputs, takes
-from paged_attn.check.closeness import logits_apart
-from paged_attn.evaluating import evaluating
+from paged_attn.calling.call_signature import plain_inputs, takes
+from paged_attn.calling.evaluating import evaluating
 from paged_attn.parallel.local_forwards import equal_on_all_ranks, local_forward
 from paged_attn.parallel.plan import Plan, plan_of
 from paged_attn.parallel.ranks import Ranks
-from paged_attn.passes.model_facts import model_dtype
+from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.tolerances import logits_apart
 
 GATHERED = ("colwise_gather_output", "colwise_rep")
 PROBE_TOKENS = 12

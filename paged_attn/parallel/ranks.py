@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import BatchRequest, RequestColumns
+from paged_attn.attn_ops.batch.batch import BatchRequest, RequestColumns
 
 DIGEST_BITS = 62  # so that its negative is an int64, too
 _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.call_signature import plain_inputs, takes
-from paged_attn.evaluating import as_served
-from paged_attn.passes.model_facts import model_device
+from paged_attn.calling.call_signature import plain_inputs, takes
+from paged_attn.calling.evaluating import as_served
+from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.discover import recurrent_modules
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.state_pool import StatePool
-from paged_attn.evaluating import evaluating
+from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.calling.evaluating import evaluating
 from paged_attn.recurrent.layer import RecurrentLayer
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.check.closeness import MULTIPLE, rounding, row_errors, worst
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.tolerances import MULTIPLE, rounding, row_errors, worst
 
 Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2

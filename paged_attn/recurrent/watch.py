@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.left_as_it_was import left_as_it_was
+from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.recurrent.cache_state import Path, Snapshot, changed_paths, snapshot
 
 

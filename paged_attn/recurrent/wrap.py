@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
+from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
+from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.replaced_forward import replaced_forward
 
 
 @contextmanager

@@ -1,1 +1,3 @@
-"""An OpenAI-compatible HTTP server over one engine; needs the extra `serve`."""
+"""An OpenAI-compatible HTTP server over one engine; needs the extra `serve`. `app.py` puts it together,
+`run.py` runs it.
+"""

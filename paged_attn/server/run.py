@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from paged_attn.engine.engine import Engine
-from paged_attn.server.app import ServerState, create_app
-from paged_attn.server.http_protocol import LimitedProtocol
+from paged_attn.server.app import create_app
+from paged_attn.server.http.http_protocol import LimitedProtocol
+from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.settings import ServerSettings
-from paged_attn.server.status import Status
-from paged_attn.server.tracing import Tracing
+from paged_attn.server.state import ServerState
+from paged_attn.server.work.status import Status
 
 GRACE_SECONDS = 5  # for answers to leave after everything was cancelled
 BACKLOG = 2048

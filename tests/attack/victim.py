@@ -25,11 +25,11 @@ import torch
 
 from paged_attn import LLM
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.guide_trials import GuideTrials
+from paged_attn.engine.sampling.structured.trials import GuideTrials
 from paged_attn.server import app
 from paged_attn.server.run import Server, allow_files, listen
 from paged_attn.server.settings import ServerSettings
-from paged_attn.server.texts import Texts
+from paged_attn.server.work.texts import Texts
 from tests.server.serving import TEMPLATE
 from tests.soak.drive_server import ServerFaults
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest, ForwardMode, RequestColumns
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, ForwardMode, RequestColumns
 from paged_attn.attn_ops.errors import UnsupportedError
 
 

@@ -6,13 +6,13 @@ import threading
 import pytest
 import torch
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.torch_native import TorchNativeBackend
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
 
 SPEC = AttentionSpec(2, 1, 4, 4, 0.5)
 

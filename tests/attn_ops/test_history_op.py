@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.history_op import HISTORY_ATTENTION
-from paged_attn.attn_ops.history_spec import HistorySpec, RowInput
-from paged_attn.attn_ops.kv_pool import KVPool, page_elements
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.select import select_for_pool
-from paged_attn.capture.split_ops import split_ops
+from paged_attn.attn_ops.kv.kv_pool import KVPool, page_elements
+from paged_attn.attn_ops.ops.recompute import HISTORY_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.recompute import HistorySpec, RowInput
+from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.capture.split.split_ops import split_ops
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 PAGE_SIZE = 4

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from paged_attn.attn_ops.kv_pool import KVPool, page_elements
-from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.attn_ops.kv.kv_pool import KVPool, page_elements
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 
 PAGE_SIZE, NUM_PAGES = 4, 6
 LAYERS = [

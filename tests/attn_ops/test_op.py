@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.torch_native import TorchNativeBackend
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from tests.backends.problems import LAYER, Case, close, make, new_output, run, spec_of
 
 LENGTHS = [(5, 3), (9, 1), (0, 4)]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.packed_ints import ALIGNMENT, IntBuffer, PackedInts, words, write_joined, write_table
+from paged_attn.attn_ops.batch.packed_ints import ALIGNMENT, IntBuffer, PackedInts, words, write_joined, write_table
 
 SIZES = st.lists(st.integers(0, 40), max_size=4)
 FORMS = {

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from paged_attn.attn_ops.page_allocator import OutOfPages, PageAllocator
+from paged_attn.attn_ops.kv.page_allocator import OutOfPages, PageAllocator
 
 
 def test_fresh_pages_come_in_order_and_never_page_zero():

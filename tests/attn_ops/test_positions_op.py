@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
-from paged_attn.backends.torch_native import TorchNativeBackend
-from paged_attn.capture.split_ops import split_ops
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
+from paged_attn.capture.split.split_ops import split_ops
 from tests.backends.problems import spec_of
 
 REQUESTS = {

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paged_attn.attn_ops.page_allocator import PageAllocator
-from paged_attn.attn_ops.radix_cache import RadixCache
+from paged_attn.attn_ops.kv.page_allocator import PageAllocator
+from paged_attn.attn_ops.kv.radix_cache import RadixCache
 
 
 def make(num_pages=64, page_size=2, **kwargs):

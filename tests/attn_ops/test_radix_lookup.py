@@ -7,8 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.page_allocator import PageAllocator
-from paged_attn.attn_ops.radix_cache import RadixCache
+from paged_attn.attn_ops.kv.page_allocator import PageAllocator
+from paged_attn.attn_ops.kv.radix_cache import RadixCache
 
 
 @settings(max_examples=150, deadline=None)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.recurrent_op import RECURRENT_LAYER
-from paged_attn.backends.torch_native import TorchNativeBackend
-from paged_attn.capture.split_ops import split_ops
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
+from paged_attn.capture.split.split_ops import split_ops
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 
 PLAIN = AttentionSpec(num_q_heads=4, num_kv_heads=2, qk_head_dim=8, v_head_dim=8, scale=8**-0.5)
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest, ForwardMode
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, ForwardMode
+from paged_attn.attn_ops.batch.packed_ints import ALIGNMENT
+from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepBuffers, StepShape
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.attn_ops.packed_ints import ALIGNMENT
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.attn_ops.step_buffers import MIN_ROWS, StepBuffers, StepShape
-from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.torch_native import TorchNativeBackend
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
 
 PAGE_SIZE = 4
 ROWS, LOGITS, REQUESTS, PAGES = 48, 12, 8, 10

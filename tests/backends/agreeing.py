@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paged_attn.backends.base import AttentionBackend
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.problems import TOLERANCE, Case, bits, close, copy_of, run
 
 REFERENCE = ReferenceBackend()

@@ -12,13 +12,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.triton.attend_kernel import attend
-from paged_attn.backends.triton.hopper_kernel import attend_hopper
-from paged_attn.backends.triton.launch import LayerLaunch
-from paged_attn.backends.triton.shares import ShareKind
-from paged_attn.backends.triton.tiling import Machine, tiling
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.triton.attend_kernel import attend
+from paged_attn.backends.attention.triton.hopper_kernel import attend_hopper
+from paged_attn.backends.attention.triton.launch import LayerLaunch
+from paged_attn.backends.attention.triton.tiling import Machine, tiling
+from paged_attn.backends.attention.triton.work_partition import ShareKind
 
 SIXTEEN_BITS = {"query", "keys", "values", "out", "new_keys", "new_values", "sinks", "bias", "lse"}
 INTEGERS = {"page_table", "seq_lens", "query_start", "work", "counters"}

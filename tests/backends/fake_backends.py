@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends import registry, wanted
-from paged_attn.backends.base import AttentionBackend
-from paged_attn.backends.capabilities import Capabilities, Feature, Requirement
-from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.select import Selection, select
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, Requirement
+from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.selection import registry, requirements
+from paged_attn.backends.selection.select import Selection, select
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 PLAIN = Capabilities(devices=frozenset({"cuda"}), dtypes=DTYPES, kv_dtypes=DTYPES, features=frozenset(Feature) - {Feature.DETERMINISTIC})
@@ -63,9 +63,9 @@ class Machine:
         self.device("cuda", 90)
 
     def device(self, word: str, architecture: int | None = None, name: str = "Test GPU") -> None:
-        self.monkeypatch.setattr(wanted, "device_word", lambda device: word)
-        self.monkeypatch.setattr(wanted, "architecture_of", lambda device: architecture)
-        self.monkeypatch.setattr(wanted, "device_name", lambda device: name)
+        self.monkeypatch.setattr(requirements, "device_word", lambda device: word)
+        self.monkeypatch.setattr(requirements, "architecture_of", lambda device: architecture)
+        self.monkeypatch.setattr(requirements, "device_name", lambda device: name)
 
     def put(self, name: str, error: Exception | None = None, **capabilities: Any) -> type[AttentionBackend]:
         """Replace a backend, or add one."""

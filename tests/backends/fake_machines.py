@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 
-from paged_attn.backends.base import AttentionBackend
+from paged_attn.backends.attention.base import AttentionBackend
 from tests.backends.fake_fa3 import SCHEMA, FakeFA3
 
 
 @contextmanager
 def fa3() -> Iterator[AttentionBackend]:
-    from paged_attn.backends.fa3 import FA3Backend
+    from paged_attn.backends.attention.fa3 import FA3Backend
 
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define(SCHEMA)
@@ -32,7 +32,7 @@ def fa3() -> Iterator[AttentionBackend]:
 
 @contextmanager
 def flash_attn() -> Iterator[AttentionBackend]:
-    from paged_attn.backends.flash_attn import FlashAttnBackend
+    from paged_attn.backends.attention.flash_attn import FlashAttnBackend
     from tests.backends.test_flash_attn import FakeFlashAttn
 
     fake, package = FakeFlashAttn(), types.ModuleType("flash_attn")
@@ -45,8 +45,8 @@ def flash_attn() -> Iterator[AttentionBackend]:
 
 @contextmanager
 def flashinfer() -> Iterator[AttentionBackend]:
-    from paged_attn.backends.flashinfer import wrappers
-    from paged_attn.backends.flashinfer.backend import FlashInferBackend
+    from paged_attn.backends.attention.flashinfer import wrappers
+    from paged_attn.backends.attention.flashinfer.backend import FlashInferBackend
     from tests.backends.flashinfer import fake_flashinfer
 
     with pytest.MonkeyPatch.context() as patch:
@@ -57,8 +57,8 @@ def flashinfer() -> Iterator[AttentionBackend]:
 
 @contextmanager
 def trtllm_mha() -> Iterator[AttentionBackend]:
-    from paged_attn.backends.flashinfer import trtllm_mha as module
-    from paged_attn.backends.flashinfer import wrappers
+    from paged_attn.backends.attention.flashinfer import trtllm_mha as module
+    from paged_attn.backends.attention.flashinfer import wrappers
     from tests.backends.flashinfer import fake_flashinfer
 
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +71,7 @@ def trtllm_mha() -> Iterator[AttentionBackend]:
 @contextmanager
 def triton() -> Iterator[AttentionBackend]:
     pytest.importorskip("triton")
-    from paged_attn.backends.triton.backend import TritonBackend
+    from paged_attn.backends.attention.triton.backend import TritonBackend
 
     yield TritonBackend()
 

@@ -6,12 +6,12 @@ from functools import cache
 
 import torch
 
-from paged_attn.attn_ops.batch import ForwardMode
-from paged_attn.backends.base import AttentionBackend
-from paged_attn.backends.capabilities import Feature, Problem, unmet
+from paged_attn.attn_ops.batch.batch import ForwardMode
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.capabilities import Feature, Problem, unmet
 from paged_attn.backends.devices import architecture_of, device_word
-from paged_attn.backends.packages import unmet_requirement
-from paged_attn.backends.registry import backend_class, backend_names
+from paged_attn.backends.selection.packages import unmet_requirement
+from paged_attn.backends.selection.registry import backend_class, backend_names
 from tests.backends.problems import Case
 
 JIT = frozenset({"flashinfer", "trtllm_mha", "flex"})  # compile for many seconds, up to minutes, on first use

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape
-from paged_attn.backends.base import AttentionBackend
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.problems import LAYER, NAN, Case, bits, close, copy_of, make, moved, run
 
 ORACLE = ReferenceBackend()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged_attn.engine.sampler import best_tokens
+from paged_attn.engine.sampling.sampler import best_tokens
 
 pytest.importorskip("triton")
-from paged_attn.backends.triton.best_token import PART, best_token, serves
+from paged_attn.backends.sampling.greedy import PART, best_token, serves
 
 INF, NAN = float("inf"), float("nan")
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.capabilities import ANY_SIZE, PHASES, Both, Capabilities, Feature, OneOf, Problem, Span, unmet
-from paged_attn.backends.registry import backend_class, backend_names
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Both, Capabilities, Feature, OneOf, Problem, Span, unmet
+from paged_attn.backends.selection.registry import backend_class, backend_names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, qk_head_dim=64, v_head_dim=64, scale=0.125)

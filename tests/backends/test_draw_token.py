@@ -7,9 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from paged_attn.backends.drawn_rows import DrawnRows
-from paged_attn.backends.triton import draw_token
-from paged_attn.backends.triton.draw_token import Drawing, draw_tokens
+from paged_attn.backends.sampling import sample
+from paged_attn.backends.sampling.sample import Drawing, draw_tokens
+from paged_attn.backends.sampling.sampling_tensors import DrawnRows
 
 INF = float("inf")
 
@@ -17,7 +17,7 @@ INF = float("inf")
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small vocabularies have many parts."""
-    monkeypatch.setattr(draw_token, "PART", 32)
+    monkeypatch.setattr(sample, "PART", 32)
 
 
 def tail_of(top_p: float) -> float:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.capabilities import Problem, unmet
-from paged_attn.backends.ranking import ROWS
-from paged_attn.backends.registry import ELSEWHERE, backend_class
-from paged_attn.backends.select import select
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import Problem, unmet
+from paged_attn.backends.selection.ranking import ROWS
+from paged_attn.backends.selection.registry import ELSEWHERE, backend_class
+from paged_attn.backends.selection.select import select
 from tests.backends.fake_backends import SPEC, Machine, machine
 from tests.backends.problems import make
 

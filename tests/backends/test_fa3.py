@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.batch import ForwardMode
+from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.capabilities import Feature, Problem, unmet
-from paged_attn.backends.fa3 import FA3Backend
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import Feature, Problem, unmet
+from paged_attn.backends.attention.fa3 import FA3Backend
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.agreeing import agree as agree_with_oracle
 from tests.backends.fake_fa3 import SCHEMA, FakeFA3
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, bits, close, copy_of, make, new_output, run, spec_of
@@ -103,7 +103,7 @@ def test_unused_slots_of_large_pages_are_not_read(fa3, feature, page_size):
 
 def test_the_fake_spoils_what_tma_would_spoil(fa3, monkeypatch):
     """Negative control for the test above."""
-    monkeypatch.setattr("paged_attn.backends.fa3.SMALLEST_KEY_BLOCK", 1 << 30)
+    monkeypatch.setattr("paged_attn.backends.attention.fa3.SMALLEST_KEY_BLOCK", 1 << 30)
     output, _ = run(make([(0, 200), (3, 1)], page_size=128, dtype=BF16), fa3.normal)
     assert fa3.op.kernels[-1][3] and output.isnan().any()
 

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.batch import ForwardMode
+from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.capabilities import Problem, unmet
-from paged_attn.backends.flash_attn import FlashAttnBackend
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.capabilities import Problem, unmet
+from paged_attn.backends.attention.flash_attn import FlashAttnBackend
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.agreeing import agree as agree_with_oracle
 from tests.backends.flash_kernels import Rules, check, check_loads, paged_attention
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, bits, close, copy_of, make, new_output, run, spec_of

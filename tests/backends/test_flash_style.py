@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.flash_style import check_pool, for_kernel, kernel_takes, window_of
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.flash_style import check_pool, for_kernel, kernel_takes, window_of
 from tests.backends.problems import spec_of
 
 BF16 = torch.bfloat16

@@ -9,15 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.batch import ForwardMode
+from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends import flex, flex_mods, flex_step
-from paged_attn.backends.capabilities import Problem, unmet
-from paged_attn.backends.flex import FlexBackend
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.capabilities import Problem, unmet
+from paged_attn.backends.attention.flex import backend as flex_module
+from paged_attn.backends.attention.flex import mods, step
+from paged_attn.backends.attention.flex.backend import FlexBackend
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.agreeing import agree
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, bits, close, copy_of, make, new_output, run, spec_of
 
@@ -120,7 +121,7 @@ def test_a_layer_that_shares_kv_reads_but_does_not_write(backend):
 
 def test_layers_with_the_same_mask_share_what_is_planned(backend, monkeypatch):
     case, planned = make(MODES[ForwardMode.DECODE], spec_here("window"), page_size=4), []
-    monkeypatch.setattr(flex.Keys, "of", lambda *arguments: planned.append(arguments))
+    monkeypatch.setattr(flex_module.Keys, "of", lambda *arguments: planned.append(arguments))
     backend.plan_in_graph(backend.plan(case.batch, case.pool))
     assert len(planned) == 1 and len(case.pool.layers) == 3
 
@@ -129,7 +130,7 @@ def test_a_window_bounds_what_is_gathered(backend):
     case = make([(1000, 1), (900, 3)], dataclasses.replace(spec_here(), sliding_window=100), page_size=16)
     plan = backend.plan(case.batch, case.pool)
     backend.plan_in_graph(plan)
-    assert [keys.pages.shape[0] for keys in plan.keys.values()] == [2 * flex_mods.KEY_BLOCK]
+    assert [keys.pages.shape[0] for keys in plan.keys.values()] == [2 * mods.KEY_BLOCK]
 
 
 def blockwise(counters):
@@ -171,11 +172,11 @@ def blockwise(counters):
 def small_blocks(monkeypatch):
     """Blocks of 4 keys, tiles of 2 or 4 queries, and the kernel above; the value is the blocks that each tile read."""
     counters = []
-    for module in (flex_mods, flex_step):
+    for module in (mods, step):
         monkeypatch.setattr(module, "KEY_BLOCK", 4)
-    monkeypatch.setattr(flex_step, "SMALL_TILE", 2)
-    monkeypatch.setattr(flex_step, "LARGE_TILE", 4)
-    monkeypatch.setattr(flex_mods, "flex_attention", blockwise(counters))
+    monkeypatch.setattr(step, "SMALL_TILE", 2)
+    monkeypatch.setattr(step, "LARGE_TILE", 4)
+    monkeypatch.setattr(mods, "flex_attention", blockwise(counters))
     return counters
 
 
@@ -196,10 +197,8 @@ def test_how_many_blocks_are_read(backend, small_blocks):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_loads_of_a_bias_are_not_pipelined(backend, monkeypatch, feature):
-    given, attention = [], flex_mods.flex_attention
-    monkeypatch.setattr(
-        flex_mods, "flex_attention", lambda *a, **options: given.append(options["kernel_options"]) or attention(*a, **options)
-    )
+    given, attention = [], mods.flex_attention
+    monkeypatch.setattr(mods, "flex_attention", lambda *a, **options: given.append(options["kernel_options"]) or attention(*a, **options))
     spec = spec_here(feature)
     for mode in MODES:
         run(make(MODES[mode], spec, page_size=4), backend)
@@ -213,11 +212,11 @@ def compiles(monkeypatch):
 
     compile_with = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_with(function, backend="eager", **options))
-    monkeypatch.setattr(flex, "attend", flex_mods.compiled)
-    monkeypatch.setattr(flex, "_uncompiled", contextlib.nullcontext)
-    flex_mods._compiled.cache_clear()
+    monkeypatch.setattr(flex_module, "attend", mods.compiled)
+    monkeypatch.setattr(flex_module, "_uncompiled", contextlib.nullcontext)
+    mods._compiled.cache_clear()
     yield lambda: counters["stats"]["unique_graphs"]
-    flex_mods._compiled.cache_clear()
+    mods._compiled.cache_clear()
 
 
 def test_compiled_it_does_not_start_anew_for_every_batch(backend, compiles):
@@ -240,7 +239,7 @@ def test_layers_of_many_kinds_do_not_reach_dynamos_limit(backend, compiles):
 
 
 def test_more_keys_than_the_kernel_can_address_are_refused(backend, monkeypatch):
-    monkeypatch.setattr(flex, "MOST_ELEMENTS", 1000)
+    monkeypatch.setattr(flex_module, "MOST_ELEMENTS", 1000)
     with pytest.raises(
         UnsupportedError, match=r"would read 128 keys of 2 x 32 in one step, 8,192 elements; .* fewer than 1,000: run fewer"
     ):

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.attn_ops.step_buffers import StepShape
-from paged_attn.backends.base import AttentionBackend
-from paged_attn.backends.capabilities import PHASES, Feature, GraphSupport, Problem, unmet
-from paged_attn.backends.hybrid import HybridPlan, hybrid_of
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.step_buffers import StepShape
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.capabilities import PHASES, Feature, GraphSupport, Problem, unmet
+from paged_attn.backends.attention.hybrid import HybridPlan, hybrid_of
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.fake_backends import PLAIN, fake
 from tests.backends.fake_machines import MACHINES
 from tests.backends.graph_steps import GraphSteps, plan_numbers
@@ -151,7 +151,7 @@ def test_two_backends_answer_for_their_phases():
 
 def test_deterministic_triton_has_no_graphs():
     pytest.importorskip("triton")
-    from paged_attn.backends.triton.backend import TritonBackend
+    from paged_attn.backends.attention.triton.backend import TritonBackend
 
     assert {TritonBackend(deterministic=True).graph_support(phase) for phase in PHASES} == {GraphSupport.NEVER}
     assert {TritonBackend().graph_support(phase) for phase in PHASES} == {GraphSupport.ALWAYS}
@@ -172,14 +172,14 @@ def kinds(count: int) -> st.SearchStrategy[list[AttentionSpec]]:
 def test_tritons_graphs_are_planned_as_the_steps_that_they_serve(layers, dtype, requests, cached, width, shortest):
     """`shortest`: contexts below which a second graph is not worth it; the interpreter's machine is too small for the true one."""
     pytest.importorskip("triton")
-    from paged_attn.backends.triton.backend import TritonBackend
-    from paged_attn.backends.triton.tiling import few_keys, machine_of
+    from paged_attn.backends.attention.triton.backend import TritonBackend
+    from paged_attn.backends.attention.triton.tiling import few_keys, machine_of
 
     backend, pool = TritonBackend(), KVPool(layers, 2, 1, dtype)
     cached = [min(c, width - 1) for c in cached[:requests]]
     reals = [BatchRequest([0], [1] * (c + 1), c) for c in cached]
     batch = Batch.build(reals, 1, shape=StepShape(requests, requests, requests))
-    with mock.patch("paged_attn.backends.triton.backend.SHORTEST_SMALL", shortest):
+    with mock.patch("paged_attn.backends.attention.triton.backend.SHORTEST_SMALL", shortest):
         lengths, variant = backend.graph_lengths(requests, width, pool), backend.graph_variant(batch, pool)
     assert len(lengths) in (1, 2) and lengths[-1] == width and min(lengths) >= 1 and variant < len(lengths)
     assert len(lengths) == 1 or lengths[0] < width

@@ -10,13 +10,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from paged_attn.backends import matrix
-from paged_attn.backends.capabilities import Capabilities, Feature, GraphSupport, OneOf, Requirement, Span
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Requirement, Span
 from paged_attn.backends.devices import devices_here
-from paged_attn.backends.matrix import HEADERS, MatrixRow, available_here, matrix_markdown, matrix_rows, matrix_text
-from paged_attn.backends.ranking import ROWS
-from paged_attn.backends.registry import backend_class, backend_names
-from paged_attn.backends.table import markdown_table, text_table
+from paged_attn.backends.selection import matrix
+from paged_attn.backends.selection.matrix import HEADERS, MatrixRow, available_here, matrix_markdown, matrix_rows, matrix_text
+from paged_attn.backends.selection.ranking import ROWS
+from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.backends.selection.table import markdown_table, text_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 FAST = Capabilities(

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paged_attn.attn_ops.linear_op import LINEAR
-from paged_attn.backends.triton.one_row import fits, one_row_linear
+from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.backends.linear.gemv import fits, one_row_linear
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from paged_attn.backends.capabilities import Requirement
-from paged_attn.backends.packages import PACKAGES, OptionalPackage, requirement_words, unmet_requirement
-from paged_attn.backends.registry import BUILT_IN, ELSEWHERE, backend_class
+from paged_attn.backends.attention.capabilities import Requirement
+from paged_attn.backends.selection.packages import PACKAGES, OptionalPackage, requirement_words, unmet_requirement
+from paged_attn.backends.selection.registry import BUILT_IN, ELSEWHERE, backend_class
 
 
 def test_packages_are_looked_up_without_importing_them() -> None:

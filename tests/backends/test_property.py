@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.fitting import instance, problem_of, reasons_against, usable_names
 from tests.backends.problems import LAYER, LAYOUTS, STRIDES, Case, close, copy_of, make, new_output, restride, run
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, Case, close, make, run, spec_of
 
 LENGTHS = [(0, 5), (13, 1), (9, 6), (0, 1), (20, 2)]

@@ -11,13 +11,21 @@ import torch
 
 import paged_attn
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends import registry
-from paged_attn.backends.ranking import ROWS, Order, default_order
-from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.registry import BUILT_IN, ELSEWHERE, GROUP, backend_class, backend_names, loadable_classes, third_party_names
-from paged_attn.backends.select import select_for_pool
-from paged_attn.backends.torch_native import TorchNativeBackend
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
+from paged_attn.backends.selection import registry
+from paged_attn.backends.selection.ranking import ROWS, Order, default_order
+from paged_attn.backends.selection.registry import (
+    BUILT_IN,
+    ELSEWHERE,
+    GROUP,
+    backend_class,
+    backend_names,
+    loadable_classes,
+    third_party_names,
+)
+from paged_attn.backends.selection.select import select_for_pool
 from tests.backends.problems import close, make, new_output
 
 OURS = [EntryPoint(name, target, GROUP) for name, target in BUILT_IN.items()]

@@ -8,16 +8,16 @@ import torch
 
 import paged_attn
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends import wanted as wanted_module
-from paged_attn.backends.capabilities import OneOf, Requirement, Span
-from paged_attn.backends.hybrid import HybridBackend
-from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.registry import BUILT_IN, ELSEWHERE
-from paged_attn.backends.select import select, select_for_pool
-from paged_attn.backends.torch_native import TorchNativeBackend
-from paged_attn.backends.wanted import reasons_against
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import OneOf, Requirement, Span
+from paged_attn.backends.attention.hybrid import HybridBackend
+from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
+from paged_attn.backends.selection import requirements as wanted_module
+from paged_attn.backends.selection.registry import BUILT_IN, ELSEWHERE
+from paged_attn.backends.selection.requirements import reasons_against
+from paged_attn.backends.selection.select import select, select_for_pool
 from tests.backends.fake_backends import SPEC, Machine, machine
 
 __all__ = ["machine"]  # a fixture

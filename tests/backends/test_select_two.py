@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.backends.capabilities import Feature, OneOf
-from paged_attn.backends.hybrid import HybridBackend
+from paged_attn.backends.attention.capabilities import Feature, OneOf
+from paged_attn.backends.attention.hybrid import HybridBackend
 from tests.backends.fake_backends import PLAIN, Machine, machine
 
 __all__ = ["machine"]  # a fixture

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged_attn.attn_ops.batch import ForwardMode
+from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.base import AttentionCall
-from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.torch_native import TorchNativeBackend
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.base import AttentionCall
+from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from tests.backends.agreeing import agree as agree_with_oracle
 from tests.backends.problems import (
     FEATURES,

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.batch import ForwardMode
-from paged_attn.backends.reference import ReferenceBackend
+from paged_attn.attn_ops.batch.batch import ForwardMode
+from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.agreeing import agree as agree_with_oracle
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, close, copy_of, make, new_output, run, spec_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 if not torch.cuda.is_available():
-    from paged_attn.backends.triton import tiling
-    from paged_attn.backends.triton.backend import TritonBackend
-    from paged_attn.backends.triton.tiling import Machine, Tiling
+    from paged_attn.backends.attention.triton import tiling
+    from paged_attn.backends.attention.triton.backend import TritonBackend
+    from paged_attn.backends.attention.triton.tiling import Machine, Tiling
 
     TRITON, DETERMINISTIC, REFERENCE = TritonBackend(), TritonBackend(deterministic=True), ReferenceBackend()
 
@@ -69,7 +69,7 @@ def test_strided_rows(mode, strides):
 @pytest.mark.parametrize("strides", STRIDES)
 def test_strided_output(strides):
     from paged_attn.attn_ops.context import ForwardContext
-    from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+    from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 
     case = make(MODES[ForwardMode.MIXED], page_size=4)
     expected, _ = run(copy_of(case), REFERENCE)
@@ -91,7 +91,7 @@ def test_a_layer_that_reads_anothers_kv_stores_nothing(feature):
 @pytest.mark.parametrize("lengths", [[(400, 1)], [(390, 1), (3, 1)], [(300, 6), (200, 2), (5, 1)]])
 def test_items_cut_into_many_parts(monkeypatch, lengths):
     """33 multiprocessors: every program has a block or two, so that a merge has dozens of parts and more than one round."""
-    monkeypatch.setattr("paged_attn.backends.triton.plan.machine_of", lambda device: Machine(33, hopper=False, early=False))
+    monkeypatch.setattr("paged_attn.backends.attention.triton.plan.machine_of", lambda device: Machine(33, hopper=False, early=False))
     agree(make(lengths, spec_of("sinks"), page_size=16), TRITON)
 
 
@@ -110,8 +110,8 @@ def test_head_dims_that_are_no_power_of_two(head_dim):
 )
 def test_the_dealt_shares_cover_all_blocks_once(lengths, feature, multiprocessors, deterministic, item_cost):
     """Walk the programs' shares on the host and count the blocks of every (request, head, tile)."""
-    from paged_attn.backends.triton.plan import Plan
-    from paged_attn.backends.triton.shares import ShareKind, Shares
+    from paged_attn.backends.attention.triton.plan import Plan
+    from paged_attn.backends.attention.triton.work_partition import ShareKind, Shares
 
     case = make(lengths, spec_of(feature), page_size=4)
     kinds_of_rows = ("all",) if deterministic else ("one", "more")

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends import tuned
-from paged_attn.backends.capabilities import Feature, OneOf, Problem
-from paged_attn.backends.hybrid import HybridBackend
-from paged_attn.backends.tuned import Entry, Kind, current_versions, read_entries, tuned_order, tuned_path, write_entry
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import Feature, OneOf, Problem
+from paged_attn.backends.attention.hybrid import HybridBackend
+from paged_attn.backends.selection import tuned
+from paged_attn.backends.selection.tuned import Entry, Kind, current_versions, read_entries, tuned_order, tuned_path, write_entry
 from tests.backends.fake_backends import PLAIN, SPEC, Machine, machine
 
 __all__ = ["machine"]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from paged_attn.backends.capabilities import Feature, GraphSupport
-from paged_attn.backends.store_kv import store_kv
-from paged_attn.backends.torch_native import TorchNativeBackend
+from paged_attn.backends.attention.capabilities import Feature, GraphSupport
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
+from paged_attn.backends.kv_write.store import store_kv
 
 SHORT = 8
 

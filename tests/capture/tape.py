@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import import_utils
 
-from paged_attn.attn_ops import op, positions_op
+from paged_attn.attn_ops.ops import attention, positions
 
-BODIES = {op.UNIFIED_ATTENTION: op._run, positions_op.BATCH_POSITIONS: positions_op._run}
+BODIES = {attention.UNIFIED_ATTENTION: attention._run, positions.BATCH_POSITIONS: positions._run}
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.item.default}
 
 

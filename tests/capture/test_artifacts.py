@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from paged_attn.capture import artifact_key as keys
-from paged_attn.capture.artifact_key import artifact_key
-from paged_attn.capture.artifacts import ArtifactCache
+from paged_attn.capture.compiled import artifact_key as keys
+from paged_attn.capture.compiled.artifact_key import artifact_key
+from paged_attn.capture.compiled.artifacts import ArtifactCache
 
 
 class Written:
@@ -184,7 +184,8 @@ def test_the_key_is_the_same_in_another_process(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    code = "from paged_attn.capture.artifact_key import artifact_key; import torch; torch.set_num_threads(1); print(artifact_key('a'))"
+    imports = "from paged_attn.capture.compiled.artifact_key import artifact_key; import torch"
+    code = f"{imports}; torch.set_num_threads(1); print(artifact_key('a'))"
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

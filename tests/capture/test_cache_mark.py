@@ -9,9 +9,9 @@ from torch._inductor import config
 from torch._inductor.codecache import FxGraphHashDetails
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from paged_attn.capture.cache_mark import marked
-from paged_attn.capture.early_launch import early_launches, waiting_first
-from paged_attn.capture.launch_sizes import ROWS, blocks_for_many_rows
+from paged_attn.capture.inductor.cache_mark import marked
+from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
+from paged_attn.capture.inductor.pdl import early_launches, waiting_first
 
 
 class Users(CustomGraphPass):

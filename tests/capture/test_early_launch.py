@@ -13,9 +13,9 @@ from torch._inductor import config
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.utils import IndentedBuffer
 
-from paged_attn.capture import pieces
-from paged_attn.capture.artifact_key import settings_text
-from paged_attn.capture.early_launch import early_launches, waiting_first
+from paged_attn.capture.compiled import pieces
+from paged_attn.capture.compiled.artifact_key import settings_text
+from paged_attn.capture.inductor.pdl import early_launches, waiting_first
 
 WAIT, LAUNCH = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
 theirs = TritonKernel._filter_pdl

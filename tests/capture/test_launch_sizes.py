@@ -11,7 +11,7 @@ from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.sizevars import SizeVarAllocator
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from paged_attn.capture.launch_sizes import ROWS, blocks_for_many_rows
+from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
 
 HINT = next(name for name in ("symbolic_hint", "optimization_hint") if hasattr(SizeVarAllocator, name))
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from paged_attn.capture import pieces as module
-from paged_attn.capture.artifacts import ArtifactCache
-from paged_attn.capture.pieces import PieceReport, compile_pieces, load_pieces
-from paged_attn.capture.split import SplitGraph, split_graph
-from paged_attn.capture.split_ops import split_ops
-from paged_attn.passes.graph_tools import value_of
+from paged_attn.capture.compiled import pieces as module
+from paged_attn.capture.compiled.artifacts import ArtifactCache
+from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces, load_pieces
+from paged_attn.capture.split.split_graph import SplitGraph, split_graph
+from paged_attn.capture.split.split_ops import split_ops
+from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.runner import rewrite
 from tests.passes.graphs import Traced, ragged_error, trace
 from tests.tiny_models import VOCAB, build

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.capture import split_ops
-from paged_attn.capture.split import SplitGraph, split_graph
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.capture.split import split_ops
+from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from paged_attn.passes.runner import rewrite
 from tests.passes.graphs import Traced, graph_of, ragged_error, trace
 from tests.tiny_models import VOCAB, build

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
+from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.engine.model_runner import ModelRunner
-from paged_attn.options import CompileOptions
+from paged_attn.engine.runners.model_runner import ModelRunner
 from tests import tiny_models
 from tests.oracle import random_prompts
 from tests.zoo.build import build as build_of_zoo

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 import paged_attn
-from paged_attn.capture import split_ops
-from paged_attn.capture.split import SplitGraph, split_graph
+from paged_attn.capture.split import split_ops
+from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from tests.passes.graphs import graph_of
 
 UNSAFE = torch.Tag.cudagraph_unsafe

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from paged_attn.capture.triton_cache import pin_triton_cache
+from paged_attn.capture.inductor.triton_cache import pin_triton_cache
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -36,7 +36,7 @@ print(before == triton.knobs.cache.dir)
 
 
 @pytest.mark.parametrize(
-    ("pin", "stays"), [("", "False"), ("from paged_attn.capture.triton_cache import pin_triton_cache as p; p()", "True")]
+    ("pin", "stays"), [("", "False"), ("from paged_attn.capture.inductor.triton_cache import pin_triton_cache as p; p()", "True")]
 )
 def test_inductor_moves_it_otherwise(pin: str, stays: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}

@@ -11,11 +11,11 @@ from unittest import mock
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.spec import AttentionSpec
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.engine.model_runner import ModelRunner
-from paged_attn.hf_patch import Patched
-from paged_attn.options import CompileOptions
+from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.hf.patch import Patched
 from paged_attn.passes.runner import OptionalPasses
 from tests.check.planted import SPEC_ERRORS, Change, planted
 

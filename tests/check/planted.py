@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.batch import Batch
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.base import AttentionBackend
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend
 
 Change = Callable[[AttentionSpec], AttentionSpec]
 SPEC_ERRORS: dict[str, Change] = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from paged_attn.check.choices import ChosenRun, Perturbation, PerturbedRun
-from paged_attn.check.tapped import TappedRun, Taps, WideRun
-from paged_attn.check.traced_served import PiecewiseRun
+from paged_attn.check.runs.choices import ChosenRun, Perturbation, PerturbedRun
+from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun
+from paged_attn.check.runs.traced_served import PiecewiseRun
 from tests.check.checked import Traced, refused
 from tests.check.planted import hook_a_row
 from tests.zoo.build import build

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from paged_attn.check.closeness import ROUNDING, logits_apart, rounding, row_errors, typical, worst
+from paged_attn.tolerances import ROUNDING, logits_apart, rounding, row_errors, typical, worst
 
 
 def test_a_rows_error_is_relative_to_its_length() -> None:

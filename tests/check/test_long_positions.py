@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn import LLM, Batch, BatchRequest, KVPool, SamplingParams, UnsupportedError, attention_layers, forward_context, patch
-from paged_attn.engine.model_runner import ModelRunner
-from paged_attn.options import CompileOptions
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.runners.model_runner import ModelRunner
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import LONG_ROPE, VOCAB, build
 from tests.versions import newest_only

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from paged_attn.attn_ops.module_op import MODULE, register_module
-from paged_attn.check.tapped import TappedRun, Taps, WideRun
+from paged_attn.attn_ops.ops.module import MODULE, register_module
+from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun
 
 
 def traced(function: Callable[..., Any]) -> fx.GraphModule:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paged_attn.check import windows
+from paged_attn.check.compare import windows
 from tests.check.checked import Hooked, Traced, refused
 from tests.tiny_models import build
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged_attn.backends.tuned import Entry, Kind, current_versions, write_entry
+from paged_attn.backends.selection.tuned import Entry, Kind, current_versions, write_entry
 from paged_attn.cli.main import main
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine

@@ -14,10 +14,10 @@ import torch
 
 from paged_attn.bench import session as session_module
 from paged_attn.bench import worker
-from paged_attn.bench.job import Job, Log, ModelSource, Task
 from paged_attn.bench.launch import Outcome
-from paged_attn.bench.model_source import load, save_weights, write_shape
-from paged_attn.bench.sampling import Sampling
+from paged_attn.bench.systems.job import Job, Log, ModelSource, Task
+from paged_attn.bench.systems.model_source import load, save_weights, write_shape
+from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.workloads import Workload
 from paged_attn.cli.main import main
 from tests.versions import NEWEST
@@ -226,7 +226,7 @@ def test_errors_of_the_user(flags: list[str], message: str | None, capsys: pytes
 
 
 def test_options_of_peers_are_json_or_text() -> None:
-    from paged_attn.cli.bench import _peer_options
+    from paged_attn.cli.commands.bench import _peer_options
 
     given = [
         "vllm.gpu_memory_utilization=0.8",

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from paged_attn.bench import measure as measuring
-from paged_attn.bench.chart import draw
-from paged_attn.bench.compare import agreement, record
-from paged_attn.bench.job import Task
 from paged_attn.bench.launch import Outcome
 from paged_attn.bench.measure import latencies, measure, spread
-from paged_attn.bench.sampling import Sampling
-from paged_attn.bench.systems import PEERS, SYSTEMS, peers
-from paged_attn.bench.tables import lines
+from paged_attn.bench.results.chart import draw
+from paged_attn.bench.results.compare import agreement, record
+from paged_attn.bench.results.tables import lines
+from paged_attn.bench.systems.job import Task
+from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.systems import PEERS, SYSTEMS, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
-from paged_attn.cli.bench import SHAPE_NAMES
+from paged_attn.cli.commands.bench import SHAPE_NAMES
 
 EVEN = Workload("throughput", 2, 5, 5, 3)
 
@@ -76,7 +76,7 @@ def test_what_can_not_run_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_parser_names_the_shapes_that_there_are() -> None:
-    from paged_attn.bench.model_source import SHAPES
+    from paged_attn.bench.systems.model_source import SHAPES
 
     assert set(SHAPE_NAMES) == set(SHAPES)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paged_attn import __version__
-from paged_attn.cli import demo, doctor
+from paged_attn.cli.commands import demo, doctor
 from paged_attn.cli.main import main
 
 

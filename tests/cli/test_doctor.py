@@ -9,12 +9,13 @@ import time
 import pytest
 import torch
 
-from paged_attn.backends import packages
-from paged_attn.backends.capabilities import Feature, OneOf
-from paged_attn.backends.packages import OptionalPackage
-from paged_attn.backends.reference import ReferenceBackend
-from paged_attn.backends.torch_native import TorchNativeBackend
-from paged_attn.cli import doctor, smoke
+from paged_attn.backends.attention.capabilities import Feature, OneOf
+from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
+from paged_attn.backends.selection import packages
+from paged_attn.backends.selection.packages import OptionalPackage
+from paged_attn.cli import smoke
+from paged_attn.cli.commands import doctor
 from paged_attn.cli.main import main
 from tests.backends.fake_backends import PLAIN, fake
 
@@ -68,8 +69,8 @@ class Children:
 
 
 def test_on_a_gpu_each_backend_that_can_run_computes_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_attn.backends import matrix
-    from paged_attn.backends.matrix import MatrixRow
+    from paged_attn.backends.selection import matrix
+    from paged_attn.backends.selection.matrix import MatrixRow
 
     row = MatrixRow.of("x", PLAIN)
     heres = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_attn.cli import generate
+from paged_attn.cli.commands import generate
 from paged_attn.cli.main import main
 
 SAY = ("--prompt", "x")

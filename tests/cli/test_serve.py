@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.cli import serve
+from paged_attn.cli.commands import serve
 from paged_attn.cli.main import build_parser, main
 from paged_attn.cli.serve_options import LIMITS, server_settings
 from paged_attn.server.settings import ServerSettings

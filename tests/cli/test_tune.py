@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged_attn.backends import timing
-from paged_attn.backends.select import select
-from paged_attn.backends.timing import Timing
-from paged_attn.cli import tune
+from paged_attn.backends.selection.select import select
+from paged_attn.backends.timing import time_backends
+from paged_attn.backends.timing.time_backends import Timing
+from paged_attn.cli.commands import tune
+from paged_attn.cli.commands.tune import Step
 from paged_attn.cli.main import main
-from paged_attn.cli.tune import Step
 from tests.backends.fake_backends import Machine, machine
 
 __all__ = ["machine"]
@@ -33,7 +33,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **times: dict[str, float | str]) -> None:
         self.times, self.calls = times, []
-        monkeypatch.setattr(timing, "time_backends", self)
+        monkeypatch.setattr(time_backends, "time_backends", self)
 
     def __call__(self, backends, problem, *, min_ms, device):
         self.calls.append((list(backends), problem, min_ms, device))
@@ -114,7 +114,7 @@ def test_inputs_that_do_not_fit_in_memory_end_that_shape_only(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return clock(backends, problem, **keywords)
 
-    monkeypatch.setattr(timing, "time_backends", short)
+    monkeypatch.setattr(time_backends, "time_backends", short)
     assert main(["tune", "--dtype", "bfloat16"]) == 1
     assert "prefill 1x64x64, triton: the inputs do not fit in memory: CUDA out of memory" in capsys.readouterr().out
 
@@ -135,13 +135,15 @@ def test_named_backends_and_another_file(
 
 
 def test_deterministic_kernels_are_timed_as_such(gpu: Machine, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_attn.backends.capabilities import Feature
+    from paged_attn.backends.attention.capabilities import Feature
     from tests.backends.fake_backends import PLAIN
 
     gpu.put("triton", features=PLAIN.features | {Feature.DETERMINISTIC})
     made = []
     clock = Clock(monkeypatch, **FAST)
-    monkeypatch.setattr(timing, "time_backends", lambda backends, *a, **k: made.extend(backends.values()) or clock(backends, *a, **k))
+    monkeypatch.setattr(
+        time_backends, "time_backends", lambda backends, *a, **k: made.extend(backends.values()) or clock(backends, *a, **k)
+    )
     assert main(["tune", "--dtype", "bfloat16", "--deterministic"]) == 0
     assert {(each.name, each.deterministic) for each in made} == {("triton", True)}
     assert json.loads(path.read_text())["entries"][0]["kind"]["deterministic"] is True
@@ -201,7 +203,7 @@ def test_the_real_clock_on_this_cpu(path: Path, capsys: pytest.CaptureFixture[st
     (entry,) = json.loads(path.read_text())["entries"]
     assert all(us > 0 for shapes in entry["microseconds"].values() for row in shapes.values() for us in row.values())
     assert entry["conditions"]["threads"] == torch.get_num_threads() and entry["versions"]["torch"] == torch.__version__
-    from paged_attn.attn_ops.spec import AttentionSpec
+    from paged_attn.attn_ops.specs.attention import AttentionSpec
 
     taken = select("auto", [AttentionSpec(2, 1, 16, 16, 1.0)], torch.float32, torch.float32, 4, torch.device("cpu"))
     assert taken.backend.name == "torch_native" and f"{path} (time over the fastest: prefill torch_native 1.00, reference" in taken.reason

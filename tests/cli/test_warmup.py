@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paged_attn.cli import warmup
+from paged_attn.cli.commands import warmup
+from paged_attn.cli.commands.warmup import coming, run_tokens
 from paged_attn.cli.main import main
-from paged_attn.cli.warmup import coming, run_tokens
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
 from tests.tiny_models import build

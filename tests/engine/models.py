@@ -20,13 +20,13 @@ from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paged_attn import LLM, EngineConfig, SamplingParams
-from paged_attn.engine import make_steps
-from paged_attn.engine.detokenizer import IncrementalDetokenizer
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine import build_runtime
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.model_runner import ModelRunner
-from paged_attn.engine.request import Request
-from paged_attn.engine.sampling_state import SamplingState
-from paged_attn.options import CompileOptions
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.sampling.sampling_state import SamplingState
 from tests.tiny_models import VOCAB, build
 
 OVERLAP = "PAGED_ATTN_TEST_OVERLAP" in os.environ  # how engines of tests run that do not say: CI runs these tests both ways
@@ -58,7 +58,7 @@ def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **sett
 
 def one_capture() -> Any:
     """Engines made inside share one capture of each model."""
-    return mock.patch.object(make_steps, "ModelRunner", lambda model, *_: copy.copy(_runner(model)))
+    return mock.patch.object(build_runtime, "ModelRunner", lambda model, *_: copy.copy(_runner(model)))
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged_attn import EngineConfig
-from paged_attn.engine.kv_manager import KVManager
-from paged_attn.engine.request import Request
-from paged_attn.engine.scheduler import Scheduler
-from paged_attn.engine.step_plan import Scheduled
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.scheduling.scheduler import Scheduler
+from paged_attn.engine.scheduling.step_plan import Scheduled
 from tests.engine.models import request_of
 
 

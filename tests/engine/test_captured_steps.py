@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from paged_attn import LLM, SamplingParams, explain
-from paged_attn.attn_ops.batch import BatchRequest
+from paged_attn.attn_ops.batch.batch import BatchRequest
 from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
-from paged_attn.backends.select import select_for_pool
-from paged_attn.engine import make_steps
+from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.engine import build_runtime
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from tests.capture.fixed_backend import SHORT, FixedBackend
@@ -36,7 +36,7 @@ def fixed_backend():
         made.append(FixedBackend())
         return dataclasses.replace(select_for_pool("torch_native", pool, dtype), backend=made[-1])
 
-    with mock.patch.object(make_steps, "select_for_pool", select):
+    with mock.patch.object(build_runtime, "select_for_pool", select):
         yield made
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from paged_attn.engine.detokenizer import MAX_WINDOW, IncrementalDetokenizer
+from paged_attn.engine.requests.detokenizer import MAX_WINDOW, IncrementalDetokenizer
 
 SPECIAL = 256
 TEXT = "Hello  wörld, 你好 👩‍👩‍👧 🙂🙂 naïve\n\n\tend "

@@ -11,12 +11,12 @@ from torch import Tensor, fx
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.graph_data import graph_data, graph_of
-from paged_attn.options import CompileOptions
-from paged_attn.passes.graph_tools import depends_on, value_of
+from paged_attn.passes.fx.graph_tools import depends_on, value_of
+from paged_attn.passes.fx.token_data import name_of
 from paged_attn.passes.runner import OptionalPasses
-from paged_attn.passes.token_data import name_of
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import RECURRENT, recurrent
 from tests.tiny_models import ARCHITECTURES, COMMON, build

@@ -7,7 +7,7 @@ import torch
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.step_runner import StepOutput
+from paged_attn.engine.steps.step_runner import StepOutput
 from tests.engine.models import (
     POISON,
     assert_idle,

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 from paged_attn import SamplingParams
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.engine import guides
-from paged_attn.engine.guides import Guides
-from paged_attn.engine.request import FinishReason
+from paged_attn.engine.requests.request import FinishReason
+from paged_attn.engine.sampling.structured import guides
+from paged_attn.engine.sampling.structured.guides import Guides
 from tests.engine.models import assert_idle, bytes_tokenizer, make_engine, make_llm, oracle, random_prompts, tiny, tokenizer
 from tests.soak.build import Faults
 from tests.tiny_models import VOCAB

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paged_attn.engine.kv_manager import KVManager
-from paged_attn.engine.request import Request
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.requests.request import Request
 from tests.engine.models import request_of
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from paged_attn.engine.model_state import ModelState
+from paged_attn.engine.model.model_state import ModelState
 from tests.engine.models import OVERLAP, assert_idle
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build

@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from paged_attn.engine.merged_weights import bind_merged, moved_since
-from paged_attn.options import CompileOptions
-from paged_attn.passes.merge_linears import Merge
-from paged_attn.passes.mergeable_weights import lie_in_a_row
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.runners.merged_weights import bind_merged, moved_since
+from paged_attn.passes.optimize.linears.merge import Merge
+from paged_attn.passes.optimize.linears.mergeable_weights import lie_in_a_row
 from tests.engine.models import oracle, random_prompts
 from tests.tiny_models import build
 
@@ -101,7 +101,7 @@ def test_the_compile_backend_does_not_take_the_option() -> None:
 
 
 def test_the_self_check_looks_at_the_merged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_attn.engine import model_runner
+    from paged_attn.engine.runners import model_runner
 
     def swapped(args: list[Any], merges: tuple[Merge, ...]) -> list[Any]:
         bound = bind_merged(args, merges)

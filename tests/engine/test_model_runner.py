@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paged_attn import LLM, EngineConfig, SamplingParams, UnsupportedError
-from paged_attn.attn_ops.batch import BatchRequest
+from paged_attn.attn_ops.batch.batch import BatchRequest
+from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.model_runner import ModelRunner
-from paged_attn.options import CompileOptions
+from paged_attn.engine.runners.model_runner import ModelRunner
 from tests.engine.models import make_engine, make_llm, oracle, random_prompts, tiny
 from tests.tiny_models import COMMON, VOCAB, build
 

@@ -10,19 +10,19 @@ import torch
 from transformers import PreTrainedModel
 
 from paged_attn import SamplingParams
-from paged_attn.attn_ops.batch import Batch
+from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import CaptureError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.linear_op import LINEAR
-from paged_attn.backends.select import select_for_pool
-from paged_attn.check.traced_served import TracedServed
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.check.runs.traced_served import TracedServed
+from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.model_runner import ModelRunner
-from paged_attn.engine.one_row_check import check_one_row
-from paged_attn.explanation import besides
-from paged_attn.options import CompileOptions
+from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.engine.steps.one_row_check import check_one_row
 from paged_attn.passes.runner import OptionalPasses
+from paged_attn.report.explanation import besides
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import oracle, random_prompts, run_all, tiny
 from tests.engine.test_captured_steps import fixed_backend

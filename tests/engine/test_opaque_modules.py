@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.module_op import MODULE, register_module
+from paged_attn.attn_ops.ops.module import MODULE, register_module
 from tests.oracle import random_prompts
 
 

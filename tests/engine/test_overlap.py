@@ -9,9 +9,9 @@ import torch
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from paged_attn import SamplingParams
-from paged_attn.engine.chosen import Chosen
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.step_runner import StepOutput
+from paged_attn.engine.sampling.sampler_output import Chosen
+from paged_attn.engine.steps.step_runner import StepOutput
 from tests.engine.models import (
     POISON,
     assert_idle,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from paged_attn.engine.own_causality import refuse_acausal
+from paged_attn.engine.model.causality import refuse_acausal
 from tests.oracle import random_prompts
 from tests.tiny_models import build
 from tests.zoo.build import build as build_type

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
 
 from paged_attn import LLM, KVPool, SamplingParams, UnsupportedError
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.select import select_for_pool
-from paged_attn.capture.segments import record
-from paged_attn.engine.patched_runner import PatchedRunner
-from paged_attn.options import CompileOptions
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.capture.graphs.segments import record
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.runners.patched_runner import PatchedRunner
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import oracle, random_prompts
 from tests.recurrent_models import recurrent

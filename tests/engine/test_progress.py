@@ -10,7 +10,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.capture.progress import bar, progress
+from paged_attn.capture.graphs.progress import bar, progress
 from paged_attn.engine import llm as llm_module
 from tests.tiny_models import build
 

@@ -11,8 +11,8 @@ import torch
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.model_limits import num_state_slots
-from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.engine.memory.model_limits import num_state_slots
+from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.recurrent.run import RecurrentRunner
 from tests.engine.models import assert_idle, fail_once, make_engine, make_llm, run_all
 from tests.oracle import greedy, random_prompts

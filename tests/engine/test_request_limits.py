@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from paged_attn import EngineConfig, SamplingParams, UnsupportedError
-from paged_attn.attn_ops.kv_pool import page_elements
-from paged_attn.engine.model_limits import ModelLimits, pool_pages
+from paged_attn.attn_ops.kv.kv_pool import page_elements
+from paged_attn.engine.memory.model_limits import ModelLimits, pool_pages
 from tests.engine.models import assert_idle, make_engine, make_llm, oracle, random_prompts, run_all, tiny
 from tests.tiny_models import VOCAB, build
 

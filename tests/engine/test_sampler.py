@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from paged_attn.engine import drawing
-from paged_attn.engine.chosen import SampledToken
-from paged_attn.engine.sampler import NonFiniteLogitsError, Sampler, sample
+from paged_attn.engine.sampling import sample_tokens
+from paged_attn.engine.sampling.sampler import NonFiniteLogitsError, Sampler, sample
+from paged_attn.engine.sampling.sampler_output import SampledToken
+from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.engine.sampling_state import SamplingState
 
 INF = math.inf
 
@@ -43,7 +43,7 @@ def drawn_from(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tenso
     """The scores that tokens are drawn from."""
     found: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "draw_from_all", lambda scores, uniform: found.append(scores) or scores.argmax(-1))
+        patch.setattr(sample_tokens, "draw_from_all", lambda scores, uniform: found.append(scores) or scores.argmax(-1))
         Sampler().choose(logits, dict(enumerate(states)))
     (scores,) = found
     return scores
@@ -387,7 +387,7 @@ def test_a_row_draws_alike_whatever_the_others_ask_for():
 
 
 def test_imports_without_transformers():
-    names = "sampling_params, sampling_state, token_counts, drawing, chosen, sampler, detokenizer"
+    names = "sampling_params, sampling_state, token_counts, sample_tokens, chosen, sampler, detokenizer"
     code = f"import sys; from paged_attn.engine import {names}; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

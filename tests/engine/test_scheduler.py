@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.engine.step_plan import Scheduled, StepPlan
+from paged_attn.engine.scheduling.step_plan import Scheduled, StepPlan
 from tests.engine.models import request_of
 from tests.engine.scheduling import arrive, collect, counts, launch, run, scheduler_of
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.engine.request import Request
-from paged_attn.engine.scheduler import HELD_PER_STEP, Scheduler
-from paged_attn.engine.waiting_lines import ArrivalLine, PrefixLine
-from paged_attn.engine.waiting_queue import WaitingQueue
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.scheduling.queue_policy import ArrivalLine, PrefixLine
+from paged_attn.engine.scheduling.scheduler import HELD_PER_STEP, Scheduler
+from paged_attn.engine.scheduling.waiting_queue import WaitingQueue
 from tests.engine.models import request_of
 from tests.engine.scheduling import arrive, collect, counts, launch, run, scheduler_of
 

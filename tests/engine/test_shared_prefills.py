@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paged_attn import SamplingParams
-from paged_attn.engine.request import Request
-from paged_attn.engine.scheduler import HELD_PER_STEP, Scheduler
-from paged_attn.engine.shared_prefills import MAX_WAITS, num_common
-from paged_attn.engine.step_plan import Scheduled
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.scheduling.scheduler import HELD_PER_STEP, Scheduler
+from paged_attn.engine.scheduling.shared_prefills import MAX_WAITS, num_common
+from paged_attn.engine.scheduling.step_plan import Scheduled
 from tests.engine.models import make_engine, oracle, random_prompts
 from tests.engine.scheduling import arrive, collect, counts, launch, run, scheduler_of
 from tests.engine.scheduling_world import POISON, World

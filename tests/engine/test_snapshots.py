@@ -8,7 +8,7 @@ import pytest
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.request import Request
+from paged_attn.engine.requests.request import Request
 from tests.engine.models import (
     POISON,
     assert_idle,

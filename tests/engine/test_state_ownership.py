@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from paged_attn.attn_ops.radix_node import RadixNode
-from paged_attn.attn_ops.state_pool import RecurrentSpec, StatePool, StateSpec
-from paged_attn.engine import kv_manager
-from paged_attn.engine.kv_manager import KVManager
-from paged_attn.engine.model_limits import StateSlots
-from paged_attn.engine.request import Request
+from paged_attn.attn_ops.kv.radix_node import RadixNode
+from paged_attn.attn_ops.kv.state_pool import RecurrentSpec, StatePool, StateSpec
+from paged_attn.engine.memory import kv_manager
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.memory.model_limits import StateSlots
+from paged_attn.engine.requests.request import Request
 from tests.engine.models import request_of
 
 LAYERS = [RecurrentSpec("layer", (StateSpec("sum", (1,), torch.int64),))]

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paged_attn import SamplingParams
-from paged_attn.attn_ops.batch import Batch, BatchRequest
-from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape
-from paged_attn.engine.flight import NONE_UNDER_WAY, lay_out
-from paged_attn.engine.request_rows import RequestRows
-from paged_attn.engine.running_set import RunningSet
-from paged_attn.engine.step_plan import Scheduled, ScheduledStep
-from paged_attn.engine.token_feed import place
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
+from paged_attn.engine.requests.request_rows import RequestRows
+from paged_attn.engine.scheduling.running_set import RunningSet
+from paged_attn.engine.scheduling.step_plan import Scheduled, ScheduledStep
+from paged_attn.engine.steps.future_tokens import place
+from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, lay_out
 from tests.engine.models import assert_idle, make_engine, oracle, random_prompts, request_of, tokenizer
 from tests.engine.scheduling_world import World
 from tests.engine.test_scheduling_world import ANYTHING, simulate

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from paged_attn import SamplingParams
-from paged_attn.engine.request import Completion
+from paged_attn.engine.requests.request import Completion
 from tests.engine.models import assert_nothing_left, bytes_tokenizer, make_llm, oracle, random_prompts, tokenizer
 from tests.tiny_models import build
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paged_attn import SamplingParams
-from paged_attn.engine.request import TokenEvent
+from paged_attn.engine.requests.request import TokenEvent
 from paged_attn.engine.token_events import TokenEvents
 from tests.engine.models import make_engine, random_prompts, run_all, tokenizer
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from paged_attn.check.closeness import row_errors
+from paged_attn.tolerances import row_errors
 from tests.oracle import greedy
 from tests.teacher_forced import by_engine, by_model
 

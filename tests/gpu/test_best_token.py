@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged_attn.engine.sampler import best_tokens
+from paged_attn.engine.sampling.sampler import best_tokens
 
 INF, NAN = float("inf"), float("nan")
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from paged_attn import LLM, SamplingParams, explain
-from paged_attn.attn_ops.batch import BatchRequest
+from paged_attn.attn_ops.batch.batch import BatchRequest
 from paged_attn.attn_ops.errors import CaptureError
 from paged_attn.engine.engine import Engine
 from tests.gpu.test_no_sync import waiting_is_an_error
@@ -19,8 +19,8 @@ from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
 if torch.cuda.is_available():
-    from paged_attn.capture.recorder import CudaRecorder
-    from paged_attn.capture.segments import record
+    from paged_attn.capture.graphs.recorder import CudaRecorder
+    from paged_attn.capture.graphs.segments import record
 
 pytestmark = pytest.mark.usefixtures("full_float32")
 PROMPTS = random_prompts((1, 5, 17, 33, 70, 2, 9))

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.capabilities import Feature
-from paged_attn.backends.registry import backend_class
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.capabilities import Feature
+from paged_attn.backends.selection.registry import backend_class
 from tests.backends.fitting import JIT, instance, problem_of, reasons_against, usable_names
 from tests.backends.problems import LAYER, NAN, Case, bits, make, spec_of
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.linear_op import LINEAR, use_one_row_kernel
-from paged_attn.capture.early_launch import early_launches, waiting_first
+from paged_attn.attn_ops.ops.linear import LINEAR, use_one_row_kernel
+from paged_attn.capture.inductor.pdl import early_launches, waiting_first
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("full_float32")
 if torch.cuda.is_available():
-    from paged_attn.backends.triton.one_row import one_row_linear
+    from paged_attn.backends.linear.gemv import one_row_linear
 
     use_one_row_kernel(one_row_linear)
 

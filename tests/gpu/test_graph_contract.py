@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paged_attn.backends.capabilities import GraphSupport
-from paged_attn.backends.registry import backend_class
+from paged_attn.backends.attention.capabilities import GraphSupport
+from paged_attn.backends.selection.registry import backend_class
 from tests.backends.fitting import JIT, instance, problem_of, reasons_against, usable_names
 from tests.backends.graph_steps import GraphSteps
 from tests.backends.problems import make, spec_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from paged_attn.capture.launch_sizes import ROWS, blocks_for_many_rows
+from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
 
 COLUMNS = 96
 

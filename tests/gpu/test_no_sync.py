@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from tests.backends.fitting import JIT, instance, problem_of, reasons_against, usable_names
 from tests.backends.problems import LAYER, make, new_output, spec_of
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from paged_attn.engine.guides import Guides
-from paged_attn.engine.sampler import Sampler
+from paged_attn.engine.sampling.sampler import Sampler
+from paged_attn.engine.sampling.sampling_state import SamplingState
+from paged_attn.engine.sampling.structured.guides import Guides
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.engine.sampling_state import SamplingState
 from tests.engine.models import tokenizer
 from tests.gpu.test_no_sync import waiting_is_an_error
 from tests.tiny_models import VOCAB

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from paged_attn.attn_ops.batch import Batch
-from paged_attn.attn_ops.step_buffers import StepBuffers, StepShape
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from tests.gpu.test_no_sync import requests_of, waiting_is_an_error
 
 PAGE_SIZE = 16

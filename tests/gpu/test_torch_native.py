@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paged_attn import AttentionSpec, Batch, BatchRequest, KVPool, forward_context
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.torch_native import TorchNativeBackend
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.torch_native import TorchNativeBackend
 
 SPECS = {
     "causal": AttentionSpec(8, 2, 64, 64, 0.125),

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from paged_attn.graph_cache import describe
-from paged_attn.graph_cache.code_text import code_digest, versioned
-from paged_attn.graph_cache.describe import Describer, Indescribable, tensor_digest
+from paged_attn.hashing import stable_hasher
+from paged_attn.hashing.code_text import code_digest, versioned
+from paged_attn.hashing.stable_hasher import Describer, Indescribable, tensor_digest
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,7 +145,7 @@ def test_of_other_files_only_the_own_code_counts() -> None:
 
 
 def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(describe, "_MOST_VALUES", 300)
+    monkeypatch.setattr(stable_hasher, "_MOST_VALUES", 300)
     with pytest.raises(Indescribable, match="more than 300 values"):
         text([[] for _ in range(301)])
 

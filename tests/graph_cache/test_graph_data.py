@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from paged_attn.attn_ops.module_op import MODULE
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.graph_cache.describe import Indescribable
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.graph_cache.graph_data import graph_data, graph_of
+from paged_attn.hashing.stable_hasher import Indescribable
 
 CPU = torch.device("cpu")
 

@@ -20,13 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.engine import model_runner
-from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.runners import model_runner
+from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache import entries, key
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.graph_cache.graph_data import graph_data
 from paged_attn.graph_cache.kept_graphs import KeptGraphs
-from paged_attn.options import CompileOptions
 from paged_attn.passes.runner import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build

@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from paged_attn.engine.model_runner import ModelRunner
+from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES
-from paged_attn.graph_cache.describe import Indescribable
 from paged_attn.graph_cache.entries import VARIABLE, Entries, _head
 from paged_attn.graph_cache.graph_data import graph_data, graph_of
 from paged_attn.graph_cache.kept_graphs import KeptGraphs
+from paged_attn.hashing.stable_hasher import Indescribable
 from tests.graph_cache.test_graph_data import CALLS, CPU, graph
 from tests.graph_cache.test_kept_graphs import OPTIONS, mistral
 

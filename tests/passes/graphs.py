@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from paged_attn.attn_ops.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.backends.select import select_for_pool
-from paged_attn.passes.call_form import CallForm, CallNotPaged, find_call_form
-from paged_attn.passes.graph_tools import copy_graph_module
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, find_call_form
+from paged_attn.passes.fx.graph_tools import copy_graph_module
 from paged_attn.passes.runner import Rewrite, rewrite
 
 VOCAB = 32

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.cone import ancestors, evaluate
+from paged_attn.passes.fx.slicing import ancestors, evaluate
 from tests.passes.graphs import called, graph_of
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import SymFloat, SymInt, Tensor
 
-from paged_attn.passes.graph_tools import source_name, value_of
+from paged_attn.passes.fx.graph_tools import source_name, value_of
 from paged_attn.passes.runner import Rewrite, rewrite
 from tests.passes.graphs import Toy, Traced, ragged_error, trace
 

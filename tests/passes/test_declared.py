@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.declared import check_declared
-from paged_attn.passes.mask_family import MaskFamily
+from paged_attn.passes.prove.config_claims import check_declared
+from paged_attn.passes.prove.mask_family import MaskFamily
 from tests import tiny_models
 from tests.passes.graphs import Toy, rewrite_of
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_attn.passes import early_rows, row_ops
-from paged_attn.passes.early_rows import select_rows_early
-from paged_attn.passes.graph_tools import value_of
-from paged_attn.passes.row_layout import has_rows
-from paged_attn.passes.token_data import name_of
+from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.row_layout import has_rows
+from paged_attn.passes.fx.token_data import name_of
+from paged_attn.passes.optimize.logits_gather import gather, row_ops
+from paged_attn.passes.optimize.logits_gather.gather import select_rows_early
 from tests.passes.graphs import VOCAB, Traced, copied, trace
 
 Use = Callable[[Tensor, Any, Tensor], Any]
@@ -213,7 +213,7 @@ def test_rows_that_numbers_refute_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_ops, "_REDUCING", {*row_ops._REDUCING, "cumsum"})
     monkeypatch.setattr(row_ops, "_ALONG", {})
     assert moved(lambda x, m, p: m.a(x).cumsum(1)) == []
-    monkeypatch.setattr(early_rows, "agrees", lambda *_: True)
+    monkeypatch.setattr(gather, "agrees", lambda *_: True)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Tensor-likes are not close"):
         moved(lambda x, m, p: m.a(x).cumsum(1))
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.call_form import CallNotPaged
-from paged_attn.passes.find_sdpa import find_sdpa
+from paged_attn.passes.find.sdpa import find_sdpa
+from paged_attn.passes.fx.call_form import CallNotPaged
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of, trace
 
 sdpa = F.scaled_dot_product_attention

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from paged_attn.passes.graph_tools import remove_dead_code, symbol, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import remove_dead_code, symbol, writes_in_place, written_values
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, called, graph_of, masked
 
 Part = Callable[[Tensor], Tensor]

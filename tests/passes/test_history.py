@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.history_spec import HistorySpec
+from paged_attn.attn_ops.specs.recompute import HistorySpec
 from paged_attn.passes.runner import Rewrite
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, rewrite_of
 from tests.passes.written_out import SCALE, WithPositions, mask, repeated, visible
@@ -333,12 +333,12 @@ def test_a_mask_from_token_ids_besides_is_refused() -> None:
 @pytest.mark.parametrize("name", ["mixing", "token_dim"])
 def test_these_comparisons_see_what_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a running sum that is taken for rows, or rows laid out otherwise, give other logits."""
-    from paged_attn.passes import history_region, replace_history
+    from paged_attn.passes.recompute import region, replace
 
-    made = replace_history.row_input
+    made = replace.row_input
     if name == "mixing":
-        monkeypatch.setattr(history_region, "mixing_nodes", lambda *_: set())
+        monkeypatch.setattr(region, "mixing_nodes", lambda *_: set())
     else:
-        monkeypatch.setattr(replace_history, "row_input", lambda *given: replace(made(*given), token_dim=1))
+        monkeypatch.setattr(replace, "row_input", lambda *given: replace(made(*given), token_dim=1))
     with pytest.raises((AssertionError, RuntimeError, UnsupportedError)):
         assert_ragged_equals_alone(toy(forgetting))

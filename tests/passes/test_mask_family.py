@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_attn.passes.mask_family import MaskFamily, draw, match_family, packed_variants
+from paged_attn.passes.prove.mask_family import MaskFamily, draw, match_family, packed_variants
 
 limits = st.none() | st.integers(1, 24)
 causal_families = st.builds(MaskFamily, st.just(True), limits, limits)

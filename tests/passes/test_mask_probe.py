@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.attention_site import SdpaScores
-from paged_attn.passes.find_sdpa import find_sdpa
-from paged_attn.passes.mask_family import MaskFamily, draw, packed_variants
-from paged_attn.passes.mask_probe import SCALES, MaskProbe, as_seen
+from paged_attn.passes.find.attention_site import SdpaScores
+from paged_attn.passes.find.sdpa import find_sdpa
+from paged_attn.passes.prove.mask_family import MaskFamily, draw, packed_variants
+from paged_attn.passes.prove.mask_probe import SCALES, MaskProbe, as_seen
 from tests.passes.graphs import Traced, masked, trace
 from tests.passes.test_mask_proof import Mask, segments, window
 

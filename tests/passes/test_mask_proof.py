@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes import prove_attention
-from paged_attn.passes.mask_probe import MaskProbe
-from paged_attn.passes.mask_proof import MaskProof, prove
+from paged_attn.passes.prove import attention
+from paged_attn.passes.prove.mask_probe import MaskProbe
+from paged_attn.passes.prove.mask_proof import MaskProof, prove
 from paged_attn.passes.runner import rewrite
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of, trace
 
@@ -182,7 +182,7 @@ def test_layers_that_share_a_mask_share_its_proof(monkeypatch: pytest.MonkeyPatc
         proofs.append(probe)
         return prove(probe, max_positions)
 
-    monkeypatch.setattr(prove_attention, "prove", counted)
+    monkeypatch.setattr(attention, "prove", counted)
     assert [spec.causal for spec in rewrite_of(attending_twice(lambda mask: None)).specs] == [True, True]
     assert len(proofs) == 1
 

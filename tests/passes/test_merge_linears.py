@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.engine.merged_weights import bind_merged
-from paged_attn.passes.graph_tools import as_traced, value_of
-from paged_attn.passes.merge_linears import merge_linears
-from paged_attn.passes.mergeable_weights import Memory, lie_in_a_row
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.engine.runners.merged_weights import bind_merged
+from paged_attn.passes.fx.graph_tools import as_traced, value_of
+from paged_attn.passes.optimize.linears.merge import merge_linears
+from paged_attn.passes.optimize.linears.mergeable_weights import Memory, lie_in_a_row
 from tests.passes.graphs import VOCAB, Traced, called, copied, trace
 
 _mine = torch.library.Library("merge_test", "DEF")

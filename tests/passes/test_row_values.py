@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes import runner
-from paged_attn.passes.own_positions import PositionsFound
+from paged_attn.passes.positions.own_positions import PositionsFound
 from tests.passes.graphs import Toy, Traced, assert_ragged_equals_alone, ragged_error, rewrite_of, trace
 
 Change = Callable[[Tensor], Tensor]

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.attn_ops.positions_op import BATCH_POSITIONS
-from paged_attn.passes.find_sdpa import TARGETS
-from paged_attn.passes.graph_tools import depends_on, value_of
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
+from paged_attn.passes.find.sdpa import TARGETS
+from paged_attn.passes.fx.graph_tools import depends_on, value_of
 from paged_attn.passes.runner import Rewrite, rewrite
 from tests.passes.graphs import Toy, Traced, assert_ragged_equals_alone, masked, ragged_error, rewrite_of, trace
 from tests.tiny_models import ARCHITECTURES, VOCAB, build

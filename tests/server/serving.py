@@ -14,9 +14,9 @@ import httpx
 import openai
 
 from paged_attn.engine.engine import Engine
+from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.run import Server, listen
 from paged_attn.server.settings import ServerSettings
-from paged_attn.server.tracing import Tracing
 from tests.engine.models import assert_idle, make_engine, tokenizer
 
 MODEL = "tiny"

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from paged_attn.server.bodies import CompletionBody
+from paged_attn.server.api.bodies import CompletionBody
 from tests.engine.models import oracle
 from tests.server.serving import MODEL, Running
 

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.engine.guide_limits import MAX_DEFINITIONS
-from paged_attn.server.body_budget import BodyBudget
-from paged_attn.server.body_shape import MAX_DEPTH, MAX_VALUES, BodyShape
-from paged_attn.server.errors import MAX_MESSAGE, ApiError
+from paged_attn.engine.sampling.structured.limits import MAX_DEFINITIONS
+from paged_attn.server.http.body_budget import BodyBudget
+from paged_attn.server.http.body_shape import MAX_DEPTH, MAX_VALUES, BodyShape
+from paged_attn.server.http.errors import MAX_MESSAGE, ApiError
 from tests.engine.models import make_engine, oracle
 from tests.engine.test_guide_trials import objects, refs, rules
 from tests.server.serving import Running, chat_tokenizer, serving, wait_for
@@ -215,7 +215,7 @@ def test_bodies_of_all_requests_share_a_budget() -> None:
 
 def test_large_bodies_at_the_same_time_are_refused_and_give_their_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = BodyBudget(6 * MIB)
-    monkeypatch.setattr("paged_attn.server.guard.BodyBudget", lambda most: budget)
+    monkeypatch.setattr("paged_attn.server.http.guard.BodyBudget", lambda most: budget)
     with serving(max_body_mib=3.0, max_bodies_mib=6.0) as running:
         content = bomb("metadata", json.dumps("x" * (5 * MIB // 2)))
         assert post(running, "", content).status_code == 200

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from paged_attn.server import app
-from paged_attn.server.line_writer import LineWriter
+from paged_attn.server import state
+from paged_attn.server.logs.line_writer import LineWriter
 from tests.engine.models import POISON, make_engine, oracle, poisoned
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
 
@@ -49,7 +49,7 @@ def logged(out: io.StringIO) -> list[dict[str, Any]]:
 
 def test_each_request_has_one_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(app.sys, "stdout", out)
+    monkeypatch.setattr(state.sys, "stdout", out)
     make = functools.partial(make_engine, tokenizer=chat_tokenizer())
     with serving(make, log_requests=True, api_keys=("secret",)) as running, poisoned():
         monkeypatch.undo()
@@ -92,7 +92,7 @@ def test_each_request_has_one_line_in_the_log(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_client_that_left_is_in_the_log_too(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(app.sys, "stdout", out)
+    monkeypatch.setattr(state.sys, "stdout", out)
     with serving(log_requests=True) as running, held(running.engine):
         monkeypatch.undo()
         with pytest.raises(httpx.ReadTimeout):

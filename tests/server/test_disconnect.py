@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from paged_attn import SamplingParams
-from paged_attn.server.job import Job, Prompt
+from paged_attn.server.work.job import Job, Prompt
 from tests.engine.models import make_engine, oracle, random_prompts
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paged_attn import SamplingParams
-from paged_attn.server import app
-from paged_attn.server.job import Job, Prompt
-from paged_attn.server.status import Status
+from paged_attn.server import state
+from paged_attn.server.work.job import Job, Prompt
+from paged_attn.server.work.status import Status
 from tests.engine.models import POISON, fail_once, make_engine, oracle, poisoned
 from tests.recurrent_models import recurrent
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
@@ -261,8 +261,8 @@ def test_an_engine_that_does_not_recover_ends_the_server() -> None:
 
 def test_ready_is_said_once_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that waited for it was told that the model is loading: the tokenizers came after it."""
-    said, texts = threading.Event(), app.Texts
-    monkeypatch.setattr(app, "Texts", lambda *args: time.sleep(0.3) or texts(*args))
+    said, texts = threading.Event(), state.Texts
+    monkeypatch.setattr(state, "Texts", lambda *args: time.sleep(0.3) or texts(*args))
     with serving(on_ready=lambda engine: said.set(), wait=False) as running:
         assert said.wait(30)
         assert len(tokens(post(running))) == 8

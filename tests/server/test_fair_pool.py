@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from paged_attn.server.errors import ApiError
-from paged_attn.server.fair_pool import FairPool
-from paged_attn.server.texts import SHORT, THREADS, Texts
+from paged_attn.server.http.errors import ApiError
+from paged_attn.server.work.fair_pool import FairPool
+from paged_attn.server.work.texts import SHORT, THREADS, Texts
 from tests.engine.models import make_engine
 from tests.server.serving import Running, chat_tokenizer, held, serving, wait_for
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paged_attn.server.routes import CHATS, COMPLETIONS
+from paged_attn.server.api.routes import CHATS, COMPLETIONS
 from tests.server.serving import Running, serving
 
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from paged_attn.engine.engine import Engine
-from paged_attn.server.status import Status
+from paged_attn.server.work.status import Status
 from tests.engine.models import assert_idle, make_engine, oracle
 from tests.server.serving import MODEL, PATIENCE, Running, chat_tokenizer, held, serving, wait_for
 
@@ -105,7 +105,7 @@ def test_a_forced_end_does_not_wait_for_clients() -> None:
 
 
 def test_a_server_that_ends_while_it_loads_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paged_attn.server.app.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("paged_attn.server.state.STOP_SECONDS", 0.1)
     loading = threading.Event()
 
     def slow() -> Any:

@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from paged_attn.server.app import ServerState
+from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.settings import ServerSettings
-from paged_attn.server.tracing import Tracing
+from paged_attn.server.state import ServerState
 from tests.server.serving import MODEL, serving
 
 BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 4}

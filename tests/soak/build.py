@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from paged_attn import LLM, EngineConfig
 from paged_attn.engine import llm as llm_module
-from paged_attn.engine.chosen import Chosen
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.sampling.sampler_output import Chosen
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import assert_idle, one_capture, tiny
 from tests.engine.test_captured_steps import fixed_backend

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from paged_attn import SamplingParams, UnsupportedError
-from paged_attn.engine import sampling_state
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.request import Request, TokenEvent
+from paged_attn.engine.requests.request import Request, TokenEvent
+from paged_attn.engine.sampling import sampling_state
 from tests.engine.models import poisoned
 from tests.soak.build import Faults, Injected, assert_closed, assert_nothing_held, book_of, make_llm, model_of
 from tests.soak.cases import BAD, Case, Outcome

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.request import Request
+from paged_attn.engine.requests.request import Request
 from tests.capture.tape import Tape
 
 MIB = 2**20

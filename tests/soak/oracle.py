@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from paged_attn import SamplingParams
-from paged_attn.engine.guides import Guides
-from paged_attn.engine.sampler import SamplingState, sample
+from paged_attn.engine.sampling.sampler import SamplingState, sample
+from paged_attn.engine.sampling.structured.guides import Guides
 from tests.engine.models import tokenizer
 from tests.tiny_models import VOCAB
 

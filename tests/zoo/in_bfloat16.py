@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn import LLM, UnsupportedError
-from paged_attn.check.closeness import row_errors
+from paged_attn.tolerances import row_errors
 from tests.teacher_forced import by_engine, by_model
 
 OF_A_MODEL = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError)

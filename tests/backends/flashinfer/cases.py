@@ -2,10 +2,10 @@
 
 import torch
 
-from paged_attn.attn_ops.batch import ForwardMode
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.flashinfer import wrappers
-from paged_attn.backends.flashinfer.kinds import Kind
+from paged_attn.attn_ops.batch.batch import ForwardMode
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.flashinfer import wrappers
+from paged_attn.backends.attention.flashinfer.kinds import Kind
 from tests.backends.problems import LAYER, make
 
 MIN_WORKSPACE = wrappers.MIN_WORKSPACE  # the real one: the fixture `fake` makes it smaller

@@ -2,9 +2,9 @@
 
 import pytest
 
-from paged_attn.backends.flashinfer import choose, wrappers
-from paged_attn.backends.flashinfer.backend import FlashInferBackend
-from paged_attn.backends.flashinfer.tables import HostLens
+from paged_attn.backends.attention.flashinfer import choose, wrappers
+from paged_attn.backends.attention.flashinfer.backend import FlashInferBackend
+from paged_attn.backends.attention.flashinfer.tables import HostLens
 from tests.backends.flashinfer import fake_flashinfer
 
 

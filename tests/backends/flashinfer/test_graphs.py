@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.backends.store_kv import store_kv
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.backends.kv_write.store import store_kv
 from tests.backends.agreeing import REFERENCE, agree
 from tests.backends.flashinfer.cases import F16, FakeEvent, graph_case, make_case
 from tests.backends.problems import LAYER, close, copy_of, new_output, run

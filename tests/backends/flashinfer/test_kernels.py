@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from paged_attn.attn_ops.batch import ForwardMode
+from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.backends.flashinfer import choose
-from paged_attn.backends.flashinfer.backend import FlashInferBackend
-from paged_attn.backends.flashinfer.kinds import Kind
-from paged_attn.backends.flashinfer.tables import parts_of
+from paged_attn.backends.attention.flashinfer import choose
+from paged_attn.backends.attention.flashinfer.backend import FlashInferBackend
+from paged_attn.backends.attention.flashinfer.kinds import Kind
+from paged_attn.backends.attention.flashinfer.tables import parts_of
 from tests.backends.flashinfer.cases import FRESH, KIND, MIN_WORKSPACE, MODES, make_case, spec_of
 from tests.backends.flashinfer.fake_flashinfer import CALLS
 from tests.backends.problems import run

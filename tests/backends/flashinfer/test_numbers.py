@@ -7,11 +7,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.batch import ForwardMode
+from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.flashinfer.backend import FlashInferBackend
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.flashinfer.backend import FlashInferBackend
 from tests.backends.agreeing import REFERENCE, agree
 from tests.backends.flashinfer.cases import F16, FEATURES, FRESH, LEADING, MODES, make_case, spec_of
 from tests.backends.flashinfer.fake_flashinfer import CALLS

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from paged_attn.attn_ops.batch import ForwardMode
+from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.flashinfer import wrappers
-from paged_attn.backends.flashinfer.backend import FlashInferBackend
-from paged_attn.backends.flashinfer.tables import HostLens, Part, tables_of
-from paged_attn.backends.flashinfer.wrappers import WrapperPool, announce
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.flashinfer import wrappers
+from paged_attn.backends.attention.flashinfer.backend import FlashInferBackend
+from paged_attn.backends.attention.flashinfer.tables import HostLens, Part, tables_of
+from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
 from tests.backends.agreeing import REFERENCE, agree
 from tests.backends.flashinfer.cases import F16, FRESH, LEADING, MIN_WORKSPACE, MODES, FakeEvent, make_case, shared_case, spec_of
 from tests.backends.problems import LAYER, close, copy_of, new_output, run

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.capabilities import Problem, unmet
-from paged_attn.backends.flashinfer.backend import FlashInferBackend
-from paged_attn.backends.flashinfer.kinds import kinds_of
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import Problem, unmet
+from paged_attn.backends.attention.flashinfer.backend import FlashInferBackend
+from paged_attn.backends.attention.flashinfer.kinds import kinds_of
 from tests.backends.flashinfer import fake_flashinfer
 from tests.backends.flashinfer.cases import F16, FEATURES, make_case, spec_of
 from tests.backends.problems import run

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.backends.flashinfer import choose
-from paged_attn.backends.flashinfer.backend import FlashInferBackend
-from paged_attn.backends.flashinfer.tables import Part, shared_pages
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.flashinfer import choose
+from paged_attn.backends.attention.flashinfer.backend import FlashInferBackend
+from paged_attn.backends.attention.flashinfer.tables import Part, shared_pages
 from tests.backends.agreeing import REFERENCE, agree
 from tests.backends.flashinfer.cases import F16, KIND, shared_case
 from tests.backends.flashinfer.fake_flashinfer import CALLS

@@ -9,15 +9,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.batch import Batch, ForwardMode
+from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv_pool import KVPool
-from paged_attn.attn_ops.op import UNIFIED_ATTENTION
-from paged_attn.attn_ops.spec import AttentionSpec
-from paged_attn.backends.capabilities import Feature, Problem, unmet
-from paged_attn.backends.flashinfer import trtllm_mha, wrappers
-from paged_attn.backends.flashinfer.trtllm_mha import TrtllmMhaBackend
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import Feature, Problem, unmet
+from paged_attn.backends.attention.flashinfer import trtllm_mha, wrappers
+from paged_attn.backends.attention.flashinfer.trtllm_mha import TrtllmMhaBackend
 from tests.backends.agreeing import REFERENCE, agree
 from tests.backends.flashinfer import fake_flashinfer
 from tests.backends.flashinfer.cases import F16

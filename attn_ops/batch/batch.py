@@ -1,0 +1,187 @@
+"""What one step runs: a ragged batch laid out as one row of tokens."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.checks import refuse, refuse_extensions
+from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.attn_ops.batch.requests import BatchRequest, RequestColumns
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape, fields
+
+__all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns"]
+
+
+class ForwardMode(enum.Enum):
+    EXTEND = "extend"
+    DECODE = "decode"
+    MIXED = "mixed"
+    IDLE = "idle"
+    TARGET_VERIFY = "target_verify"
+    DRAFT_EXTEND = "draft_extend"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """R requests in one row of T tokens; rows at and past `num_tokens` are padding.
+
+    Device tensors: input_ids, positions, slots [T] int64; page_table [R, max_pages] int32; seq_lens (tokens in cache after
+    this step), query_lens (new tokens) [R] int32; query_start [R + 1] int32 (exclusive prefix sum of query_lens);
+    logits_rows [N] int64, the rows whose logits are wanted, of which the first `num_logits` are real.
+    A slot is `page * page_size + offset`; padding writes to slot 0, in the reserved page 0.
+    page_table_host mirrors the columns of page_table that this step fills, where the batch was built here; do not write to it.
+    The last `num_dummies` requests are padding: token 0 at position 0 in slot 0, seq_len 1; `num_tokens` and `num_logits` count them.
+    """
+
+    mode: ForwardMode
+    page_size: int
+    num_tokens: int
+    num_logits: int
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+    query_lens: Tensor
+    query_start: Tensor
+    logits_rows: Tensor
+    seq_lens_host: tuple[int, ...]
+    query_lens_host: tuple[int, ...]
+    state_slots_host: tuple[int, ...] = ()
+    page_table_host: NDArray[np.int32] | None = None
+    num_dummies: int = 0
+
+    @property
+    def num_requests(self) -> int:
+        """R, dummies included."""
+        return len(self.seq_lens_host)
+
+    @property
+    def num_real_requests(self) -> int:
+        return self.num_requests - self.num_dummies
+
+    @property
+    def num_rows(self) -> int:
+        """T, padding included."""
+        return self.input_ids.shape[0]
+
+    @classmethod
+    def build(
+        cls,
+        requests: Sequence[BatchRequest],
+        page_size: int,
+        device: torch.device | str = "cpu",
+        shape: StepShape | None = None,
+        buffers: StepBuffers | None = None,
+    ) -> Batch:
+        """Lay the requests out in order. A GPU gets all of it in one copy, which nothing waits for.
+
+        Args:
+            device: of the tensors, unless there are buffers: then it is theirs.
+            shape: pad to this; by default to MIN_ROWS rows and logits. With `shape.requests` every request must be a decode step
+                with one logit, dummies follow, and the batch decodes, even if it is dummies only.
+            buffers: where the tensors shall lie, at addresses that follow from the shape; the batch before this one is overwritten.
+                With `shape.requests` page_table is rows of `buffers.page_table`, all its columns.
+
+        Raises:
+            ValueError: a request without tokens, with too few pages, with page 0, with a negative `num_cached`, or that wants more
+                logits than it has tokens; tokens or pages that are not integers; a shape or buffers too small, or no decode steps
+                where the shape asks for them.
+        """
+        columns = RequestColumns.of(requests)
+        cached, new, logits, counts = columns.num_cached, columns.num_new, columns.num_logits, columns.num_pages
+        num_real, num_tokens, num_logits = len(columns), len(columns.tokens), int(logits.sum())
+        seq_lens = cached + new
+        need = (seq_lens + (page_size - 1)) // page_size  # pages
+        if ((cached | (new - 1) | (counts - need) | logits | (new - logits)) < 0).any():
+            refuse(requests, page_size)
+        one_each = num_tokens == num_real == num_logits  # as each has one token at least, and no more logits than tokens
+        if shape is None:
+            shape = StepShape.smallest(num_tokens, num_logits)
+        elif shape.requests is not None and not (one_each and cached.all()):
+            refuse_extensions(requests, shape)
+        shape.check(num_tokens, num_logits, num_real)
+
+        width, num_dummies = columns.page_table.shape[1], (shape.requests or num_real) - num_real
+        num_requests = num_real + num_dummies
+        if buffers is None:
+            packed = PackedInts(*fields(shape, num_requests, width), device)
+        else:
+            packed = buffers.pack(shape, num_requests, width)
+        ids, positions, slots, logits_rows, seq_lens_out, query_lens_out, query_start, flat_table = packed.host
+        full_table = flat_table.reshape(num_requests, width)
+        table = full_table[:num_real]
+        ids[:num_tokens], table[:] = columns.tokens, columns.page_table
+        if np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
+            refuse(requests, page_size)
+
+        seq_lens_out[:num_real], query_lens_out[:num_real] = seq_lens, new
+        if one_each:
+            position, owner, last = cached, np.arange(num_real), np.arange(num_real)
+            query_start[:] = np.arange(num_requests + 1)
+        else:
+            ends = np.add.accumulate(new)
+            owner = np.arange(num_real).repeat(new)
+            position = np.arange(num_tokens) + (seq_lens - ends)[owner]
+            last = np.arange(num_logits) + (ends - np.add.accumulate(logits)).repeat(logits)
+            query_start[1:] = ends
+        positions[:num_tokens] = position
+        page = position // page_size
+        slots[:num_tokens] = (table[owner, page] - page) * page_size + position
+        if num_logits:
+            logits_rows[:num_logits] = last
+            logits_rows[num_logits:] = last[-1]
+        if num_dummies:
+            seq_lens_out[num_real:] = query_lens_out[num_real:] = 1
+            logits_rows[:] = np.arange(num_requests)
+        input_ids, position_ids, slot_ids, rows, *lengths, flat_pages = packed.to_device()
+        page_table = flat_pages.view(num_requests, width)
+        if buffers is not None and shape.requests is not None:
+            page_table = buffers.place_table(page_table)
+        return cls(
+            mode=ForwardMode.DECODE if shape.requests is not None else _mode(cached, new),
+            page_size=page_size,
+            num_tokens=num_tokens + num_dummies,
+            num_logits=num_logits + num_dummies,
+            input_ids=input_ids,
+            positions=position_ids,
+            slots=slot_ids,
+            page_table=page_table,
+            seq_lens=lengths[0],
+            query_lens=lengths[1],
+            query_start=lengths[2],
+            logits_rows=rows,
+            seq_lens_host=(*seq_lens.tolist(), *(1,) * num_dummies),
+            query_lens_host=(1,) * num_requests if one_each else tuple(new.tolist()),
+            state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),
+            page_table_host=full_table,
+            num_dummies=num_dummies,
+        )
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments for the compiled model: `compiled(**batch.model_inputs())`.
+
+        input_ids and position_ids are [1, T] with T marked dynamic, so that every length shares one compile.
+        """
+        from torch._dynamo import mark_dynamic
+
+        # Copies: of a view into a larger buffer Dynamo makes the offset a symbol, too.
+        inputs = {"input_ids": self.input_ids.clone()[None], "position_ids": self.positions.clone()[None]}
+        for tensor in inputs.values():
+            mark_dynamic(tensor, 1)
+        return {**inputs, "use_cache": False}
+
+
+def _mode(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
+    decoding = int(np.count_nonzero((new == 1) & (cached > 0)))
+    if not decoding:
+        return ForwardMode.EXTEND if new.size else ForwardMode.IDLE
+    return ForwardMode.DECODE if decoding == new.size else ForwardMode.MIXED

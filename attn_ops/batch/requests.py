@@ -1,0 +1,104 @@
+"""The requests of a step, one by one or column by column."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.attn_ops.batch.packed_ints import write_joined, write_table
+
+
+class BatchRequest(NamedTuple):
+    """One request's share of a step.
+
+    Attributes:
+        tokens: the new token ids, at least one; any sequence of integers, numpy arrays included.
+        pages: pages that hold its KV in order (likewise, and `array("i")` is fastest), enough for `num_cached + len(tokens)` tokens.
+        num_cached: tokens whose KV is in the pages already.
+        num_logits: how many of the last tokens want logits (0 for a chunk that is not the prompt's last).
+        state_slot: of its recurrent state, for models that have one.
+    """
+
+    tokens: Sequence[int]
+    pages: Sequence[int]
+    num_cached: int = 0
+    num_logits: int = 1
+    state_slot: int = 0
+
+
+class RequestColumns(Sequence[BatchRequest]):
+    """R BatchRequests as arrays, which is what a batch is made of: who has hundreds of requests keeps them so.
+
+    Args:
+        tokens: [sum(num_new)] int64, of one request after another.
+        page_table: [R, width] int32, zeros past the `num_pages` of a row.
+        num_pages, num_cached, num_new, num_logits, state_slots: [R] int64.
+    """
+
+    __slots__ = ("num_cached", "num_logits", "num_new", "num_pages", "page_table", "state_slots", "tokens")
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int64],
+        page_table: NDArray[np.int32],
+        num_pages: NDArray[np.int64],
+        num_cached: NDArray[np.int64],
+        num_new: NDArray[np.int64],
+        num_logits: NDArray[np.int64],
+        state_slots: NDArray[np.int64],
+    ) -> None:
+        self.tokens, self.page_table, self.num_pages, self.num_cached = tokens, page_table, num_pages, num_cached
+        self.num_new, self.num_logits, self.state_slots = num_new, num_logits, state_slots
+
+    @classmethod
+    def of(cls, requests: Sequence[BatchRequest]) -> RequestColumns:
+        """`requests` itself, if it is one.
+
+        Raises:
+            ValueError: something that is no integer, or does not fit.
+        """
+        if isinstance(requests, RequestColumns):
+            return requests
+        tokens, pages, cached, logits, slots = zip(*requests, strict=True) if requests else ((),) * 5
+        num_new, num_pages = list(map(len, tokens)), list(map(len, pages))
+        num_cached, num_logits, state_slots, new, counts = _integers(cached, logits, slots, num_new, num_pages)
+        joined, table = np.empty(sum(num_new), np.int64), np.empty((len(pages), max(num_pages, default=1)), np.int32)
+        write_joined(joined, tokens, "tokens")
+        write_table(table, pages, "pages")
+        return cls(joined, table, counts, num_cached, new, num_logits, state_slots)
+
+    @property
+    def all_decode(self) -> bool:
+        """Whether each has one new token after cached ones, and wants its logits."""
+        return bool(len(self) and ((self.num_new == 1) & (self.num_logits == 1) & (self.num_cached > 0)).all())
+
+    def __len__(self) -> int:
+        return len(self.num_new)
+
+    @overload
+    def __getitem__(self, index: int) -> BatchRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> RequestColumns: ...
+    def __getitem__(self, index: int | slice) -> BatchRequest | RequestColumns:
+        if isinstance(index, slice):
+            return RequestColumns.of(list(self)[index])
+        index = range(len(self))[index]
+        start = self.num_new[:index].sum()
+        tokens: list[int] = self.tokens[start : start + self.num_new[index]].tolist()
+        pages: list[int] = self.page_table[index, : self.num_pages[index]].tolist()
+        return BatchRequest(tokens, pages, *(int(c[index]) for c in (self.num_cached, self.num_logits, self.state_slots)))
+
+
+def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:
+    """[rows, requests]; by struct, which refuses what is no integer and takes a third of numpy's time."""
+    try:
+        packed = struct.pack(f"{len(rows) * len(rows[0])}q", *chain.from_iterable(rows))
+    except struct.error:
+        names = "num_cached, num_logits and state_slot"
+        raise ValueError(f"{names} must be integers; got {rows[0]}, {rows[1]} and {rows[2]}") from None
+    return np.frombuffer(packed, np.int64).reshape(len(rows), -1)

@@ -1,0 +1,128 @@
+"""Steps of fixed size at fixed addresses: the sizes a captured graph was made for, and the device memory it keeps reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.packed_ints import IntBuffer, PackedInts, words
+
+MIN_ROWS = 2  # torch specialises sizes 0 and 1, so a smaller step is padded to two rows
+
+
+class StepShape(NamedTuple):
+    """What a step is padded to.
+
+    Attributes:
+        rows: T, padding included; at least MIN_ROWS and the step's tokens.
+        logits: N, padding included; at least MIN_ROWS and the logits that are wanted.
+        requests: decode only: pad with dummy requests up to this many; rows and logits are then the same number, which may be 1 for who
+            runs a graph that was made for more and holds for one, too.
+    """
+
+    rows: int
+    logits: int
+    requests: int | None = None
+
+    @classmethod
+    def smallest(cls, num_tokens: int, num_logits: int) -> StepShape:
+        return cls(max(MIN_ROWS, num_tokens), max(MIN_ROWS, num_logits))
+
+    def check(self, num_tokens: int, num_logits: int, num_requests: int) -> None:
+        """Raises ValueError: the shape contradicts itself, or is too small for that step."""
+        if self.requests is not None and not self.rows == self.logits == self.requests:
+            raise ValueError(f"a step that is padded with dummy requests has as many rows and logits as requests; got {self}")
+        least = MIN_ROWS if self.requests is None else 1
+        for what, got, needed in (
+            ("requests", num_requests if self.requests is None else self.requests, num_requests),
+            ("rows", self.rows, max(least, num_tokens)),
+            ("logits", self.logits, max(least, num_logits)),
+        ):
+            if got < needed:
+                raise ValueError(f"the step needs {needed} {what} at least; got {self}: take a larger shape or fewer requests")
+
+
+class StepBuffers:
+    """Device memory of steps, whose addresses captured graphs keep. A step overwrites the one before.
+
+    Use it on one stream, the one that runs the graphs: nothing else orders the copies after the work that reads them.
+    Every field lies where the step's shape alone puts it; the page table of a step with dummies is rows of `page_table`.
+
+    Attributes:
+        page_table: [max_requests, max_pages] int32. Columns past those of a step hold pages of earlier steps.
+        nbytes: of device memory, all together.
+
+    Args:
+        max_rows, max_logits: the largest `StepShape.rows` and `.logits`.
+        max_requests: of a step, dummies included.
+        max_pages: of a request.
+
+    Raises:
+        ValueError: a size below 1, or fewer rows or logits than MIN_ROWS.
+    """
+
+    def __init__(self, max_rows: int, max_logits: int, max_requests: int, max_pages: int, device: torch.device | str) -> None:
+        sizes = {"max_rows": max_rows, "max_logits": max_logits, "max_requests": max_requests, "max_pages": max_pages}
+        for name, lowest in zip(sizes, (MIN_ROWS, MIN_ROWS, 1, 1), strict=True):
+            if sizes[name] < lowest:
+                raise ValueError(f"step buffers need {name} of {lowest} at least; got {sizes[name]}")
+        self.max_rows, self.max_logits, self.max_requests, self.max_pages = sizes.values()
+        self._room = max_requests + 1
+        size = words(*fields(StepShape(max_rows, max_logits), max_requests, max_pages), room=self._room)
+        self._ints = IntBuffer(size, device)
+        with torch.inference_mode(False):  # as IntBuffer
+            self.page_table = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device)
+        self._corner = _corners(self.page_table)
+
+    @property
+    def nbytes(self) -> int:
+        return self._ints.ints.nbytes + self.page_table.nbytes
+
+    def pack(self, shape: StepShape, num_requests: int, num_pages: int) -> PackedInts:
+        """Host memory for a step with a page table [num_requests, num_pages], to be copied to these buffers.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        for what, got, allowed in (
+            ("rows", shape.rows, self.max_rows),
+            ("logits", shape.logits, self.max_logits),
+            ("requests", num_requests, self.max_requests),
+            ("pages", num_pages, self.max_pages),
+        ):
+            if got > allowed:
+                per = " for a request" if what == "pages" else ""
+                raise ValueError(
+                    f"the step has {got} {what}{per}, but its buffers were made for max_{what}={allowed}; "
+                    "make larger StepBuffers, or run this step without them"
+                )
+        return PackedInts(*fields(shape, num_requests, num_pages), into=self._ints, room=self._room)
+
+    def place_table(self, table: Tensor) -> Tensor:
+        """Copy `table` [R, width] into the corner of `page_table`, on the device, and return its first R rows."""
+        rows, corner = self._corner(*table.shape)
+        corner.copy_(table)
+        return rows
+
+
+def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    """The first rows of a table, and of these the first columns, as views that are kept: see `IntBuffer`."""
+
+    @lru_cache(maxsize=IntBuffer.KEPT)
+    def corner(num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(False):
+            rows = table[:num_rows]
+            return rows, rows[:, :width]
+
+    return corner
+
+
+def fields(shape: StepShape, num_requests: int, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of a step's int64 fields (input_ids, positions, slots, logits_rows) and int32 fields (seq_lens, query_lens,
+    query_start, page_table). The table comes last: its width changes from step to step."""
+    lengths = (num_requests, num_requests, num_requests + 1)
+    return (shape.rows, shape.rows, shape.rows, shape.logits), (*lengths, num_requests * num_pages)

@@ -1,0 +1,94 @@
+"""The paged KV memory of one model: one allocation, page-major, K and V of a layer adjacent within a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+
+
+class KVPool:
+    """`num_pages` pages of `page_size` tokens for every layer that owns KV; page 0 is reserved for padded rows.
+
+    A page holds, for each such layer, K [page_size, kv_heads, qk_head_dim] and then V [page_size, kv_heads, v_head_dim].
+    `key(i)` and `value(i)` are views [num_pages, page_size, kv_heads, head_dim] with the page stride of the whole allocation.
+
+    Args:
+        layers: one spec per attention layer, in layer-id order; none for a model that has recurrent layers only, whose pages hold nothing.
+        num_pages: page 0 included, so that `num_pages - 1` are usable.
+        dtype: KV element type; the model's by default choice of the caller.
+
+    Raises:
+        ValueError: fewer than two pages, a page size below 1, or a layer that shares KV it can not read.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionSpec],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_pages < 2 or page_size < 1:
+            raise ValueError(
+                "a KV pool needs at least 2 pages (page 0 is reserved) and a page_size of at least 1; "
+                f"got num_pages={num_pages}, page_size={page_size}"
+            )
+        self.layers = tuple(layers)
+        self.num_pages, self.page_size = num_pages, page_size
+        self.page_elements = page_elements(self.layers, page_size)
+        self.storage = torch.zeros(num_pages * self.page_elements, dtype=dtype, device=device)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        offset = 0
+        for index, spec in enumerate(self.layers):
+            if spec.kv_layer != index:
+                _check_shared(self.layers, index)
+                self._keys.append(self._keys[spec.kv_layer])
+                self._values.append(self._values[spec.kv_layer])
+                continue
+            for views, dim in ((self._keys, spec.qk_head_dim), (self._values, spec.v_head_dim)):
+                shape = (num_pages, page_size, spec.num_kv_heads, dim)
+                strides = (self.page_elements, spec.num_kv_heads * dim, dim, 1)
+                views.append(self.storage.as_strided(shape, strides, offset))
+                offset += page_size * spec.num_kv_heads * dim
+
+    def key(self, layer_id: int) -> Tensor:
+        """K of a layer: [num_pages, page_size, kv_heads, qk_head_dim]."""
+        return self._keys[layer_id]
+
+    def value(self, layer_id: int) -> Tensor:
+        """V of a layer: [num_pages, page_size, kv_heads, v_head_dim]."""
+        return self._values[layer_id]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.storage.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.numel() * self.storage.element_size()
+
+
+def page_elements(layers: Sequence[AttentionSpec], page_size: int) -> int:
+    """Elements in one page over all layers that own KV."""
+    owners = (spec for index, spec in enumerate(layers) if spec.kv_layer == index)
+    return sum(page_size * s.num_kv_heads * (s.qk_head_dim + s.v_head_dim) for s in owners)
+
+
+def _check_shared(layers: Sequence[AttentionSpec], index: int) -> None:
+    spec, where = layers[index], f"layer {index}" + (f" ({layers[index].module})" if layers[index].module else "")
+    if not 0 <= spec.kv_layer < index:
+        raise ValueError(f"{where} reads the KV of layer {spec.kv_layer}; allowed are its own id and those of earlier layers")
+    owner = layers[spec.kv_layer]
+    mine, theirs = ((s.num_kv_heads, s.qk_head_dim, s.v_head_dim) for s in (spec, owner))
+    if mine != theirs:
+        raise ValueError(f"{where} expects KV heads, qk and v dims {mine}, but layer {spec.kv_layer}, whose KV it reads, has {theirs}")

@@ -1,0 +1,322 @@
+"""Prefix sharing: a radix tree from token ids to the KV pages that hold them.
+
+After SGLang's RadixAttention (arXiv:2312.07104), with whole pages as the unit of sharing. A request uses it as:
+
+    match -> lock(match.node) -> allocate the rest -> run -> insert -> free duplicates -> unlock
+
+Lock a match before anything that may evict: until then its pages can be freed under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from paged_attn.attn_ops.kv.eviction import DEFAULT_POLICY, EvictionPolicy, EvictionQueue
+from paged_attn.attn_ops.kv.page_allocator import PageAllocator
+from paged_attn.attn_ops.kv.radix_invariants import check_tree
+from paged_attn.attn_ops.kv.radix_node import RadixNode
+
+
+class Match(NamedTuple):
+    """The longest cached prefix: its pages, its length in tokens (whole pages), and the node to lock."""
+
+    pages: tuple[int, ...]
+    num_tokens: int
+    node: RadixNode
+
+
+class Duplicate(NamedTuple):
+    """The page at this position of the prefix was cached already, in another page than the caller's."""
+
+    position: int
+    callers_page: int
+    trees_page: int
+
+
+class Inserted(NamedTuple):
+    """The node at which the inserted prefix ends, and the caller's pages that the tree did not take."""
+
+    node: RadixNode
+    duplicates: list[Duplicate]
+
+
+class RadixCache:
+    """Maps page-aligned token prefixes to pages. Not thread-safe: one scheduler owns it.
+
+    Namespaces (adapter, salt, tenant) share nothing but the pages' allocator and the eviction order.
+
+    Args:
+        allocator: owns the pages; evicted ones are returned to it. Gives the page size.
+        policy: which unlocked leaf to evict first.
+        on_payload_removed: told of each payload that leaves the tree: detached, replaced, or gone with its node.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        policy: EvictionPolicy = DEFAULT_POLICY,
+        on_payload_removed: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.page_size = allocator.page_size
+        self._allocator = allocator
+        self._queue = EvictionQueue(policy)
+        self._roots: dict[Hashable, RadixNode] = {}
+        self._owned: set[int] = set()
+        self._evictable = 0
+        self._tick = 0
+        self._num_payloads = 0
+        self._on_payload_removed = on_payload_removed
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the tree owns."""
+        return len(self._owned)
+
+    @property
+    def num_payloads(self) -> int:
+        """Nodes that carry a payload."""
+        return self._num_payloads
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages that `evict` could free now."""
+        return self._evictable
+
+    @property
+    def locked_pages(self) -> int:
+        """Pages that a lock keeps from being evicted."""
+        return len(self._owned) - self._evictable
+
+    def match(self, tokens: Sequence[int], namespace: Hashable = None) -> Match:
+        """Finds the longest cached page-aligned prefix of `tokens`, and marks it as just used.
+
+        Args:
+            tokens: token ids, as a list, tuple or array.array (of a tensor: its .tolist()).
+            namespace: only what was inserted under an equal namespace is found.
+
+        Raises:
+            TypeError: `tokens` is not a sequence.
+        """
+        node, pages = self._walk(self._root(namespace), self._aligned(tokens))
+        return Match(tuple(pages), len(pages) * self.page_size, node)
+
+    def num_cached(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None, *, with_payload: bool = False) -> int:
+        """How many of the first `limit` tokens `match` would find, or `cut_to_payload` would leave of it; marks nothing as used."""
+        limit = len(tokens) if limit is None else limit
+        node = self._roots.get(namespace)
+        position = found = 0
+        while node is not None and position + self.page_size <= limit:
+            node = node.children.get(tuple(tokens[position : position + self.page_size]))
+            if node is not None:
+                shared = min(node.shared_pages(tokens, position, self.page_size), (limit - position) // self.page_size)
+                position += shared * self.page_size
+                ends_here = shared == len(node.pages)
+                if not with_payload or (ends_here and node.payload is not None):
+                    found = position
+                if not ends_here:
+                    break
+        return found
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: Hashable = None) -> Inserted:
+        """Caches the whole pages of `tokens`; a partial last page is ignored.
+
+        The tree takes ownership of the pages that it did not have. Where it holds the prefix already, its page stays,
+        and the caller keeps its own: those positions are returned as duplicates, to be freed by the caller.
+
+        Args:
+            tokens: token ids; the leading len(tokens) // page_size pages are considered.
+            pages: the pages that hold them, allocated from this cache's allocator; surplus pages are ignored.
+            namespace: where to file them.
+
+        Raises:
+            TypeError: `tokens` is not a sequence.
+            ValueError: too few pages, a repeated page, or a page that is not allocated or that the tree holds for
+                another prefix. Nothing is inserted then.
+        """
+        aligned = self._aligned(tokens)
+        count = len(aligned) // self.page_size
+        if len(pages) < count:
+            raise ValueError(
+                f"insert got {len(pages)} pages for {len(tokens)} tokens, but {count} whole pages of {self.page_size} "
+                "tokens need at least as many; pass every page of the prefix, the matched ones included"
+            )
+        mine = list(pages[:count])
+        root = self._root(namespace)
+        node, theirs = self._walk(root, aligned)
+        self._check_pages(mine, theirs)
+        duplicates = [
+            Duplicate(position, page, kept) for position, (page, kept) in enumerate(zip(mine, theirs, strict=False)) if page != kept
+        ]
+        if len(theirs) < count:
+            new_tokens, new_pages = aligned[len(theirs) * self.page_size :], mine[len(theirs) :]
+            leaf = RadixNode(namespace, new_tokens, new_pages, node, self._tick)
+            node.children[leaf.key(self.page_size)] = leaf
+            self._roots[namespace] = root
+            self._owned.update(new_pages)
+            self._evictable += len(new_pages)
+            self._queue.update(node)
+            self._queue.update(leaf)
+            node = leaf
+        return Inserted(node, duplicates)
+
+    def lock(self, node: RadixNode) -> None:
+        """Keeps `node` and everything above it from being evicted, until as many calls of `unlock`.
+
+        Locking the node of an empty match is allowed and protects nothing.
+
+        Raises:
+            ValueError: the node was evicted since it was handed out.
+        """
+        if node.is_evicted:
+            raise ValueError(f"cannot lock {node}: its pages were freed; lock right after match or insert, before evict")
+        node.own_locks += 1
+        self._add_locks(node, 1)
+
+    def unlock(self, node: RadixNode) -> None:
+        """Takes back one `lock` of this very node.
+
+        Raises:
+            ValueError: the node holds no lock of its own (locks on nodes below it do not count).
+        """
+        if node.own_locks == 0:
+            raise ValueError(f"cannot unlock {node}: nobody holds a lock on it; unlock each locked node exactly once")
+        node.own_locks -= 1
+        self._add_locks(node, -1)
+
+    def attach(self, node: RadixNode, payload: Any) -> None:
+        """Lets `node` carry something besides its pages, in place of what it carried.
+
+        Raises:
+            ValueError: no prefix ends at the node (the root, or evicted), or the payload is None.
+        """
+        if node.parent is None or payload is None:
+            raise ValueError(f"cannot attach {payload!r} to {node}; match or insert at least a page, and give a payload other than None")
+        self.detach(node)
+        node.payload = payload
+        self._num_payloads += 1
+
+    def detach(self, node: RadixNode) -> None:
+        """Takes the payload off `node`, if it has one."""
+        payload, node.payload = node.payload, None
+        if payload is not None:
+            self._num_payloads -= 1
+            if self._on_payload_removed is not None:
+                self._on_payload_removed(payload)
+
+    def cut_to_payload(self, match: Match) -> Match:
+        """The longest part of a match that ends at a node with a payload; without one the empty match."""
+        node, count = match.node, len(match.pages)
+        while node.payload is None and node.parent is not None:
+            count -= len(node.pages)
+            node = node.parent
+        return Match(match.pages[:count], count * self.page_size, node)
+
+    def evict(self, num_pages: int) -> int:
+        """Frees `num_pages` unlocked pages into the allocator, from the ends of the lowest-ranked leaves.
+
+        Returns:
+            How many pages were freed; fewer than asked for when nothing more is evictable.
+
+        Raises:
+            ValueError: `num_pages` is negative.
+        """
+        if num_pages < 0:
+            raise ValueError(f"asked to evict {num_pages} pages, but the count must be 0 or more")
+        freed: list[int] = []
+        removed: list[RadixNode] = []
+        while len(freed) < num_pages and (node := self._queue.pop()) is not None:
+            surplus = len(freed) + len(node.pages) - num_pages
+            if surplus > 0:
+                node.split(surplus, self.page_size)
+            freed.extend(node.pages)
+            self._remove(node)
+            removed.append(node)
+        self._evictable -= len(freed)
+        self._owned.difference_update(freed)
+        self._allocator.free(freed)
+        for node in removed:
+            self.detach(node)
+        return len(freed)
+
+    def clear(self) -> int:
+        """Evicts everything that is not locked; returns how many pages were freed."""
+        return self.evict(self._evictable)
+
+    def check_invariants(self) -> None:
+        """Checks the whole tree, in O(its size); for tests.
+
+        Raises:
+            AssertionError: the tree, its counters or the allocator disagree.
+        """
+        pages, unlocked, payloads = check_tree(self._roots, self._queue, self._allocator)
+        assert pages == self._owned, f"the tree holds pages {sorted(pages)}, but owns {sorted(self._owned)}"
+        assert unlocked == self._evictable, f"{unlocked} pages are unlocked, but {self._evictable} are counted"
+        assert payloads == self._num_payloads, f"{payloads} nodes have payloads, but {self._num_payloads} are counted"
+
+    def _aligned(self, tokens: Sequence[int]) -> list[int]:
+        # The elements of a tensor hash by identity: they would never match, without a word.
+        if not isinstance(tokens, Sequence):
+            raise TypeError(f"tokens is a {type(tokens).__name__}, but must be a sequence of int; call .tolist() on it")
+        return list(tokens[: len(tokens) // self.page_size * self.page_size])
+
+    def _root(self, namespace: Hashable) -> RadixNode:
+        """The top of a namespace. It is registered by the first insert only, so that lookups leave nothing behind."""
+        root = self._roots.get(namespace)
+        return RadixNode(namespace, [], [], None) if root is None else root
+
+    def _walk(self, node: RadixNode, tokens: list[int]) -> tuple[RadixNode, list[int]]:
+        """Follows `tokens` down from the root, splits the edge in which they diverge, and marks the path as used."""
+        self._tick += 1
+        pages: list[int] = []
+        position = 0
+        while position < len(tokens):
+            child = node.children.get(tuple(tokens[position : position + self.page_size]))
+            if child is None:
+                break
+            shared = child.shared_pages(tokens, position, self.page_size)
+            if shared < len(child.pages):
+                upper = child.split(shared, self.page_size)
+                self._queue.update(child)
+                child = upper
+            child.last_access = self._tick
+            pages += child.pages
+            position += shared * self.page_size
+            node = child
+        self._queue.update(node)
+        return node, pages
+
+    def _check_pages(self, mine: list[int], theirs: list[int]) -> None:
+        seen: set[int] = set()
+        for index, page in enumerate(mine):
+            if page in seen:
+                raise ValueError(f"insert got page {page} twice; each position of a prefix needs a page of its own")
+            seen.add(page)
+            if index < len(theirs) and page == theirs[index]:
+                continue
+            if page in self._owned:
+                raise ValueError(
+                    f"insert got page {page} at position {index}, but the tree holds it for another prefix; lock "
+                    "matched pages until they are inserted again, and write new tokens into new pages"
+                )
+            if not self._allocator.is_allocated(page):
+                raise ValueError(f"insert got page {page} at position {index}, which is not allocated; allocate it first")
+
+    def _add_locks(self, node: RadixNode, delta: int) -> None:
+        above: RadixNode | None = node
+        while above is not None:
+            was_locked = above.lock_count > 0
+            above.lock_count += delta
+            if was_locked != (above.lock_count > 0):
+                self._evictable += len(above.pages) if was_locked else -len(above.pages)
+            above = above.parent
+        self._queue.update(node)
+
+    def _remove(self, node: RadixNode) -> None:
+        parent = node.parent
+        assert parent is not None and not node.children and node.lock_count == 0
+        del parent.children[node.key(self.page_size)]
+        node.parent = None
+        if parent.is_root and not parent.children:
+            del self._roots[parent.namespace]
+        self._queue.update(parent)

@@ -1,0 +1,39 @@
+"""`torch.ops.paged_attn.linear`: a linear layer that takes one row through a kernel of its own, and any other number as torch does.
+
+A product with one row reads every weight once: it takes as long as the memory takes. cuBLAS starts such a product when the one before has
+ended; a kernel of our own may ask for its first weights by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.ops.define import define_op
+
+OneRowKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
+_one_row: OneRowKernel | None = None
+
+
+def use_one_row_kernel(kernel: OneRowKernel) -> None:
+    """From now on `kernel` computes what has one row and lies on a GPU; for what it does not serve it returns None."""
+    global _one_row
+    _one_row = kernel
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if _one_row is not None and x.is_cuda and x.numel() == x.shape[-1]:
+        result = _one_row(x, weight, bias)
+        if result is not None:
+            return result
+    return F.linear(x, weight, bias)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+# x [..., K], weight [N, K], bias [N] or none, of one dtype -> [..., N]. Nothing that runs on the GPU meanwhile may write the weight.
+LINEAR = define_op("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run, _fake)

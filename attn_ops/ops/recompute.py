@@ -1,0 +1,75 @@
+"""`torch.ops.paged_attn.history_attention_with_output`: attention that is evaluated anew on all tokens of every request.
+
+It mutates `output` alone. What the new tokens give to the layer is stored in its pages; then each request's tokens, old and new, are
+gathered, and the layer's program (`HistorySpec`) runs on them. The cost of a step is that of running the whole request once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.context import ForwardContext, current_context
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.specs.recompute import HistorySpec
+
+
+def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
+    """rows: one [T, width] for each of the spec's; owned: the program's operands; output [T, heads, v_dim].
+
+    Rows past the batch's real tokens are zeroed; no such row and no page that a request does not use is read.
+    """
+    context = current_context()
+    if context is None:
+        raise ContextError(
+            "history_attention_with_output was called outside any forward context; "
+            "wrap the call in `with paged_attn.forward_context(batch, pool):`"
+        )
+    if output.shape[0] != context.batch.num_rows:
+        raise ContextError(
+            f"attention got {output.shape[0]} rows but the forward context's batch has {context.batch.num_rows}; "
+            "call the model with batch.model_inputs()"
+        )
+    spec = context.layers[layer_id] if 0 <= layer_id < len(context.layers) else None
+    if not isinstance(spec, HistorySpec) or [row.shape[1] for row in rows] != [row.width for row in spec.rows]:
+        raise ContextError(
+            f"layer {layer_id} of the pool is not the model's, which is recomputed from {[row.shape[1] for row in rows]} values a token; "
+            "allocate the pool with attention_layers(compiled)"
+        )
+    _store(context, spec, rows, layer_id)
+    starts = itertools.accumulate(context.batch.query_lens_host, initial=0)
+    for request, (start, new) in enumerate(zip(starts, context.batch.query_lens_host, strict=False)):
+        length = context.batch.seq_lens_host[request]
+        count = max(length, spec.min_tokens)  # copies of the last token come after it, which change no row before them
+        result = spec.program(count, _history(context, spec, layer_id, request, count), owned)
+        output[start : start + new] = result[length - new : length]
+    output[context.batch.num_tokens :].zero_()
+
+
+def _store(context: ForwardContext, spec: HistorySpec, rows: Sequence[Tensor], layer_id: int) -> None:
+    """Put the real tokens' rows in their slots."""
+    batch, keys = context.batch, context.pool.key(layer_id)
+    slots = batch.slots[: batch.num_tokens]
+    index = (slots // batch.page_size, slots % batch.page_size)
+    offset = 0
+    for row, values in zip(spec.rows, rows, strict=True):
+        elements = row.stored(values[: batch.num_tokens], keys.dtype)
+        keys[:, :, 0, offset : offset + elements.shape[1]].index_put_(index, elements)
+        offset += row.elements
+
+
+def _history(context: ForwardContext, spec: HistorySpec, layer_id: int, request: int, count: int) -> list[Tensor]:
+    """The program's tensors for one request, of `count` tokens, of which those past its last one repeat that."""
+    batch, keys = context.batch, context.pool.key(layer_id)
+    places = torch.arange(count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)
+    pages = batch.page_table[request].to(torch.int64)[places // batch.page_size]
+    elements = keys[pages, places % batch.page_size, 0]  # [count, elements of all rows]
+    ends = list(itertools.accumulate((row.elements for row in spec.rows), initial=0))
+    return [row.restored(elements[:, start:end]) for row, start, end in zip(spec.rows, ends, ends[1:], strict=False)]
+
+
+HISTORY_ATTENTION = define_op("history_attention_with_output(Tensor[] rows, Tensor[] owned, Tensor(a!) output, int layer_id) -> ()", _run)

@@ -1,0 +1,94 @@
+"""What a layer computes that is evaluated anew on all tokens of a request: values per token in pages, and a program over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+
+
+@dataclass(frozen=True)
+class RowInput:
+    """One tensor with a value per token, and how its rows [T, width] lie in the pages and become that tensor again.
+
+    Attributes:
+        shape: of one token's part, the token dim left out.
+        token_dim: where that dim stands in the tensor.
+        order: the tensor's dims from the outermost to the innermost in memory; operations on views may ask for it.
+        dtype: of the tensor. Pages of a narrower type hold its bits, so that nothing is rounded.
+        elements: of the pages, that one token takes.
+    """
+
+    shape: tuple[int, ...]
+    token_dim: int
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    elements: int
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape)
+
+    def stored(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [T, width] as elements [T, n] of pages of a dtype; n is `elements`, or less in pages of a wider type.
+
+        Raises:
+            ContextError: the pages are of a dtype for which the layer was not laid out.
+        """
+        return rows.contiguous().view(dtype) if self._as_bits(dtype) else rows.to(dtype)
+
+    def restored(self, elements: Tensor) -> Tensor:
+        """Elements [T, elements] of pages as the tensor."""
+        if self._as_bits(elements.dtype):
+            rows = elements.contiguous().view(self.dtype)
+        else:
+            rows = elements[:, : self.width].to(self.dtype)
+        value = rows.reshape(-1, *self.shape).movedim(0, self.token_dim)
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return value.permute(self.order).contiguous().permute(back)
+
+    def _as_bits(self, dtype: torch.dtype) -> bool:
+        if dtype.itemsize >= self.dtype.itemsize or self.elements == self.width:
+            return False
+        if dtype.itemsize * self.elements != self.dtype.itemsize * self.width:
+            raise ContextError(
+                f"the pages hold {dtype}, for which {self.width} values of {self.dtype} were not laid out ({self.elements} elements); "
+                "allocate the pool with the model's dtype"
+            )
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class HistorySpec(AttentionSpec):
+    """An attention that no backend knows: its program runs on all tokens of a request, and the new tokens' rows are the result.
+
+    To the pool it is a layer with one KV head, whose K is what `rows` take and whose V is empty. No backend is asked about it.
+
+    Attributes:
+        rows: the program's inputs per token, in the order in which their elements lie in K.
+        min_tokens: that the program runs on: what was traced does not hold for fewer.
+        chooses: how many keys a query takes of those that it ranks (the fewest, if it ranks several times); None where none are ranked.
+        computes: equal for programs that compute the same from operands of the same kinds.
+        program: (number of tokens, the rows' tensors, the operands) -> [tokens, heads, v_dim].
+    """
+
+    rows: tuple[RowInput, ...]
+    min_tokens: int
+    chooses: int | None = None
+    computes: str = field(repr=False)
+    program: Callable[[int, Sequence[Tensor], Sequence[Tensor]], Tensor] = field(compare=False, repr=False)
+
+    @property
+    def by_backend(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        """`4 heads, causal, recomputed from history: 132 values a token`."""
+        values = sum(row.width for row in self.rows)
+        return f"{self.num_q_heads} heads, causal, recomputed from history: {values} values a token"

@@ -1,0 +1,227 @@
+"""What a backend can run, as data, and what a layer asks for; `unmet` compares the two and is pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+
+
+class Feature(enum.Enum):
+    WINDOW = "sliding window"
+    CHUNK = "chunked attention"
+    SOFTCAP = "softcap"
+    SINKS = "attention sinks"
+    ALIBI = "ALiBi"
+    POSITION_BIAS = "biases by distance or key"
+    BIDIRECTIONAL = "bidirectional attention"
+    CUSTOM_MASK = "custom mask"
+    CROSS = "cross-attention"
+    MLA = "multi-head latent attention"
+    FP8_KV = "fp8 KV"
+    FP4_KV = "fp4 KV"
+    DETERMINISTIC = "batch-invariant results"
+    LSE = "log-sum-exp output"
+    UNEQUAL_DIMS = "v head dim unlike qk's"
+
+
+PHASES = frozenset({"extend", "decode"})  # `forward_extend` and `forward_decode` of the contract
+
+
+class GraphSupport(enum.Enum):
+    NEVER = "never"
+    UNIFORM_DECODE = "uniform decode"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """An optional package: import name, lowest version ("" for any) and the line that installs it."""
+
+    module: str
+    version: str
+    install: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """An inclusive range of integers, optionally in steps."""
+
+    low: int
+    high: int
+    step: int = 1
+
+    def __contains__(self, value: int) -> bool:
+        return self.low <= value <= self.high and (value - self.low) % self.step == 0
+
+    def __str__(self) -> str:
+        return f"{self.low} to {self.high}" + (f" in steps of {self.step}" if self.step > 1 else "")
+
+
+@dataclass(frozen=True, init=False)
+class OneOf:
+    """Some integers: `OneOf({64, 96, 128})`."""
+
+    values: frozenset[int]
+
+    def __init__(self, values: Iterable[int]) -> None:
+        object.__setattr__(self, "values", frozenset(values))
+
+    def __contains__(self, value: int) -> bool:
+        return value in self.values
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, sorted(self.values))) or "none"
+
+
+@dataclass(frozen=True)
+class Both:
+    """The integers that two sets share: those of a backend made of two."""
+
+    first: Sizes
+    second: Sizes
+
+    def __contains__(self, value: int) -> bool:
+        return value in self.first and value in self.second
+
+    def __str__(self) -> str:
+        return f"both {self.first} and {self.second}"
+
+
+Sizes: TypeAlias = Span | OneOf | Both
+ANY_SIZE = Span(1, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Everything that `unmet` needs to know of a backend.
+
+    Attributes:
+        devices: words of `device_word`: "cpu", "cuda", "hip", "npu", "xpu"; "cpu-amx" is a CPU with AMX, and "cpu" holds for it too.
+        architectures: of CUDA devices, 90 for SM90; empty means any.
+        head_dims: both of q, k and of v. Layers whose two differ need Feature.UNEQUAL_DIMS, or their pair in `dim_pairs`.
+        dim_pairs: the (qk, v) head dims that differ and run, for kernels that take a few such pairs only; they need not be in `head_dims`.
+        phases: "extend" and "decode", or the one of them that the backend serves (see `HybridBackend`).
+        graphs: what a captured graph may hold, per phase.
+        conflicts: features of which it runs each, but not together.
+        blocked: why it can not run at all, however well the problem fits; empty if it can.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    kv_dtypes: frozenset[torch.dtype]
+    features: frozenset[Feature]
+    architectures: frozenset[int] = frozenset()
+    head_dims: Sizes = ANY_SIZE
+    page_sizes: Sizes = ANY_SIZE
+    group_sizes: Sizes = ANY_SIZE
+    graphs: dict[str, GraphSupport] = field(default_factory=lambda: {"extend": GraphSupport.NEVER, "decode": GraphSupport.NEVER})
+    requirements: tuple[Requirement, ...] = ()
+    note: str = ""
+    phases: frozenset[str] = PHASES
+    dim_pairs: frozenset[tuple[int, int]] = frozenset()
+    conflicts: frozenset[frozenset[Feature]] = frozenset()
+    blocked: str = ""
+
+    def runs_on(self, device: str) -> bool:
+        """Whether it runs on the device with that word, architectures apart."""
+        return device in self.devices or device.partition("-")[0] in self.devices
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer on one device: what a backend is asked to run.
+
+    Attributes:
+        device: as in `Capabilities.devices`; architecture: 90 for SM90, None off CUDA.
+        extra: features that are asked for besides those of the layer, such as DETERMINISTIC.
+        phases: those that the backend is to serve.
+    """
+
+    spec: AttentionSpec
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    page_size: int
+    device: str
+    architecture: int | None = None
+    extra: frozenset[Feature] = frozenset()
+    phases: frozenset[str] = PHASES
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        spec = self.spec
+        needed = {
+            Feature.WINDOW: spec.sliding_window is not None,
+            Feature.CHUNK: spec.chunk is not None,
+            Feature.SOFTCAP: spec.softcap is not None,
+            Feature.SINKS: spec.has_sinks,
+            Feature.ALIBI: spec.alibi_slopes is not None,
+            Feature.POSITION_BIAS: spec.bias_index is not None,
+            Feature.BIDIRECTIONAL: not spec.causal,
+            Feature.LSE: spec.gives_lse,
+            Feature.UNEQUAL_DIMS: spec.qk_head_dim != spec.v_head_dim,
+        }
+        return frozenset(feature for feature, wanted in needed.items() if wanted) | self.extra
+
+
+def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
+    """Every reason why a backend with these capabilities can not run this problem, each with the value; empty if it can.
+
+    Packages are not looked at: see `packages.unmet_requirement`.
+    """
+    spec, features = problem.spec, problem.features
+    reasons = list(filter(None, [wrong_device(capabilities, problem.device, problem.architecture)]))
+    if missing := problem.phases - capabilities.phases:
+        reasons.append(f"serves {_names(capabilities.phases) or 'no phase'}, not {_names(missing)}")
+    for what, dtype, allowed_dtypes in (
+        ("dtype", problem.dtype, capabilities.dtypes),
+        ("KV dtype", problem.kv_dtype, capabilities.kv_dtypes),
+    ):
+        if dtype not in allowed_dtypes:
+            reasons.append(f"{what} {_short(dtype)} is not among {_names(_short(d) for d in allowed_dtypes)}")
+    dims, by_pair = (spec.qk_head_dim, spec.v_head_dim), False
+    if dims[0] != dims[1] and Feature.UNEQUAL_DIMS not in capabilities.features and capabilities.dim_pairs:
+        by_pair, features = True, features - {Feature.UNEQUAL_DIMS}
+        if dims not in capabilities.dim_pairs:
+            pairs = ", ".join(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))
+            reasons.append(f"head dims {dims[0]}/{dims[1]} of qk/v are not among {pairs}")
+    head_dims = ANY_SIZE if by_pair else capabilities.head_dims
+    for what, value, allowed_sizes in (
+        ("head dim", dims[0], head_dims),
+        ("head dim of v", dims[1], head_dims if dims[0] != dims[1] else ANY_SIZE),
+        ("page size", problem.page_size, capabilities.page_sizes),
+        ("query heads per KV head", spec.group_size, capabilities.group_sizes),
+    ):
+        if value not in allowed_sizes:
+            reasons.append(f"{what} {value} is not in {allowed_sizes}")
+    reasons += [f"no {feature.value}" for feature in sorted(features - capabilities.features, key=lambda f: f.name)]
+    together = (sorted(f.value for f in group) for group in capabilities.conflicts if group <= features)
+    reasons += sorted(f"no {' together with '.join(names)}" for names in together)
+    return reasons + [capabilities.blocked] * bool(capabilities.blocked)
+
+
+def wrong_device(capabilities: Capabilities, device: str, architecture: int | None) -> str:
+    """Why it can not run on a device, or an empty text."""
+    if not capabilities.runs_on(device):
+        return f"runs on {_names(capabilities.devices) or 'no device'}, not on {device}"
+    if capabilities.architectures and architecture not in capabilities.architectures:
+        return f"needs {architecture_words(capabilities.architectures)}, this GPU is SM{architecture}"
+    return ""
+
+
+def architecture_words(architectures: Iterable[int]) -> str:
+    """`{100, 90}` -> "SM90, SM100"."""
+    return ", ".join(f"SM{a}" for a in sorted(architectures))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(values: Iterable[str]) -> str:
+    return ", ".join(sorted(values))

@@ -1,0 +1,140 @@
+"""FlashAttention 2 on the page table: `flash_attn_with_kvcache` for decode, `flash_attn_varlen_func` with a block_table for the rest.
+
+The log-sum-exp that the kernel returns with ALiBi is not that of the scores: without a window it adds slope * j, not slope * (j - i),
+which gives the same weights. `_log_sum_exp` takes slope * i off again. Bidirectional ALiBi is slope * |i - j| there, not ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.alibi import slopes_of
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Requirement, Span
+from paged_attn.backends.attention.flash_style import finish, for_kernel, key_starts, window_of
+from paged_attn.backends.kv_write.store import store_kv
+
+_DTYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+@dataclass(slots=True)
+class Layer:
+    """K and V of a layer, its slopes [q_heads] float32 or None, and the keyword arguments that both functions take."""
+
+    key: Tensor
+    value: Tensor
+    slopes: Tensor | None
+    settings: dict[str, Any]
+
+
+@dataclass(slots=True)
+class FlashAttnPlan:
+    batch: Batch
+    pool: KVPool
+    layers: list[Layer]
+    longest_query: int
+    longest: int
+    key_starts: Tensor | None = None
+
+
+class FlashAttnBackend(AttentionBackend):
+    name = "flash_attn"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_DTYPES,
+        kv_dtypes=_DTYPES,
+        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.BIDIRECTIONAL, Feature.LSE}),
+        architectures=frozenset({80, 86, 87, 89, 90, 100, 120}),
+        head_dims=Span(8, 256, 8),
+        page_sizes=Span(256, 1 << 16, 256),
+        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        conflicts=frozenset({frozenset({Feature.ALIBI, Feature.BIDIRECTIONAL})}),
+        requirements=(Requirement("flash_attn", "2.7", "pip install 'paged-attn[flash-attn]'"),),
+        note="pages in multiples of 256 tokens, because a tile of the kernel may hold 256 keys and is read from one page; "
+        "sinks are applied after the kernel; tested against its signature, not yet run on a GPU by this project",
+    )
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        try:
+            from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+        except ImportError as error:
+            install = self.capabilities.requirements[0].install
+            raise ImportError(f"the flash_attn backend needs flash-attn 2.7 or newer: {install} (found: {error})") from error
+        self._varlen, self._decode = flash_attn_varlen_func, flash_attn_with_kvcache
+        self._layers: WeakKeyDictionary[KVPool, list[Layer]] = WeakKeyDictionary()
+
+    def plan(self, batch: Batch, pool: KVPool) -> FlashAttnPlan:
+        layers = self._layers.get(pool)
+        if layers is None:
+            layers = self._layers[pool] = [_layer(pool, index, spec) for index, spec in enumerate(pool.layers)]
+        longest_query = max(batch.query_lens_host, default=0)
+        # In decode the kernel takes the page table's width for the longest request, which a captured graph may keep.
+        width = batch.page_table.shape[1] * pool.page_size
+        longest = width if batch.mode is ForwardMode.DECODE else max(batch.seq_lens_host, default=0)
+        return FlashAttnPlan(batch, pool, layers, longest_query, longest)
+
+    def plan_in_graph(self, plan: FlashAttnPlan) -> None:
+        if plan.batch.mode is not ForwardMode.DECODE:
+            plan.key_starts = key_starts(plan.batch)
+
+    def write_kv(self, plan: FlashAttnPlan, call: AttentionCall) -> None:
+        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
+
+    def forward_decode(self, plan: FlashAttnPlan, call: AttentionCall) -> None:
+        batch, layer = plan.batch, plan.layers[call.layer_id]
+        query = for_kernel(call.query[: batch.num_tokens], layer.key.dtype)
+        output, lse = self._decode(
+            query[:, None], layer.key, layer.value, cache_seqlens=batch.seq_lens, block_table=batch.page_table,
+            return_softmax_lse=True, **layer.settings,
+        )  # fmt: skip
+        self._finish(plan, call, output[:, 0], lse[..., 0])
+
+    def forward_extend(self, plan: FlashAttnPlan, call: AttentionCall) -> None:
+        batch, layer = plan.batch, plan.layers[call.layer_id]
+        if not batch.num_requests:
+            return
+        query = for_kernel(call.query[: batch.num_tokens], layer.key.dtype)  # if all have one, the kernel wants as many rows as requests
+        output, lse, _ = self._varlen(
+            query, layer.key, layer.value, batch.query_start, plan.key_starts, plan.longest_query, plan.longest,
+            block_table=batch.page_table, return_attn_probs=True, **layer.settings,
+        )  # fmt: skip
+        self._finish(plan, call, output, lse.t())
+
+    def _finish(self, plan: FlashAttnPlan, call: AttentionCall, output: Tensor, lse: Tensor) -> None:
+        wanted = call.sinks is not None or call.lse_out is not None
+        finish(call, output, _log_sum_exp(plan, call, lse) if wanted else None, plan.batch.num_tokens, call.sinks)
+
+
+def _layer(pool: KVPool, index: int, spec: AttentionSpec) -> Layer:
+    if spec.alibi_slopes is not None and not spec.causal and spec.by_backend:
+        where = f"layer {index}" + (f" ({spec.module})" if spec.module else "")
+        raise UnsupportedError(
+            f"{where} is bidirectional with ALiBi, where flash-attn computes -slope * |i - j|, not slope * (j - i); "
+            "take another backend, such as 'triton'"
+        )
+    slopes = slopes_of(spec, pool.device)
+    settings = {
+        "softmax_scale": spec.scale,
+        "causal": spec.causal,
+        "window_size": window_of(spec),
+        "softcap": spec.softcap or 0.0,
+        "alibi_slopes": slopes,
+    }
+    return Layer(pool.key(index), pool.value(index), slopes, settings)
+
+
+def _log_sum_exp(plan: FlashAttnPlan, call: AttentionCall, lse: Tensor) -> Tensor:
+    """lse [rows, q_heads] as the kernel gives it -> that of the scores."""
+    slopes, window = plan.layers[call.layer_id].slopes, call.spec.sliding_window
+    by_key = slopes is not None and (window is None or window - 1 >= plan.longest)  # a window as wide is dropped
+    return lse - slopes * plan.batch.positions[: plan.batch.num_tokens, None] if slopes is not None and by_key else lse

@@ -1,0 +1,3 @@
+"""FlashInfer's kernels behind the contract: `backend.py` first; all that names FlashInfer's arguments is in
+`planner.py`.
+"""

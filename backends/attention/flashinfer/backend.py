@@ -1,0 +1,181 @@
+"""FlashInfer behind the contract.
+
+Per step and distinct kind of layer one of FlashInfer's wrappers is planned, on entry of the forward context, before the model starts;
+nothing waits for the device. What remains is FlashInfer's own host work, once per kind. A mixed batch whose decodes stand together runs
+as two parts, each with the kernel that suits it. Prompts with nothing cached read the step's own K and V. A decode step whose requests
+share a long prefix attends to it once (see `choose.cascade_pays`), if the batch has a `page_table_host` to find it in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import get_args
+
+import torch
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf
+from paged_attn.backends.attention.flashinfer.choose import PrefillChoice, cascade_pays, prefill_kernel
+from paged_attn.backends.attention.flashinfer.graph import GraphDecode
+from paged_attn.backends.attention.flashinfer.kinds import LN_2, Kind, PoolKinds, kind_for, kinds_of
+from paged_attn.backends.attention.flashinfer.launches import Cascade, Launch
+from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
+from paged_attn.backends.attention.flashinfer.planner import Planner
+from paged_attn.backends.attention.flashinfer.tables import Part, Tables, parts_of, prefix_tables, shared_pages, tables_of
+from paged_attn.backends.attention.flashinfer.wrappers import MIN_WORKSPACE, WRAPPER_BYTES, WrapperPool, announce
+from paged_attn.backends.devices import architecture_of
+from paged_attn.backends.kv_write.store import store_kv
+
+DTYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+@dataclass
+class Plan:
+    """A step's parts, tables and planned launches. It owns its wrappers, so it must live as long as the step.
+
+    `launches` by part, kind and whether K and V are the step's own; `stored` holds the layers whose K and V this step wrote.
+    """
+
+    batch: Batch
+    pool: KVPool
+    layers: PoolKinds
+    parts: tuple[Part, ...]
+    planner: Planner
+    tables: dict[tuple[int, int], Tables] = field(default_factory=dict)
+    shared: dict[int, int] = field(default_factory=dict)
+    launches: dict[tuple[int, int, bool], Launch | Cascade] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
+
+    def tables_for(self, part: int, skip: int = 0) -> Tables:
+        """The tables of a part without the first `skip` pages of each request."""
+        if (part, skip) not in self.tables:
+            self.tables[part, skip] = tables_of(self.batch, self.parts[part], skip)
+        return self.tables[part, skip]
+
+    def shared_for(self, part: int) -> int:
+        """Pages that all requests of a decoding part have in common."""
+        if part not in self.shared:
+            self.shared[part] = shared_pages(self.batch, self.parts[part])
+        return self.shared[part]
+
+
+class FlashInferBackend(AttentionBackend):
+    """FlashInfer's paged, ragged and cascade kernels.
+
+    Args:
+        prefill: the kernel for extending requests; "auto" chooses per step (see `choose.prefill_kernel`).
+        cascade: whether shared prefixes may be attended to once.
+
+    Raises:
+        ImportError: FlashInfer is not installed; the message holds the install line.
+        UnsupportedError: deterministic=True.
+    """
+
+    name = "flashinfer"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=DTYPES,
+        kv_dtypes=DTYPES,
+        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE}),
+        architectures=frozenset({80, 86, 89, 90, 100, 103, 120}),
+        head_dims=OneOf({64, 128, 256}),
+        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        requirements=(REQUIREMENT,),
+        conflicts=frozenset({frozenset({Feature.SOFTCAP, Feature.SINKS})}),
+        note="tested on SM90; compiles its kernels on first use; no bidirectional window off SM90",
+    )
+
+    def __init__(
+        self, *, deterministic: bool = False, prefill: PrefillChoice = "auto", cascade: bool = True
+    ) -> None:  # fmt: skip
+        super().__init__(deterministic=deterministic)
+        if prefill not in get_args(PrefillChoice):
+            raise ValueError(f"prefill is {prefill!r}; allowed are {', '.join(map(repr, get_args(PrefillChoice)))}")
+        self._module = import_flashinfer(self.name)
+        self._prefill, self._cascade = prefill, cascade
+        self.wrappers = WrapperPool()
+        self._planners: dict[tuple[torch.device, torch.dtype, int], Planner] = {}
+        self._kinds: weakref.WeakKeyDictionary[KVPool, PoolKinds] = weakref.WeakKeyDictionary()
+
+    def plan(self, batch: Batch, pool: KVPool) -> Plan:
+        """Plan every kind of layer of the pool, for every part of the batch.
+
+        Raises:
+            UnsupportedError: a layer or a pool that FlashInfer can not run.
+        """
+        plan = Plan(batch, pool, self.kinds(pool), parts_of(batch), self.planner(pool))
+        for part in range(len(plan.parts)):
+            for kind, owns_kv in plan.layers.used:
+                self._launch(plan, part, kind, owns_kv and _reads_own(plan, part, kind))
+        return plan
+
+    def write_kv(self, plan: Plan, call: AttentionCall) -> None:
+        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
+        plan.stored.add(call.layer_id)
+
+    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
+        self.forward_extend(plan, call)  # the plan's parts say which kernel
+
+    def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
+        kind, written = kind_for(plan.layers, call, plan.pool), call.layer_id in plan.stored
+        for index, part in enumerate(plan.parts):
+            rows = slice(part.row, part.end)
+            ragged = written and _reads_own(plan, index, kind)
+            launch = self._launch(plan, index, kind, ragged)
+            key = call.key[rows] if ragged else plan.pool.key(call.layer_id)
+            value = call.value[rows] if ragged else plan.pool.value(call.layer_id)
+            lse = None if call.lse_out is None else call.lse_out[rows]
+            launch(call.query[rows], key, value, call.output[rows], lse, call.sinks)
+            if lse is not None:
+                lse.mul_(LN_2)
+
+    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
+        """What it holds now, and before the first plan what a model with one kind of layers makes it hold."""
+        return max(self.wrappers.num_bytes, MIN_WORKSPACE + 2 * WRAPPER_BYTES)
+
+    def for_graph(self, max_requests: int, max_pages: int) -> GraphDecode:
+        """A backend for decode steps in one captured graph; `max_pages` counts the pages of all requests together. See `graph`."""
+        return GraphDecode(self, max_requests, max_pages)
+
+    def kinds(self, pool: KVPool) -> PoolKinds:
+        """The kinds of a pool's layers, found once."""
+        found = self._kinds.get(pool)
+        if found is None:
+            found = self._kinds[pool] = kinds_of(pool)
+        return found
+
+    def planner(self, pool: KVPool) -> Planner:
+        """What plans for pools of that device, dtype and page size."""
+        key = (pool.device, pool.dtype, pool.page_size)
+        if key not in self._planners:
+            self._planners[key] = Planner(self._module, self.wrappers, *key)
+        return self._planners[key]
+
+    def _launch(self, plan: Plan, part: int, kind: int, ragged: bool) -> Launch | Cascade:
+        launch = plan.launches.get((part, kind, ragged))
+        if launch is None:
+            launch = plan.launches[part, kind, ragged] = self._planned(plan, part, plan.layers.kinds[kind], ragged)
+        return launch
+
+    def _planned(self, plan: Plan, index: int, kind: Kind, ragged: bool) -> Launch | Cascade:
+        part = plan.parts[index]
+        if not part.decode:
+            query_lens = plan.batch.query_lens_host[part.first : part.last]
+            kernel = prefill_kernel(kind, query_lens, architecture_of(plan.pool.device), plan.planner.num_sms, self._prefill)
+            if ragged:
+                return plan.planner.ragged(kind, plan.tables_for(index), plan, kernel)
+            return plan.planner.prefill(kind, plan.tables_for(index), plan, kernel)
+        shared = plan.shared_for(index) if self._cascade else 0
+        if not cascade_pays(kind, part.last - part.first, shared * plan.batch.page_size):
+            return plan.planner.decode(kind, plan.tables_for(index), plan)
+        announce("merge", (), "any layer")
+        prefix = plan.planner.prefill(kind, prefix_tables(plan.batch, part, shared), plan, "fa2", causal=False)
+        return Cascade(prefix, plan.planner.decode(kind, plan.tables_for(index, shared), plan), self._module.merge_state_in_place)
+
+
+def _reads_own(plan: Plan, part: int, kind: int) -> bool:
+    """Whether the step's own K and V are all that the part's requests have. Sinks are used with pages only."""
+    return plan.parts[part].fresh and not plan.layers.kinds[kind].has_sinks

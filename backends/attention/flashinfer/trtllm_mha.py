@@ -1,0 +1,167 @@
+"""TensorRT-LLM's decode kernels through FlashInfer: XQA on SM90.
+
+XQA serves decode only. On SM100 FlashInfer would run its trtllm-gen kernels, for prefill too; this project has not tested them, so they
+are refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
+from paged_attn.backends.attention.flashinfer.kinds import is_vectored
+from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
+from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
+from paged_attn.backends.devices import architecture_of
+from paged_attn.backends.kv_write.store import store_kv
+
+DTYPES = frozenset({torch.bfloat16, torch.float16})
+WORKSPACE = 128 << 20  # of which XQA takes 8 MiB for semaphores, which must be zero at first and are zero again after each launch
+
+
+@dataclass
+class Plan:
+    batch: Batch
+    pool: KVPool
+    workspace: Tensor
+    page_table: Tensor
+
+
+class TrtllmMhaBackend(AttentionBackend):
+    """XQA decode; for prefill name another backend in front: backend="fa3,trtllm_mha".
+
+    Raises:
+        ImportError: FlashInfer is not installed; the message holds the install line.
+        UnsupportedError: deterministic=True.
+    """
+
+    name = "trtllm_mha"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=DTYPES,
+        kv_dtypes=DTYPES,
+        features=frozenset({Feature.WINDOW, Feature.SINKS}),
+        architectures=frozenset({90}),
+        head_dims=OneOf({64, 128, 256}),
+        page_sizes=OneOf({16, 32, 64, 128}),
+        group_sizes=Span(1, 16),
+        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        requirements=(REQUIREMENT,),
+        note="XQA, decode only: use it as fa3,trtllm_mha; FlashInfer's trtllm-gen kernels for SM100 are not tested by this project",
+        phases=frozenset({"decode"}),
+    )
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        self._module = import_flashinfer(self.name)
+        self._buffers = WrapperPool()
+        self._checked: weakref.WeakSet[KVPool] = weakref.WeakSet()
+
+    def plan(self, batch: Batch, pool: KVPool) -> Plan:
+        """XQA needs none: it reads the batch's own tensors.
+
+        Raises:
+            UnsupportedError: a pool whose pages it can not read, or a GPU on which FlashInfer would take other kernels.
+        """
+        if pool not in self._checked:
+            _check_pool(pool)
+            _announce(pool)
+            self._checked.add(pool)
+        return Plan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)
+
+    def plan_in_graph(self, plan: Plan) -> None:
+        """Copy the page table if XQA can not read it in place; a copy made in `plan` would be stale when a graph is replayed."""
+        plan.page_table = plan.batch.page_table.contiguous()
+
+    def write_kv(self, plan: Plan, call: AttentionCall) -> None:
+        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
+
+    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
+        batch, spec = plan.batch, call.spec
+        _check_call(spec, call, plan.pool)
+        count = batch.num_requests
+        query, output = call.query[:count], call.output[:count]
+        direct = output.is_contiguous() and is_vectored(output) and output.dtype == query.dtype
+        target = output if direct else torch.empty(output.shape, dtype=query.dtype, device=query.device)
+        self._module.decode.trtllm_batch_decode_with_kv_cache(
+            query=query if query.is_contiguous() and is_vectored(query) else query.clone(memory_format=torch.contiguous_format),
+            kv_cache=(plan.pool.key(call.layer_id), plan.pool.value(call.layer_id)),
+            workspace_buffer=plan.workspace,
+            block_tables=plan.page_table,
+            seq_lens=batch.seq_lens,
+            max_seq_len=plan.page_table.shape[1] * batch.page_size,
+            bmm1_scale=float(spec.scale),
+            bmm2_scale=1.0,
+            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            out=target,
+            sinks=None if call.sinks is None else call.sinks.float().contiguous(),
+            kv_layout="NHD",
+            backend="xqa",
+        )
+        if not direct:
+            output.copy_(target)
+
+    def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
+        """Only the step without requests.
+
+        Raises:
+            UnsupportedError: there is something to extend.
+        """
+        if plan.batch.num_requests:
+            raise UnsupportedError(
+                f"trtllm_mha has decode kernels only on this GPU; got a batch in mode {plan.batch.mode.value}: use "
+                "backend='fa3,trtllm_mha', which prefills with fa3 and decodes with trtllm_mha"
+            )
+
+    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
+        return WORKSPACE
+
+
+def _check_pool(pool: KVPool) -> None:
+    architecture = architecture_of(pool.device)
+    if architecture is not None and architecture not in TrtllmMhaBackend.capabilities.architectures:
+        raise UnsupportedError(
+            f"trtllm_mha runs on SM90; got SM{architecture}: not tested on SM{architecture} by this project; take backend='auto'"
+        )
+    for layer, spec in enumerate(pool.layers):
+        if not spec.by_backend:
+            continue
+        key, value = pool.key(layer), pool.value(layer)
+        in_heads = not any(stride % spec.qk_head_dim for stride in key.stride()[:-1])  # the kernel divides them, without a check
+        if key.stride() != value.stride() or not in_heads or not (is_vectored(key) and is_vectored(value)):
+            raise UnsupportedError(
+                f"trtllm_mha needs the same strides for K and V, in whole heads of {spec.qk_head_dim}; layer {layer} has {key.stride()} "
+                f"and {value.stride()}: layers of several head dims in one pool do not fit; take another backend"
+            )
+
+
+def _announce(pool: KVPool) -> None:
+    for spec in pool.layers:
+        if spec.by_backend:
+            words = [f"head dim {spec.qk_head_dim}", f"group {spec.group_size}", f"page size {pool.page_size}", str(pool.dtype)[6:]]
+            words += ["window"] * (spec.sliding_window is not None)
+            announce("XQA", tuple(words), ", ".join(words))
+
+
+def _check_call(spec: AttentionSpec, call: AttentionCall, pool: KVPool) -> None:
+    wrong = {
+        "softcap": spec.softcap is not None,
+        "chunk": spec.chunk is not None,
+        "ALiBi": spec.alibi_slopes is not None,
+        "biases": call.bias is not None,
+        "log-sum-exp": call.lse_out is not None,
+        f"queries of {call.query.dtype} for a KV pool of {pool.dtype}": call.query.dtype != pool.dtype,
+    }
+    if found := [what for what, present in wrong.items() if present]:
+        raise UnsupportedError(
+            f"trtllm_mha can not run layer {call.layer_id} ({spec.describe()}): no {', no '.join(found)}; take another backend"
+        )

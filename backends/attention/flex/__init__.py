@@ -1,0 +1,3 @@
+"""PyTorch's flex_attention behind the contract: masks, windows and biases as functions that are compiled into
+the kernel.
+"""

@@ -1,0 +1,121 @@
+"""Where a step's queries and keys go for flex_attention: worked out once per step, on the device, from lengths that the host knows, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.flex.mods import KEY_BLOCK, Where
+
+SMALL_TILE, LARGE_TILE = 16, 128  # the smallest that tensor cores take, for decode and verification; the kernel's own
+AT_LEAST = 2  # tiles, and blocks per tile: torch.compile makes a constant of a size of 1
+
+
+@dataclass
+class Tiles:
+    """Queries in tiles of `size`, each of one request, and a number of empty tiles at the end.
+
+    Of the tiles: request, position of the first query, queries. Of the queries [tiles * size]: request (-1 for padding), position, row in
+    the batch (padding repeats the tile's last). back [num_tokens]: where each row of the batch is among the queries. All int32.
+    """
+
+    size: int
+    request: Tensor
+    first: Tensor
+    queries: Tensor
+    query_request: Tensor
+    query_position: Tensor
+    query_row: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> Tiles:
+        size = SMALL_TILE if max(batch.query_lens_host) <= SMALL_TILE else LARGE_TILE
+        count = sum(-(-new // size) for new in batch.query_lens_host)
+        padding = max(0, AT_LEAST - count)
+        new, starts = batch.query_lens, batch.query_start
+        tiles = (new + size - 1) // size
+        tile_starts = _before(tiles)
+        request = torch.nn.functional.pad(_repeated(tiles, count), (0, padding))
+        done = (_arange(count + padding, new) - tile_starts[request]) * size  # queries of the request in tiles before
+        first, queries = (batch.seq_lens - new)[request] + done, torch.clamp(new[request] - done, 0, size)
+        if padding:
+            queries[count:] = 0
+        place = _arange(size, new)
+        real = place < queries[:, None]
+        row = (starts[request] + done)[:, None] + torch.minimum(place, torch.clamp(queries[:, None] - 1, min=0))
+        row_request = _repeated(new, batch.num_tokens)
+        back = tile_starts[row_request] * size + _arange(batch.num_tokens, new) - starts[row_request]
+        return cls(
+            size, request, first, queries,
+            query_request=torch.where(real, request[:, None], -1).flatten(),
+            query_position=(first[:, None] + place).flatten(),
+            query_row=torch.clamp(row, max=batch.num_tokens - 1).flatten(),
+            back=back,
+        )  # fmt: skip
+
+
+@dataclass
+class Keys:
+    """The keys that a step's queries may see, for one kind of mask: the page and offset [N] of each, and where they are."""
+
+    pages: Tensor
+    offsets: Tensor
+    where: Where
+
+    @classmethod
+    def of(cls, batch: Batch, tiles: Tiles, spec: AttentionSpec) -> Keys:
+        lengths = zip(batch.seq_lens_host, batch.query_lens_host, strict=True)
+        host_blocks = [-(-(length - _first_visible_host(length - new, spec)) // KEY_BLOCK) for length, new in lengths]
+        count, most = sum(host_blocks), max(AT_LEAST, *host_blocks)
+        lens = batch.seq_lens
+        begin = _first_visible(lens - batch.query_lens, spec)
+        blocks = (lens - begin + KEY_BLOCK - 1) // KEY_BLOCK
+        block_starts = _before(blocks)
+        owner = _repeated(blocks, count).repeat_interleave(KEY_BLOCK)
+        position = begin[owner] + _arange(count * KEY_BLOCK, lens) - block_starts[owner] * KEY_BLOCK
+        inside = torch.minimum(position, lens[owner] - 1)  # no unused slot is read: the padding repeats the last key
+
+        request, first = tiles.request, tiles.first
+        last = first + tiles.queries - 1
+        end = last + 1
+        if not spec.causal:
+            end = lens[request] if spec.chunk is None else torch.minimum(lens[request], (last // spec.chunk + 1) * spec.chunk)
+        low = (_first_visible(first, spec) - begin[request]) // KEY_BLOCK
+        counts = torch.where(tiles.queries > 0, (end - begin[request] + KEY_BLOCK - 1) // KEY_BLOCK - low, 0)
+        listed = torch.clamp((block_starts[request] + low)[:, None] + _arange(most, lens), 0, count - 1)
+        where = Where(
+            tiles.query_request, tiles.query_position, torch.where(position == inside, owner, -2), position,
+            counts[None, None], listed[None, None].contiguous(),
+        )  # fmt: skip
+        return cls(batch.page_table[owner, inside // batch.page_size], inside % batch.page_size, where)
+
+
+def _arange(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=like.device)
+
+
+def _before(counts: Tensor) -> Tensor:
+    """The exclusive prefix sum."""
+    return torch.cumsum(counts, 0, dtype=torch.int32) - counts
+
+
+def _repeated(counts: Tensor, total: int) -> Tensor:
+    """[0] * counts[0] + [1] * counts[1] + ..., of a length that the host knows, so that nothing waits for the device."""
+    return torch.repeat_interleave(_arange(counts.shape[0], counts), counts, output_size=total)
+
+
+def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
+    first = torch.zeros_like(position)
+    if spec.sliding_window is not None:
+        first = torch.maximum(first, position - (spec.sliding_window - 1))
+    return first if spec.chunk is None else torch.maximum(first, position // spec.chunk * spec.chunk)
+
+
+def _first_visible_host(position: int, spec: AttentionSpec) -> int:
+    first = 0 if spec.sliding_window is None else max(0, position - (spec.sliding_window - 1))
+    return first if spec.chunk is None else max(first, position // spec.chunk * spec.chunk)

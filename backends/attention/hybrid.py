@@ -1,0 +1,159 @@
+"""Two backends as one: the first serves prefill, the second decode. "fa3,flashinfer" names such a pair.
+
+A step goes to one of them as a whole: a batch in mode DECODE to the second, EXTEND, MIXED and IDLE to the first, and those of
+speculative decoding (TARGET_VERIFY, DRAFT_EXTEND) to the one that the setting `speculative` names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Both, Capabilities, Feature, GraphSupport, Sizes
+
+EXTEND, DECODE = frozenset({"extend"}), frozenset({"decode"})
+SPECULATIVE_MODES = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
+NOT_DETERMINISTIC = (
+    "two backends are not batch-invariant: a decode row goes to one of them or to the other, as the rest of the batch has it"
+)
+
+
+@dataclass
+class HybridPlan:
+    """A step, the backend that serves it, and that backend's plan."""
+
+    batch: Batch
+    child: AttentionBackend
+    plan: Any
+
+
+class HybridBackend(AttentionBackend):
+    """Base of the classes that `hybrid_of` makes. Only the child that serves a step plans it. It is never batch-invariant."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, speculative: str) -> None:
+        super().__init__()
+        self.prefill, self.decode, self.speculative = prefill, decode, speculative
+
+    def child_for(self, mode: ForwardMode) -> AttentionBackend:
+        if mode is ForwardMode.DECODE or (mode in SPECULATIVE_MODES and self.speculative == "decode"):
+            return self.decode
+        return self.prefill
+
+    def plan(self, batch: Batch, pool: KVPool) -> HybridPlan:
+        child = self.child_for(batch.mode)
+        return HybridPlan(batch, child, child.plan(batch, pool))
+
+    def plan_in_graph(self, plan: HybridPlan) -> None:
+        plan.child.plan_in_graph(plan.plan)
+
+    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
+        return sum(child.workspace_bytes(max_requests, max_tokens) for child in (self.prefill, self.decode))
+
+    def graph_support(self, phase: str) -> GraphSupport:
+        return (self.decode if phase == "decode" else self.prefill).graph_support(phase)
+
+    def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
+        """What the one that serves decode makes: a graph holds no other steps."""
+        return self.decode.for_graph(max_requests, max_pages)
+
+    def refresh(self, plan: HybridPlan, batch: Batch) -> None:
+        plan.child.refresh(plan.plan, batch)
+
+    def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
+        return self.decode.graph_lengths(requests, max_context, pool)
+
+    def graph_variant(self, batch: Batch, pool: KVPool) -> int:
+        return self.decode.graph_variant(batch, pool)
+
+    def forward(
+        self, plan: HybridPlan, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
+        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """The child's own `forward`, which may fuse the KV write into attention."""
+        plan.child.forward(
+            plan.plan, layer_id, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
+        )
+
+    def write_kv(self, plan: HybridPlan, call: AttentionCall) -> None:
+        plan.child.write_kv(plan.plan, call)
+
+    def forward_extend(self, plan: HybridPlan, call: AttentionCall) -> None:
+        plan.child.forward_extend(plan.plan, call)
+
+    def forward_decode(self, plan: HybridPlan, call: AttentionCall) -> None:
+        plan.child.forward_decode(plan.plan, call)
+
+
+def hybrid_of(prefill: AttentionBackend, decode: AttentionBackend, speculative: str = "prefill") -> HybridBackend:
+    """The backend that serves prefill with one and decode with another; its name is `prefill.name,decode.name`.
+
+    Args:
+        speculative: which of the two runs TARGET_VERIFY and DRAFT_EXTEND.
+
+    Raises:
+        UnsupportedError: one of them does not serve its phase.
+    """
+    for child, role, phases in ((prefill, "prefill", EXTEND), (decode, "decode", decode_phases(speculative))):
+        if missing := phases - child.capabilities.phases:
+            raise UnsupportedError(f"{child.name} can not serve {role}: its capabilities lack {', '.join(sorted(missing))}")
+
+    class Hybrid(HybridBackend):
+        name = f"{prefill.name},{decode.name}"
+        capabilities = shared_capabilities(prefill.capabilities, decode.capabilities)
+
+    return Hybrid(prefill, decode, speculative)
+
+
+def decode_phases(speculative: str) -> frozenset[str]:
+    """What the second of two backends must serve: DRAFT_EXTEND and TARGET_VERIFY are extensions."""
+    return PHASES if speculative == "decode" else DECODE
+
+
+def shared_capabilities(prefill: Capabilities, decode: Capabilities) -> Capabilities:
+    """What both can run, each in its phase. It is never batch-invariant."""
+    devices = frozenset(d for d in prefill.devices | decode.devices if prefill.runs_on(d) and decode.runs_on(d))
+    architectures = prefill.architectures & decode.architectures or prefill.architectures | decode.architectures
+    if prefill.architectures and decode.architectures and not prefill.architectures & decode.architectures:
+        devices, architectures = devices - {"cuda"}, frozenset()
+    phases = (prefill.phases & {"extend"}) | (decode.phases & {"decode"})
+    pairs = frozenset(p for p in prefill.dim_pairs | decode.dim_pairs if _runs_pair(prefill, p) and _runs_pair(decode, p))
+    requirements = dict.fromkeys(prefill.requirements + decode.requirements)
+    return Capabilities(
+        devices=devices,
+        dtypes=prefill.dtypes & decode.dtypes,
+        kv_dtypes=prefill.kv_dtypes & decode.kv_dtypes,
+        features=(prefill.features & decode.features) - {Feature.DETERMINISTIC},
+        architectures=architectures,
+        head_dims=_shared(prefill.head_dims, decode.head_dims),
+        page_sizes=_shared(prefill.page_sizes, decode.page_sizes),
+        group_sizes=_shared(prefill.group_sizes, decode.group_sizes),
+        graphs={
+            "extend": prefill.graphs.get("extend", GraphSupport.NEVER),
+            "decode": decode.graphs.get("decode", GraphSupport.NEVER),
+        },
+        requirements=tuple(requirements),
+        note="two backends: prefill, decode",
+        phases=phases,
+        dim_pairs=pairs,
+        conflicts=prefill.conflicts | decode.conflicts,
+        blocked="; ".join(filter(None, (prefill.blocked, decode.blocked))),
+    )
+
+
+def _runs_pair(capabilities: Capabilities, pair: tuple[int, int]) -> bool:
+    if Feature.UNEQUAL_DIMS in capabilities.features:
+        return all(dim in capabilities.head_dims for dim in pair)
+    return pair in capabilities.dim_pairs
+
+
+def _shared(one: Sizes, other: Sizes) -> Sizes:
+    if one == other or other == ANY_SIZE:
+        return one
+    return other if one == ANY_SIZE else Both(one, other)

@@ -1,0 +1,296 @@
+"""The attention kernel: paged, ragged, split by stream-K, merged by whoever finishes an item last.
+
+For each query row: softmax(softcap(scale * q.K) + bias) @ V over the keys that the row sees, read in place through the page table, by the
+online softmax in base 2 (Milakov and Gimelshein, 2018, https://arxiv.org/abs/1805.02867; FlashAttention-2, https://arxiv.org/abs/2307.08691).
+
+query [T, q_heads, QK_DIM], out [T, q_heads, V_DIM], any strides; keys and values [pages, PAGE_SIZE, kv_heads, dim] with any page, token and
+head strides and dim contiguous; page_table [requests, columns] int32; seq_lens [requests], query_start [requests + 1] int32;
+work: see plan_kernels. A program walks through its share of the work, item by item; a cut item leaves (acc, m, norm) of its part in
+`partial` [2 * programs, KEEP_ROWS, BLOCK_DV] and `partial_stats` [2 * programs, 2, KEEP_ROWS], and the program that adds the last part
+merges them.
+
+With FUSED_WRITE (one new token per request) the new K and V come from `new_keys` and `new_values` [T, kv_heads, dim], and the program that
+has the last part of the item stores them in the pool.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NO_KEY = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, bias_mask,
+            HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    """Raw products q.k to scores in base 2; position [rows], keys [keys]; all broadcast to raw's shape."""
+    if HAS_SOFTCAP:
+        x = raw * (scale / softcap)
+        s = (softcap * LOG2E) * (1 - 2 / (tl.exp(2 * x) + 1))
+    else:
+        s = raw * (scale * LOG2E)
+    if HAS_ALIBI:
+        s += (slope * LOG2E)[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
+    if BIAS != "none":
+        if BIAS == "distance":
+            place = tl.minimum(tl.maximum(position[:, None] - keys[None, :], 0), bias_width - 1)
+        else:
+            place = tl.minimum(keys[None, :] + position[:, None] * 0, bias_width - 1)
+        s += LOG2E * tl.load(bias_rows[:, None] + place, mask=bias_mask[:, None], other=0.0).to(tl.float32)
+    return s
+
+
+@triton.jit
+def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_token_stride, value_token_stride,
+          position, scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk,
+          MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+          HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
+          BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Keys [begin, end), a block at a time. MASK: "none", "length" (only `end` bounds) or "all" (causal, window, chunk)."""
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    # A block's pages are looked up one block ahead: inside the loop the look-up would take a stage of the pipeline from K and V.
+    key = begin + tl.arange(0, BLOCK_N)
+    page = tl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        base = page.to(tl.int64) * page_stride
+        token = key % PAGE_SIZE
+        page = tl.load(table + (key + BLOCK_N) // PAGE_SIZE, mask=key + BLOCK_N < end, other=0)
+        k_at = keys + (base + token * key_token_stride)[:, None] + d[None, :]
+        v_at = values + (base + token * value_token_stride)[:, None] + dv[None, :]
+        if MASK == "none" and QK_DIM == BLOCK_D:
+            k = tl.load(k_at)
+        elif QK_DIM == BLOCK_D:
+            k = tl.load(k_at, mask=(key < end)[:, None], other=0.0)
+        else:
+            k = tl.load(k_at, mask=(key < end)[:, None] & (d < QK_DIM)[None, :], other=0.0)
+        if MASK == "none" and V_DIM == BLOCK_DV:
+            v = tl.load(v_at)
+        elif V_DIM == BLOCK_DV:
+            v = tl.load(v_at, mask=(key < end)[:, None], other=0.0)
+        else:
+            v = tl.load(v_at, mask=(key < end)[:, None] & (dv < V_DIM)[None, :], other=0.0)
+        raw = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        s = _scores(raw, scale, softcap, slope, bias_rows, position, key, bias_width, row_mask, HAS_SOFTCAP, HAS_ALIBI, BIAS)
+        if MASK != "none":
+            seen = (key < end)[None, :]
+            if MASK == "all":
+                if CAUSAL:
+                    seen = seen & (key[None, :] <= position[:, None])
+                if HAS_WINDOW:
+                    seen = seen & (key[None, :] > position[:, None] - window)
+                if HAS_CHUNK:
+                    seen = seen & (key[None, :] // chunk == position[:, None] // chunk)
+            s = tl.where(seen, s, NO_KEY)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        if MASK == "all":  # a row may have seen no key yet
+            shift = tl.where(m_new == NO_KEY, 0.0, m_new)
+        else:
+            shift = m_new
+        alpha = tl.exp2(m - shift)
+        p = tl.exp2(s - shift[:, None])
+        norm = norm * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        m = m_new
+    return acc, m, norm
+
+
+@triton.jit
+def _finish(acc, m, norm, out, lse, sinks, row, head, mask, out_row_stride, out_head_stride, lse_row_stride,
+            HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """Normalise and write rows of the output; row and head [rows] say which."""
+    dv = tl.arange(0, BLOCK_DV)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        alpha = tl.exp2(m - m_new)
+        norm = norm * alpha + tl.exp2(sink - m_new)
+        acc = acc * alpha[:, None]
+        m = m_new
+    result = acc / norm[:, None]
+    at = out + (row.to(tl.int64) * out_row_stride)[:, None] + (head * out_head_stride)[:, None] + dv[None, :]
+    tl.store(at, result.to(out.dtype.element_ty), mask=mask[:, None] & (dv < V_DIM)[None, :])
+    if HAS_LSE:
+        tl.store(lse + row.to(tl.int64) * lse_row_stride + head, (m + tl.log2(norm)) / LOG2E, mask=mask)
+
+
+@triton.jit(do_not_specialize=["requests", "table_stride", "window", "chunk", "bias_width"])
+def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, lse,
+           page_table, seq_lens, query_start, work, partial, partial_stats, counters,
+           requests, table_stride, page_stride, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+           query_row_stride, query_head_stride, out_row_stride, out_head_stride, new_key_row_stride, new_key_head_stride,
+           new_value_row_stride, new_value_head_stride, lse_row_stride, bias_head_stride, bias_width, scale, softcap, window, chunk,
+           KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+           ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+           HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr, HAS_LSE: tl.constexpr, FUSED_WRITE: tl.constexpr,
+           ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+           KEEP_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+           ITEM_COST: tl.constexpr):  # fmt: skip
+    """One layer; grid (programs,). scale and softcap are floats; the other sizes are in elements."""
+    if EARLY:  # launched before the kernel in front has ended (programmatic dependent launch): wait for its results
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    mine = work + program * 16
+    request, tile, kv_head, block, left, start, query_len, seq_len = first_item(mine)
+    part_first = tl.load(mine + 5)
+    part_last = tl.load(mine + 6)
+    part_slot = tl.load(mine + 7)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    items = 0
+    while left > 0:
+        first, last, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, HAS_CHUNK, BLOCK_M, ALIGN)
+        blocks = tl.cdiv(high - low, BLOCK_N)
+        take = tl.minimum(blocks - block, left)
+
+        flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_mask = flat < query_len * GROUP
+        row = start + flat // GROUP
+        head = kv_head * GROUP + flat % GROUP
+        position = seq_len - query_len + flat // GROUP
+        q_at = query + (row.to(tl.int64) * query_row_stride)[:, None] + (head * query_head_stride)[:, None] + d[None, :]
+        q = tl.load(q_at, mask=row_mask[:, None] & (d < QK_DIM)[None, :], other=0.0)
+        slope = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_ALIBI:
+            slope = tl.load(slopes + head, mask=row_mask, other=0.0)
+        bias_rows = bias + head * bias_head_stride
+
+        end = tl.minimum(high, low + (block + take) * BLOCK_N)
+        m = tl.full([BLOCK_M], NO_KEY, tl.float32)
+        norm = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        table = page_table + request.to(tl.int64) * table_stride
+        head_keys = keys + kv_head * key_head_stride
+        head_values = values + kv_head * value_head_stride
+        if FUSED_WRITE:
+            # One part has the new token, and leaves it to no one to read it from the pool. It is asked for here and used behind the others,
+            # so that nothing waits for it.
+            has_new = block + take == blocks
+            new_at = seq_len - 1
+            end = tl.where(has_new, new_at, end)
+            new_row = start.to(tl.int64)
+            new_page = tl.load(table + new_at // PAGE_SIZE, mask=has_new, other=0).to(tl.int64)
+            new_k = tl.load(new_keys + new_row * new_key_row_stride + kv_head * new_key_head_stride + d,
+                            mask=has_new & (d < QK_DIM), other=0.0).to(keys.dtype.element_ty)  # fmt: skip
+            new_v = tl.load(new_values + new_row * new_value_row_stride + kv_head * new_value_head_stride + dv,
+                            mask=has_new & (dv < V_DIM), other=0.0).to(values.dtype.element_ty)  # fmt: skip
+
+        begin = low + block * BLOCK_N
+        if ROWS != "more":  # one query sees all of its keys; with "all", every block is masked, so that all rows go through the same code
+            acc, m, norm = _walk(
+                q, acc, m, norm, begin, end, table, head_keys, head_values, page_stride, key_token_stride, value_token_stride, position,
+                scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk, "length" if ROWS == "one" else "all", CAUSAL,
+                HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_ALIBI, BIAS, PAGE_SIZE, QK_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        else:
+            # Blocks that every row sees whole lie between `clear` and `mixed`; those before and after need the mask.
+            clear = begin
+            if HAS_WINDOW or HAS_CHUNK:
+                seen_by_last = low
+                if HAS_WINDOW:
+                    seen_by_last = tl.maximum(seen_by_last, last - window + 1)
+                if HAS_CHUNK:
+                    seen_by_last = tl.maximum(seen_by_last, last // chunk * chunk)
+                clear = low + tl.cdiv(seen_by_last - low, BLOCK_N) * BLOCK_N
+            mixed = end
+            if CAUSAL:
+                mixed = tl.minimum(mixed, first + 1)
+            if HAS_CHUNK:
+                mixed = tl.minimum(mixed, (first // chunk + 1) * chunk)
+            mixed = low + tl.maximum(mixed - low, 0) // BLOCK_N * BLOCK_N
+            clear = tl.minimum(tl.maximum(clear, begin), end)
+            mixed = tl.minimum(tl.maximum(mixed, clear), end)
+            bounds = (begin, clear, mixed, end)
+            for phase in tl.static_range(0 if HAS_WINDOW or HAS_CHUNK else 1, 3):
+                acc, m, norm = _walk(
+                    q, acc, m, norm, bounds[phase], bounds[phase + 1], table, head_keys, head_values, page_stride, key_token_stride,
+                    value_token_stride, position, scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk,
+                    "none" if phase == 1 else "all", CAUSAL, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_ALIBI, BIAS, PAGE_SIZE, QK_DIM, V_DIM,
+                    BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
+                )  # fmt: skip
+
+        if FUSED_WRITE:
+            if has_new:
+                in_page = new_at % PAGE_SIZE
+                tl.store(head_keys + new_page * page_stride + in_page * key_token_stride + d, new_k, mask=d < QK_DIM)
+                tl.store(head_values + new_page * page_stride + in_page * value_token_stride + dv, new_v, mask=dv < V_DIM)
+                raw = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32)[None, :], 1)
+                s = _scores(raw[:, None], scale, softcap, slope, bias_rows, position, new_at + tl.arange(0, 1), bias_width, row_mask,
+                            HAS_SOFTCAP, HAS_ALIBI, BIAS)  # fmt: skip
+                score = tl.sum(s, 1)
+                m_new = tl.maximum(m, score)
+                alpha = tl.exp2(m - m_new)
+                weight = tl.exp2(score - m_new)
+                norm = norm * alpha + weight
+                acc = acc * alpha[:, None] + weight[:, None] * new_v.to(q.dtype).to(tl.float32)[None, :]
+                m = m_new
+        if take == blocks:
+            _finish(acc, m, norm, out, lse, sinks, row, head, row_mask, out_row_stride, out_head_stride, lse_row_stride, HAS_SINKS, HAS_LSE,
+                    V_DIM, BLOCK_DV)  # fmt: skip
+        else:
+            slot = 2 * program
+            if items > 0:  # the item begins here: its parts are this program's and those of the programs after it
+                slot += 1
+                part_slot = slot
+                part_first = program
+                part_last = tl.load(mine + 16 + 6)
+            kept = tl.arange(0, BLOCK_M)
+            keep = kept < KEEP_ROWS
+            tl.store(partial + slot.to(tl.int64) * (KEEP_ROWS * BLOCK_DV) + kept[:, None] * BLOCK_DV + dv[None, :], acc, mask=keep[:, None])
+            tl.store(partial_stats + slot * (2 * KEEP_ROWS) + kept, m, mask=keep)
+            tl.store(partial_stats + slot * (2 * KEEP_ROWS) + KEEP_ROWS + kept, norm, mask=keep)
+            tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
+            parts = part_last - part_first + 1
+            if tl.atomic_add(counters + part_first, 1, sem="acq_rel") == parts - 1:
+                tl.store(counters + part_first, 0)
+                merged_row = tl.arange(0, KEEP_ROWS)
+                merged_flat = tile * BLOCK_M + merged_row
+                merged_m = tl.full([KEEP_ROWS], NO_KEY, tl.float32)
+                merged_norm = tl.zeros([KEEP_ROWS], tl.float32)
+                merged = tl.zeros([KEEP_ROWS, BLOCK_DV], tl.float32)
+                for p in tl.range(0, parts, MERGE_PARTS):
+                    # All loads before all arithmetic, so that they wait for memory together.
+                    ms = ()
+                    ls = ()
+                    accs = ()
+                    for i in tl.static_range(MERGE_PARTS):
+                        here = merged_row * 0 + (p + i) < parts
+                        at = tl.where(p + i == 0, part_slot, 2 * (part_first + p + i))
+                        ms = ms + (
+                            tl.load(partial_stats + at * (2 * KEEP_ROWS) + merged_row, mask=here, other=NO_KEY, cache_modifier=".cg"),
+                        )
+                        ls = ls + (
+                            tl.load(
+                                partial_stats + at * (2 * KEEP_ROWS) + KEEP_ROWS + merged_row, mask=here, other=0.0, cache_modifier=".cg"
+                            ),
+                        )
+                        part_acc = partial + at.to(tl.int64) * (KEEP_ROWS * BLOCK_DV) + merged_row[:, None] * BLOCK_DV + dv[None, :]
+                        accs = accs + (tl.load(part_acc, mask=here[:, None], other=0.0, cache_modifier=".cg"),)
+                    m_new = merged_m
+                    for i in tl.static_range(MERGE_PARTS):
+                        m_new = tl.maximum(m_new, ms[i])
+                    shift = tl.where(m_new == NO_KEY, 0.0, m_new)
+                    alpha = tl.exp2(merged_m - shift)
+                    merged_norm = merged_norm * alpha
+                    merged = merged * alpha[:, None]
+                    for i in tl.static_range(MERGE_PARTS):
+                        weight = tl.exp2(ms[i] - shift)
+                        merged_norm += ls[i] * weight
+                        merged += accs[i] * weight[:, None]
+                    merged_m = m_new
+                _finish(merged, merged_m, merged_norm, out, lse, sinks, start + merged_flat // GROUP, kv_head * GROUP + merged_flat % GROUP,
+                        merged_flat < query_len * GROUP, out_row_stride, out_head_stride, lse_row_stride, HAS_SINKS, HAS_LSE, V_DIM,
+                        BLOCK_DV)  # fmt: skip
+
+        left -= take + ITEM_COST
+        items += 1
+        block = 0
+        request, tile, kv_head, start, query_len, seq_len = next_item(request, tile, kv_head, start, query_len, seq_len, left, query_start,
+                                                                      seq_lens, KV_HEADS, GROUP, ROWS, BLOCK_M)  # fmt: skip

@@ -1,0 +1,124 @@
+"""The Triton backend: one attention kernel for decode and extension, dealt to the device by stream-K; no package beyond Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall, zero_padding
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Requirement, Span
+
+if TYPE_CHECKING:
+    from paged_attn.backends.attention.triton.launch import LayerLaunch
+    from paged_attn.backends.attention.triton.plan import Plan
+
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+SHORTEST_SMALL = 256  # tokens of each request
+
+
+class TritonBackend(AttentionBackend):
+    name = "triton"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_DTYPES,
+        kv_dtypes=_DTYPES,
+        features=frozenset(
+            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
+             Feature.LSE, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
+        ),
+        head_dims=Span(1, 256),
+        graphs={"extend": GraphSupport.ALWAYS, "decode": GraphSupport.ALWAYS},
+        requirements=(Requirement("triton", "3.6", "pip install 'triton>=3.6'"),),
+        note="our own kernels",
+    )  # fmt: skip
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        try:
+            import triton  # noqa: F401
+        except ImportError as error:
+            raise ImportError(f"the triton backend needs Triton: {self.capabilities.requirements[0].install}") from error
+        from paged_attn.backends.attention.triton.launch import LayerLaunch
+        from paged_attn.backends.attention.triton.plan import Plan, small_step
+        from paged_attn.backends.kv_write.launch import store_rows
+
+        self._small_step = small_step
+        self._make_plan, self._layer_launch, self._store_rows = Plan.of, LayerLaunch.of, store_rows
+        self._launches: WeakKeyDictionary[KVPool, dict[tuple[Any, ...], LayerLaunch]] = WeakKeyDictionary()
+
+    def plan(self, batch: Batch, pool: KVPool) -> Plan:
+        return self._make_plan(batch, pool, self.deterministic)
+
+    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
+        """An upper bound for heads of up to 256, apart from deterministic mode, where parts grow with the batch's lengths."""
+        multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        rows = 2 * multiprocessors * 2 * 128  # two parts of each program, two programs per multiprocessor, tiles of 128 rows
+        return rows * (256 + 2) * 4 + 4 * (max_tokens + 2 * max_requests)
+
+    def plan_in_graph(self, plan: Plan) -> None:
+        for shares in plan.shares:
+            shares.deal(plan.batch)
+
+    def graph_support(self, phase: str) -> GraphSupport:
+        """None in deterministic mode: parts are cut at fixed keys, so that the grid follows the host's lengths."""
+        return GraphSupport.NEVER if self.deterministic else super().graph_support(phase)
+
+    def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
+        """A graph for steps of few keys, launched as `tiling` does for those, and one for all others, where both can come up."""
+        few = self._small_step(pool)
+        return (few // requests, max_context) if self._has_small(requests, few) and few < requests * max_context else (max_context,)
+
+    @staticmethod
+    def _has_small(requests: int, few: int) -> bool:
+        """Where only the shortest contexts would count as small, a second graph is not worth its memory."""
+        return few // max(requests, 1) >= SHORTEST_SMALL
+
+    def graph_variant(self, batch: Batch, pool: KVPool) -> int:
+        few = self._small_step(pool)
+        return int(self._has_small(batch.num_requests, few) and few < sum(batch.seq_lens_host))
+
+    def forward(
+        self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
+        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """As the base class, but a decode step stores its K and V in the attention kernel itself."""
+        if save_kv_cache and plan.batch.mode is ForwardMode.DECODE and not self.deterministic:
+            call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
+            self._attend(plan, call, fused_write=True)
+            zero_padding(plan.batch, output, lse_out)
+            return
+        super().forward(
+            plan, layer_id, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
+        )
+
+    def write_kv(self, plan: Plan, call: AttentionCall) -> None:
+        batch, pool = plan.batch, plan.pool
+        self._store_rows(call.key, call.value, pool.key(call.layer_id), pool.value(call.layer_id), batch.slots, batch.num_tokens)
+
+    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
+        self._attend(plan, call, fused_write=False)
+
+    def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
+        self._attend(plan, call, fused_write=False)
+
+    def _attend(self, plan: Plan, call: AttentionCall, fused_write: bool) -> None:
+        if call.output.stride(-1) != 1:
+            output = call.output
+            call.output = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+            self._attend(plan, call, fused_write)
+            output[: plan.batch.num_tokens] = call.output[: plan.batch.num_tokens]
+            return
+        launches = self._launches.setdefault(plan.pool, {})
+        for index in plan.by_layer[call.layer_id]:
+            shares = plan.shares[index]
+            launch = launches.get(key := (call.layer_id, shares.kind, fused_write))
+            if launch is None:
+                launch = launches[key] = self._layer_launch(plan.pool, call.layer_id, shares.kind, fused_write)
+            launch(plan, shares, call)

@@ -1,0 +1,93 @@
+"""What the Triton backend prepares for a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, machine_of, power_of_2, tiling
+from paged_attn.backends.attention.triton.work_partition import ShareKind, Shares
+
+
+@dataclass
+class Plan:
+    """`by_layer` holds, for each layer, the indices in `shares` of its launches.
+
+    The workspace of partial results, one for all layers: partial [slots * rows * v_dim] and partial_stats [2 * slots * rows], float32.
+    """
+
+    batch: Batch
+    pool: KVPool
+    shares: list[Shares]
+    by_layer: tuple[tuple[int, ...], ...]
+    partial: Tensor
+    partial_stats: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, pool: KVPool, deterministic: bool) -> Plan:
+        new, machine = batch.query_lens_host, machine_of(batch.slots.device)
+        longest, context, total = max(new, default=0), max(batch.seq_lens_host, default=0), sum(batch.seq_lens_host)
+        rows: list[RowsKind] = []
+        if deterministic:
+            rows += ["all"] if new else []
+        else:
+            rows += ["one"] if 1 in new else []
+            rows += ["more"] if longest > 1 else []
+        kinds_of_layers = layer_kinds(pool)
+        machine = machine if kinds_of_layers.aligned else replace(machine, hopper=False)
+        indices: dict[ShareKind, int] = {}
+        by_kind = []
+        for spec in kinds_of_layers.specs:
+            kinds = [ShareKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, total, machine)) for r in rows]
+            by_kind.append(tuple(indices.setdefault(kind, len(indices)) for kind in kinds))
+        shares = [Shares.allocate(kind, batch, machine.multiprocessors) for kind in indices]
+        slots = max((2 * s.programs * kept_rows(s.kind) for s in shares), default=0)
+        workspace = torch.empty(slots * (kinds_of_layers.v_dim + 2), dtype=torch.float32, device=batch.slots.device)
+        by_layer = tuple(() if kind is None else by_kind[kind] for kind in kinds_of_layers.by_layer)
+        return cls(batch, pool, shares, by_layer, workspace[2 * slots :], workspace[: 2 * slots])
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """The specs of a pool's layers with each kind once, which of them each layer has, and the widest V as a power of two.
+
+    None: a layer that no attention backend computes. `aligned`: all K and V begin at multiples of 16 bytes, which `hopper_kernel` copies.
+    """
+
+    specs: tuple[AttentionSpec, ...]
+    by_layer: tuple[int | None, ...]
+    v_dim: int
+    aligned: bool
+
+
+_known: WeakKeyDictionary[KVPool, LayerKinds] = WeakKeyDictionary()
+
+
+def layer_kinds(pool: KVPool) -> LayerKinds:
+    """Looked up after the first time: a plan is made for every step."""
+    if pool not in _known:
+        indices: dict[AttentionSpec, int] = {}
+        by_layer = tuple(
+            indices.setdefault(replace(spec, kv_layer=0, module=""), len(indices)) if spec.by_backend else None for spec in pool.layers
+        )
+        addresses = [view(layer).data_ptr() for layer in range(len(by_layer)) for view in (pool.key, pool.value)]
+        aligned = all(address % 16 == 0 for address in addresses) and pool.page_elements * pool.dtype.itemsize % 16 == 0
+        _known[pool] = LayerKinds(tuple(indices), by_layer, max((power_of_2(max(s.v_head_dim, 16)) for s in indices), default=0), aligned)
+    return _known[pool]
+
+
+def small_step(pool: KVPool) -> int:
+    """The most keys, over all requests, of a decode step that counts as small for every kind of layer of the pool (see `few_keys`)."""
+    machine = machine_of(pool.device)
+    return min((few_keys(spec, pool.dtype, machine) for spec in layer_kinds(pool).specs), default=0)
+
+
+def kept_rows(kind: ShareKind) -> int:
+    """Rows of a tile that partial results are kept for: a decode tile of few heads is mostly padding."""
+    return min(kind.tiling.block_m, power_of_2(kind.group)) if kind.rows == "one" else kind.tiling.block_m

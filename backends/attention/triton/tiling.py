@@ -1,0 +1,154 @@
+"""Launch numbers of the kernels, in one place.
+
+Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchmarks/kernels.py`, 32 query heads over 8, dim 128, bfloat16:
+- Decode: 64 keys, 4 warps, 3 stages, 2 programs per multiprocessor were best or within 1 % of it on six of seven shapes. One request of
+  4,096 tokens gains 8 % from one program per multiprocessor, which halves the parts to merge, and from an early launch, which loses
+  on all others. Counting an item as 3 blocks more made ragged batches (64 to 16,384 tokens) 1.17 to 1.37 times as fast.
+- Extension: `hopper_kernel` with 128 keys and 2 buffers runs at 1.4 to 1.6 times `attend_kernel`'s speed; 64 keys and 4 buffers are 1.18
+  times as fast again on prompts of 1,024 tokens, and slower from 8,192 on.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+import triton
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+
+logger = logging.getLogger("paged_attn")
+RowsKind = Literal["one", "more", "all"]
+
+
+GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, for which `hopper_kernel` compiles: Gluon is experimental and changes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What launches depend on.
+
+    Attributes:
+        multiprocessors: of the GPU.
+        hopper: whether `hopper_kernel` runs there: compute capability 9.0 and a Triton that it is written for.
+        early: whether kernels may be launched before the one in front has ended: compute capability 9.0 or more; measured on 9.0 only.
+    """
+
+    multiprocessors: int
+    hopper: bool
+    early: bool
+
+
+@cache
+def machine_of(device: torch.device) -> Machine:
+    """In Triton's interpreter, on the CPU, there are as many multiprocessors as make small tests cut their items."""
+    if device.type != "cuda":
+        return Machine(3, hopper=False, early=False)
+    capability = torch.cuda.get_device_capability(device)
+    hopper = capability == (9, 0)
+    if hopper and not (known := triton.__version__.startswith(GLUON_VERSIONS)):
+        logger.warning(
+            "Triton %s: the prefill kernel for Hopper compiles with %s; the general one runs instead, at about 0.65 of its pace",
+            triton.__version__, " and ".join(GLUON_VERSIONS),
+        )  # fmt: skip
+        hopper = known
+    return Machine(torch.cuda.get_device_properties(device).multi_processor_count, hopper, early=capability >= (9, 0))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a launch cuts its work.
+
+    Attributes:
+        block_m, block_n: flattened query rows of a tile, keys of a block.
+        warps, stages: of a program, and of its software pipeline.
+        programs_per_sm: how many programs the grid has for each multiprocessor.
+        merge_parts: parts that a merge loads at once.
+        part_blocks: 0, or the fixed number of blocks after which an item is cut (deterministic).
+        item_cost: blocks' time that an item takes besides its blocks.
+        early: launch before the kernel in front has ended (programmatic dependent launch).
+        hopper: run `hopper_kernel` and not `attend_kernel`; `stages` are then its buffers for K and for V.
+        producer_registers: those of a copying thread of `hopper_kernel`; the two consumers share the rest.
+        turns: the two consumers issue their matrix products in turns, so that one's softmax runs beside the other's products.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+    merge_parts: int = 8
+    part_blocks: int = 0
+    item_cost: int = 0
+    early: bool = False
+    hopper: bool = False
+    producer_registers: int = 72
+    turns: bool = True
+
+
+def power_of_2(size: int) -> int:
+    """The least power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def tiling(
+    rows: RowsKind, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine
+) -> Tiling:
+    """For requests with one new token ("one"), with more, or for all alike, which makes results independent of the batch.
+
+    `longest_query` and `longest_context`: the most new tokens, and tokens in all, of a request; `total_keys`: over all requests.
+    """
+    dim = power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16))
+    if rows == "one":
+        return _decode(dim, spec, dtype, total_keys, machine)
+    if rows == "more":
+        return _extend(dim, spec, dtype, longest_query, longest_context, machine)
+    if dtype.itemsize > 2:
+        return Tiling(16, 16, 4, 2, 1, 1, part_blocks=64)
+    return Tiling(64, 64, 4, 3, 1, 1, part_blocks=16) if dim <= 128 else Tiling(64, 32, 4, 2, 1, 1, part_blocks=32)
+
+
+def in_hopper_kernel(spec: AttentionSpec) -> bool:
+    """Whether `hopper_kernel` is written for a layer, in 16 bits: equal head dims of 64 or 128, and every feature but ALiBi and biases."""
+    dims = spec.qk_head_dim == spec.v_head_dim and spec.qk_head_dim in (64, 128)
+    return dims and spec.alibi_slopes is None and spec.bias_index is None
+
+
+def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:
+    """The most keys, over all requests, of a decode step that counts as small: up to 8 blocks of them for each multiprocessor."""
+    if dtype.itemsize > 2:
+        return 0
+    return 8 * _decode_block_n(spec) * machine.multiprocessors // spec.num_kv_heads
+
+
+def _decode_block_n(spec: AttentionSpec) -> int:
+    return 64 if max(spec.qk_head_dim, spec.v_head_dim) <= 128 else 32
+
+
+def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, machine: Machine) -> Tiling:
+    block_m = min(max(16, power_of_2(spec.group_size)), 64)
+    if dtype.itemsize > 2:
+        return Tiling(block_m, 16, 4, 2, 2, 2)
+    block_n = _decode_block_n(spec)
+    merge_parts = 8 if block_m == 16 and dim <= 128 else 2
+    if total_keys <= few_keys(spec, dtype, machine):
+        return Tiling(block_m, block_n, 4, 3, 1, merge_parts, early=machine.early)
+    return Tiling(block_m, block_n, 4, 3, 2, merge_parts, item_cost=3)
+
+
+def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, machine: Machine) -> Tiling:
+    block_m = min(max(16, power_of_2(longest_query * spec.group_size)), 128)
+    if dtype.itemsize > 2:
+        return Tiling(min(block_m, 32), 32 if dim <= 64 else 16, 4, 2, 1, 1)
+    if machine.hopper and block_m == 128 and in_hopper_kernel(spec):
+        if longest_context <= 2048:  # of few keys, smaller blocks waste less
+            return Tiling(128, 64, 4, 4, 1, 1, item_cost=1, hopper=True, producer_registers=56)
+        return Tiling(128, 128, 4, 2 if dim == 128 else 4, 1, 1, item_cost=1, hopper=True)
+    if block_m <= 32:
+        return Tiling(block_m, 64 if dim <= 128 else 32, 4, 3, 2, 2)
+    if dim > 128:
+        return Tiling(min(block_m, 64), 32, 4, 2, 1, 1)
+    return Tiling(block_m, 64, 4 if block_m == 64 else 8, 3, 1, 1)

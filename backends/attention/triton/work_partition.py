@@ -1,0 +1,112 @@
+"""The dealt work of one kind of layer in one step: sizes and buffers on the host's side, two small launches on the device's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.triton.plan_kernels import WORK_COLUMNS, count_units, deal_work
+from paged_attn.backends.attention.triton.tiling import RowsKind, Tiling
+from paged_attn.backends.fast_launch import FastKernel, device_index
+
+_count, _deal = FastKernel(count_units), FastKernel(deal_work)
+
+
+@dataclass(frozen=True)
+class ShareKind:
+    """What the deal depends on besides the batch: layers with equal kinds share one deal."""
+
+    rows: RowsKind
+    kv_heads: int
+    group: int
+    causal: bool
+    window: int | None
+    chunk: int | None
+    tiling: Tiling
+    _hash: int = field(default=0, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __post_init__(self) -> None:  # hashed once: every layer of every step looks something up by its kind
+        values = (self.rows, self.kv_heads, self.group, self.causal, self.window, self.chunk, self.tiling)
+        object.__setattr__(self, "_hash", hash(values))
+
+    @classmethod
+    @cache
+    def of(cls, spec: AttentionSpec, rows: RowsKind, tiling: Tiling) -> ShareKind:
+        return cls(rows, spec.num_kv_heads, spec.group_size, spec.causal, spec.sliding_window, spec.chunk, tiling)
+
+    @property
+    def align(self) -> int:
+        """The multiple on which the keys of a tile begin. 0: where its first query's do.
+
+        With rows "all" it is a whole part: then a row's sums are cut at the same keys in every tile.
+        """
+        block, parts = self.tiling.block_n, self.tiling.part_blocks
+        return {"one": 0, "more": block, "all": block * parts}[self.rows]
+
+
+@dataclass
+class Shares:
+    """work [programs + 1, WORK_COLUMNS], counters [2 * programs], units [R], tile_ends [tiles]; int32 on the batch's device."""
+
+    kind: ShareKind
+    programs: int
+    search_steps: int
+    units: Tensor
+    tile_ends: Tensor
+    work: Tensor
+    counters: Tensor
+    constants: dict[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(cls, kind: ShareKind, batch: Batch, multiprocessors: int) -> Shares:
+        tiling, requests = kind.tiling, batch.num_requests
+        most_tiles = _ceil(max(batch.query_lens_host) * kind.group, tiling.block_m)
+        programs = multiprocessors * tiling.programs_per_sm if tiling.part_blocks == 0 else _parts(kind, batch)
+        tiles = batch.num_tokens * kind.group // tiling.block_m + requests + 1
+        sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs)]  # each on 16 bytes
+        units, tile_ends, work, counters = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device).split(sizes)
+        constants: dict[str, object] = {
+            "ROWS": kind.rows, "GROUP": kind.group, "CAUSAL": kind.causal, "HAS_WINDOW": kind.window is not None,
+            "HAS_CHUNK": kind.chunk is not None, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align,
+            "PART_BLOCKS": tiling.part_blocks, "ITEM_COST": tiling.item_cost,
+        }  # fmt: skip
+        return cls(kind, programs, most_tiles.bit_length(), units, tile_ends, work, counters, constants)
+
+    def deal(self, batch: Batch) -> None:
+        """Launch the two planning kernels."""
+        kind, requests, device = self.kind, batch.num_requests, device_index(batch.slots.device)
+        window, chunk = kind.window or 0, kind.chunk or 0
+        _count(
+            kind, (requests, 1), (batch.seq_lens, batch.query_start, self.units, self.tile_ends, window, chunk),
+            self.constants | {"BLOCK_T": 64}, {"num_warps": 1}, device,
+        )  # fmt: skip
+        block_r = 16 if requests <= 16 else 256  # two kernels to compile, not one for every power of two
+        _deal(
+            (kind, block_r), (_ceil(self.programs + 1, 16), 1),
+            (batch.seq_lens, batch.query_start, self.units, self.tile_ends, self.work, self.counters, requests, self.programs, window,
+             chunk, self.search_steps),
+            self.constants | {"KV_HEADS": kind.kv_heads, "BLOCK_P": 16, "BLOCK_R": block_r},
+            {"num_warps": 4}, device,
+        )  # fmt: skip
+
+
+def _parts(kind: ShareKind, batch: Batch) -> int:
+    """How many parts a fixed cut makes, from the host's lengths; no fewer than the device will find."""
+    tiling, parts = kind.tiling, 0
+    for length, new in zip(batch.seq_lens_host, batch.query_lens_host, strict=True):
+        seen = length if kind.window is None else min(length, kind.window + new)
+        # One part more where the first key is not on the grid.
+        parts += _ceil(new * kind.group, tiling.block_m) * (_ceil(seen, tiling.block_n * tiling.part_blocks) + 1)
+    return max(1, parts * kind.kv_heads)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,166 @@
+"""Backends that SGLang lists and this project has no tested kernel call for: their capabilities, and why they are refused.
+
+The rows say what SGLang 0.5's documentation and the packages' own checks say of each, and nothing more: a feature that neither names
+is not declared, and where no head dims are named, it is that of the models that the documentation runs. Most need hardware that no
+test of ours runs on. None is ever picked by "auto", and asking for one by name gives the true reason: the device first, if it is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, OneOf, Requirement, Sizes
+
+HALF = frozenset({torch.bfloat16, torch.float16})
+BF16 = frozenset({torch.bfloat16})
+FP8 = frozenset({torch.float8_e4m3fn})
+FP4 = frozenset({torch.float4_e2m1fn_x2})
+MLA_DIMS = OneOf({512, 576})  # v and qk: a latent row of 512, and 64 for the rotary part
+NO_ROCM = "a CUDA GPU or a CPU; nothing here has run on ROCm"
+PAGE_128 = OneOf({128})
+LLAMAS = OneOf({128})  # the head dim of Llama 3.1 and Qwen2.5
+
+
+def _row(
+    instead: str,
+    devices: str,
+    *features: Feature,
+    needs: tuple[str, str] | None,
+    architectures: tuple[int, ...] = (),
+    dtypes: frozenset[torch.dtype] = HALF,
+    kv_dtypes: frozenset[torch.dtype] = HALF,
+    head_dims: Sizes = LLAMAS,
+    page_sizes: Sizes = ANY_SIZE,
+    dim_pairs: frozenset[tuple[int, int]] = frozenset(),
+    phases: frozenset[str] = PHASES,
+    note: str = "",
+) -> Capabilities:
+    return Capabilities(
+        devices=frozenset({devices}),
+        dtypes=dtypes,
+        kv_dtypes=kv_dtypes,
+        features=frozenset(features),
+        architectures=frozenset(architectures),
+        head_dims=head_dims,
+        page_sizes=page_sizes,
+        requirements=() if needs is None else (Requirement(needs[0], "", needs[1]),),
+        note=note,
+        phases=phases,
+        dim_pairs=dim_pairs,
+        blocked=f"this project has no tested kernel call for it yet: use {instead}",
+    )
+
+
+class ElsewhereBackend(AttentionBackend):
+    """A name and its capabilities, without a kernel call.
+
+    Raises:
+        UnsupportedError: always, on construction.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self._refuse()
+
+    def plan(self, batch: Batch, pool: KVPool) -> Any:
+        self._refuse()
+
+    def write_kv(self, plan: Any, call: AttentionCall) -> None:
+        self._refuse()
+
+    def forward_extend(self, plan: Any, call: AttentionCall) -> None:
+        self._refuse()
+
+    def forward_decode(self, plan: Any, call: AttentionCall) -> None:
+        self._refuse()
+
+    @classmethod
+    def _refuse(cls) -> NoReturn:
+        devices = ", ".join(sorted(cls.capabilities.devices))
+        raise UnsupportedError(f"attention backend {cls.name!r} (for {devices}) is known but can not run: {cls.capabilities.blocked}")
+
+
+class TrtllmMlaBackend(ElsewhereBackend):
+    name = "trtllm_mla"
+    capabilities = _row(
+        "flashinfer or triton, with K and V of every head in the pages",
+        "cuda", Feature.MLA, Feature.UNEQUAL_DIMS, Feature.FP8_KV, Feature.FP4_KV,
+        architectures=(100, 103), dtypes=BF16, kv_dtypes=BF16 | FP8 | FP4, head_dims=MLA_DIMS, page_sizes=OneOf({32, 64}),
+        phases=frozenset({"decode"}), needs=("flashinfer", "pip install 'paged-attn[flashinfer]'"),
+        note="TensorRT-LLM's latent attention through flashinfer; decode only",
+    )  # fmt: skip
+
+
+class CutlassMlaBackend(ElsewhereBackend):
+    name = "cutlass_mla"
+    capabilities = _row(
+        "flashinfer or triton, with K and V of every head in the pages",
+        "cuda", Feature.MLA, Feature.UNEQUAL_DIMS,
+        architectures=(100, 103), head_dims=MLA_DIMS, page_sizes=PAGE_128, phases=frozenset({"decode"}),
+        needs=("sgl_kernel", "pip install 'paged-attn[sgl]'"), note="CUTLASS latent attention of sgl-kernel; decode only",
+    )  # fmt: skip
+
+
+class FA4Backend(ElsewhereBackend):
+    name = "fa4"
+    capabilities = _row(
+        "fa3 on Hopper, flashinfer or triton on Blackwell",
+        "cuda", Feature.WINDOW, Feature.BIDIRECTIONAL,
+        architectures=(90, 100, 103), head_dims=OneOf({64, 96, 128}), dim_pairs=frozenset({(192, 128)}), page_sizes=PAGE_128,
+        needs=("flash_attn", "pip install flash-attn-4"), note="FlashAttention 4 (CuTe DSL)",
+    )  # fmt: skip
+
+
+class DualChunkBackend(ElsewhereBackend):
+    name = "dual_chunk_flash_attn"
+    capabilities = _row(
+        "another backend; dual chunk attention (Qwen2.5-1M) is a formula that no AttentionSpec describes",
+        "cuda", needs=("sgl_kernel", "pip install 'paged-attn[sgl]'"), note="dual chunk attention of Qwen2.5-1M",
+    )  # fmt: skip
+
+
+class AiterBackend(ElsewhereBackend):
+    name = "aiter"
+    capabilities = _row(
+        NO_ROCM, "hip", Feature.MLA, head_dims=OneOf({64, 128, 256}),
+        needs=("aiter", "build it from https://github.com/ROCm/aiter"), note="AMD's kernels for ROCm",
+    )  # fmt: skip
+
+
+class WaveBackend(ElsewhereBackend):
+    name = "wave"
+    capabilities = _row(
+        NO_ROCM, "hip", needs=("wave_lang", "pip install wave-lang"), note="kernels in the Wave language for ROCm"
+    )  # fmt: skip
+
+
+class AscendBackend(ElsewhereBackend):
+    name = "ascend"
+    capabilities = _row(
+        "a CUDA GPU or a CPU; nothing here has run on an NPU", "npu", Feature.MLA,
+        page_sizes=PAGE_128, needs=("torch_npu", "pip install torch-npu"), note="Huawei's fused attention",
+    )  # fmt: skip
+
+
+class IntelAmxBackend(ElsewhereBackend):
+    name = "intel_amx"
+    capabilities = _row(
+        "torch_native", "cpu-amx",
+        needs=("sgl_kernel", "build sgl-kernel for the CPU as SGLang's documentation says"), note="SGLang's kernels for CPUs with AMX",
+    )  # fmt: skip
+
+
+class IntelXpuBackend(ElsewhereBackend):
+    name = "intel_xpu"
+    capabilities = _row(
+        "a CUDA GPU or a CPU; nothing here has run on an Intel GPU", "xpu", Feature.WINDOW,
+        head_dims=OneOf({64, 96, 128, 192, 256}), page_sizes=OneOf({64, 128}),
+        needs=("sgl_kernel", "build https://github.com/sgl-project/sgl-kernel-xpu"), note="SGLang's kernels for Intel GPUs",
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""FlashInfer's kernels behind the contract."""

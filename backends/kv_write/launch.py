@@ -1,0 +1,30 @@
+"""Store a step's new K and V in the pool: bandwidth-bound, one program per token and group of heads."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from paged_attn.backends.fast_launch import FastKernel, device_index
+from paged_attn.backends.kv_write.kernel import store_kernel
+
+_fast_store = FastKernel(store_kernel)
+
+
+def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, tokens: int) -> None:
+    """Rows [0, tokens) of key [T, kv_heads, qk_dim] and value [T, kv_heads, v_dim], any strides, into keys and values
+    [pages, page_size, kv_heads, dim] at slots [T] int64, cast to their dtype."""
+    if tokens == 0:
+        return
+    kv_heads, qk_dim, v_dim = key.shape[1], key.shape[2], value.shape[2]
+    block_d, block_dv = triton.next_power_of_2(qk_dim), triton.next_power_of_2(v_dim)
+    block_t = max(1, 2048 // max(block_d, block_dv)) if tokens > 256 else 1
+    strides = (*key.stride(), *value.stride(), keys.stride(0), *keys.stride()[1:3], *values.stride()[1:3])
+    constants = {
+        "KV_HEADS": kv_heads, "QK_DIM": qk_dim, "V_DIM": v_dim, "PAGE_SIZE": keys.shape[1], "BLOCK_T": block_t, "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+    }  # fmt: skip
+    _fast_store(
+        (key.dtype, value.dtype, keys.dtype, strides, tuple(constants.values())), (triton.cdiv(tokens, block_t), kv_heads),
+        (key, value, keys, values, slots, tokens, *strides), constants, {"num_warps": 4 if block_t > 1 else 1}, device_index(keys.device),
+    )  # fmt: skip

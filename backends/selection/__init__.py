@@ -1,0 +1,6 @@
+"""Which backend runs a model: `select.py` decides, by `requirements.py` (what the model asks), `ranking.py` or
+`tuned.py` (the order).
+
+In: specs, device, dtype, page size. Out: a backend, or a reason for every one that was refused. Tables for
+`explain`, `backends` and docs: `matrix.py`.
+"""

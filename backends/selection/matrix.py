@@ -1,0 +1,138 @@
+"""The support matrix: what each registered backend can run, generated from its `Capabilities`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, architecture_words
+from paged_attn.backends.devices import devices_here
+from paged_attn.backends.selection.packages import requirement_words, unmet_requirement
+from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.backends.selection.table import markdown_table, text_table
+
+HEADERS = (
+    "Backend", "Devices", "Phases", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes", "Features", "Graphs", "Needs", "Note",
+    "Here",
+)  # fmt: skip
+PAIRS = "Two names are one backend for prefill and one for decode: backend='fa3,flashinfer'."
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """One backend in words, a field per column of HEADERS; `here` starts with "yes" or "no"."""
+
+    backend: str
+    devices: str
+    phases: str
+    dtypes: str
+    kv_dtypes: str
+    page_sizes: str
+    head_dims: str
+    group_sizes: str
+    features: str
+    graphs: str
+    needs: str
+    note: str
+    here: str
+
+    @classmethod
+    def of(cls, name: str, capabilities: Capabilities) -> MatrixRow:
+        architectures = architecture_words(capabilities.architectures)
+        return cls(
+            backend=name,
+            devices=_listed(capabilities.devices) + (f" ({architectures})" if architectures else ""),
+            phases="both" if capabilities.phases == PHASES else f"{_listed(capabilities.phases)} only",
+            dtypes=_listed(str(dtype).removeprefix("torch.") for dtype in capabilities.dtypes),
+            kv_dtypes=_listed(str(dtype).removeprefix("torch.") for dtype in capabilities.kv_dtypes),
+            page_sizes=_sizes(capabilities.page_sizes),
+            head_dims=", ".join([_sizes(capabilities.head_dims), *(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))]),
+            group_sizes=_sizes(capabilities.group_sizes),
+            features="; ".join([_listed(map(feature_word, capabilities.features)) or "none", *_conflicts(capabilities)]),
+            graphs=", ".join(f"{phase}: {support.value}" for phase, support in capabilities.graphs.items()),
+            needs=", ".join(map(requirement_words, capabilities.requirements)) or "nothing",
+            note="; ".join(filter(None, (capabilities.note, capabilities.blocked))),
+            here=available_here(capabilities),
+        )
+
+    @classmethod
+    def missing(cls, name: str, error: ImportError) -> MatrixRow:
+        """Of a third party's backend whose module can not be imported."""
+        unknown = {each.name: "" for each in fields(cls)}
+        return cls(**unknown | {"backend": name, "here": f"no: its module can not be imported: {error}"})
+
+    @property
+    def cells(self) -> list[str]:
+        return [str(value) for value in vars(self).values()]
+
+
+def matrix_rows() -> list[MatrixRow]:
+    """All registered backends, in the order of `backend_names`."""
+    rows = []
+    for name in backend_names():
+        try:
+            rows.append(MatrixRow.of(name, backend_class(name).capabilities))
+        except ImportError as error:
+            rows.append(MatrixRow.missing(name, error))
+    return rows
+
+
+def matrix_text(width: int = 100) -> str:
+    """For a terminal: one table of what runs where, one of limits and features, and what the feature words mean."""
+    rows = [row.cells for row in matrix_rows()]
+    tables = []
+    for names in (
+        ("Backend", "Here", "Devices", "Phases", "Graphs", "Needs"),
+        ("Backend", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes"),
+        ("Backend", "Features"),
+        ("Backend", "Note"),
+    ):
+        columns = [HEADERS.index(name) for name in names]
+        tables.append(text_table(names, [[row[i] for i in columns] for row in rows], width))
+    legend = "\n".join(f"  {word:<15}{meaning}" for word, meaning in _legend())
+    return "\n\n".join([*tables, f"Features:\n{legend}", PAIRS])
+
+
+def matrix_markdown() -> str:
+    """For the documentation: the same on every machine, and so without the column "Here"."""
+    rows = [row.cells[:-1] for row in matrix_rows()]
+    legend = "\n".join(f"- `{word}`: {meaning}" for word, meaning in _legend())
+    return f"{markdown_table(HEADERS[:-1], rows)}\n\n{legend}"
+
+
+def available_here(capabilities: Capabilities) -> str:
+    """`yes: cpu, cuda` with the devices of this machine that it can use, or `no: ` and every reason."""
+    present = devices_here()
+    if usable := [device for device in present if capabilities.runs_on(device)]:
+        reasons = []
+        found = set(present.get("cuda", []))
+        if usable == ["cuda"] and capabilities.architectures and not found & capabilities.architectures:
+            reasons.append(f"no GPU with {architecture_words(capabilities.architectures)}; found {architecture_words(found)}")
+    else:
+        reasons = [f"runs on {_listed(capabilities.devices)}; this machine has {_listed(present)}"]
+    if capabilities.blocked:
+        reasons.append(capabilities.blocked)
+    else:
+        reasons += [missing for need in capabilities.requirements if (missing := unmet_requirement(need))]
+    return f"no: {'; '.join(reasons)}" if reasons else f"yes: {_listed(usable)}"
+
+
+def feature_word(feature: Feature) -> str:
+    """`FP8_KV` -> "fp8-kv"."""
+    return feature.name.lower().replace("_", "-")
+
+
+def _conflicts(capabilities: Capabilities) -> list[str]:
+    return sorted("not " + " with ".join(sorted(map(feature_word, group))) for group in capabilities.conflicts)
+
+
+def _legend() -> list[tuple[str, str]]:
+    return [(feature_word(feature), feature.value) for feature in Feature]
+
+
+def _sizes(allowed: object) -> str:
+    return "any" if allowed == ANY_SIZE else str(allowed)
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(sorted(words))

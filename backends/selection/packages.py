@@ -1,0 +1,90 @@
+"""Every optional package as data. Nothing here imports one: versions come from the installed metadata."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+
+from packaging.version import InvalidVersion, Version
+
+from paged_attn.backends.attention.capabilities import Requirement
+
+
+@dataclass(frozen=True)
+class OptionalPackage:
+    """Import name, distributions that carry it (the one to install first), what it gives, the line that installs it."""
+
+    module: str
+    distributions: tuple[str, ...]
+    gives: str
+    install: str
+    is_kernels: bool = False  # attention backends run on it
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+    @property
+    def version(self) -> str | None:
+        """None if it is not installed; "unknown" for a module without a distribution (a source tree on the path)."""
+        return installed_version(self.module, self.distributions)
+
+
+PACKAGES = (
+    OptionalPackage(
+        "triton",
+        ("triton", "pytorch-triton", "triton-windows"),
+        "the Triton backend and Inductor's kernels",
+        "pip install triton",
+        True,
+    ),
+    OptionalPackage(
+        "flashinfer", ("flashinfer-python",), "FlashInfer's paged attention kernels (CUDA)", "pip install 'paged-attn[flashinfer]'", True
+    ),
+    OptionalPackage(
+        "sgl_kernel", ("sglang-kernel", "sgl-kernel"), "SGLang's FlashAttention 3 build (Hopper)", "pip install 'paged-attn[sgl]'", True
+    ),
+    OptionalPackage("flash_attn", ("flash-attn",), "FlashAttention 2 with pages (CUDA)", "pip install 'paged-attn[flash-attn]'", True),
+    OptionalPackage("matplotlib", ("matplotlib",), "plots of the benchmarks", "pip install 'paged-attn[bench]'"),
+    OptionalPackage("fastapi", ("fastapi",), "the HTTP server", "pip install 'paged-attn[serve]'"),
+    OptionalPackage("uvicorn", ("uvicorn",), "the HTTP server", "pip install 'paged-attn[serve]'"),
+    OptionalPackage("llguidance", ("llguidance",), "answers that follow a schema or grammar", "pip install 'paged-attn[structured]'"),
+)
+
+
+def installed_version(module: str, distributions: tuple[str, ...]) -> str | None:
+    """None if the module is not installed; "unknown" if none of the distributions that may carry it is."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def unmet_requirement(requirement: Requirement) -> str | None:
+    """Why the requirement is not met here (found, needed and the install line), or None if it is."""
+    module, needed = requirement.module, requirement.version
+    found = installed_version(module, _distributions(module))
+    if found is None:
+        return f"{requirement_words(requirement)} is not installed: {requirement.install}"
+    if not needed:
+        return None
+    try:
+        if Version(found) >= Version(needed):
+            return None
+    except InvalidVersion:
+        return f"needs {module} {needed} or newer, and the version of the installed one is {found}: {requirement.install}"
+    return f"needs {module} {needed} or newer, found {found}: {requirement.install}"
+
+
+def requirement_words(requirement: Requirement) -> str:
+    """`flashinfer 0.6.8`"""
+    return f"{requirement.module} {requirement.version}".strip()
+
+
+def _distributions(module: str) -> tuple[str, ...]:
+    return next((package.distributions for package in PACKAGES if package.module == module), (module,))

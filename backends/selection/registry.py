@@ -1,0 +1,89 @@
+"""Which backends exist: the entry-point group `paged_attn.backends`, ours and third parties', loaded when asked for."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.selection.ranking import ORACLE
+
+GROUP = "paged_attn.backends"
+BUILT_IN = {
+    "fa3": "paged_attn.backends.attention.fa3:FA3Backend",
+    "flashinfer": "paged_attn.backends.attention.flashinfer.backend:FlashInferBackend",
+    "trtllm_mha": "paged_attn.backends.attention.flashinfer.trtllm_mha:TrtllmMhaBackend",
+    "triton": "paged_attn.backends.attention.triton.backend:TritonBackend",
+    "flash_attn": "paged_attn.backends.attention.flash_attn:FlashAttnBackend",
+    "torch_varlen": "paged_attn.backends.attention.torch_varlen:TorchVarlenBackend",
+    "flex": "paged_attn.backends.attention.flex.backend:FlexBackend",
+    "torch_native": "paged_attn.backends.attention.torch_native:TorchNativeBackend",
+    "reference": "paged_attn.backends.attention.reference:ReferenceBackend",
+}
+# Known and refused with the true reason; see `elsewhere`.
+ELSEWHERE = {
+    "trtllm_mla": "paged_attn.backends.attention.unsupported:TrtllmMlaBackend",
+    "cutlass_mla": "paged_attn.backends.attention.unsupported:CutlassMlaBackend",
+    "fa4": "paged_attn.backends.attention.unsupported:FA4Backend",
+    "dual_chunk_flash_attn": "paged_attn.backends.attention.unsupported:DualChunkBackend",
+    "aiter": "paged_attn.backends.attention.unsupported:AiterBackend",
+    "wave": "paged_attn.backends.attention.unsupported:WaveBackend",
+    "ascend": "paged_attn.backends.attention.unsupported:AscendBackend",
+    "intel_amx": "paged_attn.backends.attention.unsupported:IntelAmxBackend",
+    "intel_xpu": "paged_attn.backends.attention.unsupported:IntelXpuBackend",
+}
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    found = {name: EntryPoint(name, target, GROUP) for name, target in (BUILT_IN | ELSEWHERE).items()}
+    for entry in entry_points(group=GROUP):
+        if entry.name in found and entry.value != found[entry.name].value:
+            raise UnsupportedError(
+                f"two packages register the attention backend {entry.name!r}: {found[entry.name].value} and {entry.value}; uninstall one"
+            )
+        if entry.name == "auto" or "," in entry.name:
+            raise UnsupportedError(
+                f"{entry.value} registers an attention backend as {entry.name!r}; 'auto' and names with a comma (two backends, one for "
+                "prefill and one for decode) are taken: uninstall that package"
+            )
+        found[entry.name] = entry
+    return found
+
+
+def backend_names() -> list[str]:
+    """All registered names: ours, third parties', the oracle, and those for hardware that this project has no kernel call for."""
+    ours = [name for name in BUILT_IN if name != ORACLE]
+    return [*ours, *third_party_names(), ORACLE, *ELSEWHERE]
+
+
+def third_party_names() -> list[str]:
+    """Names that other packages register."""
+    return sorted(name for name in _entry_points() if name not in BUILT_IN and name not in ELSEWHERE)
+
+
+def loadable_classes() -> dict[str, type[AttentionBackend]]:
+    """The classes of all names whose module can be imported."""
+    found = {}
+    for name in backend_names():
+        with suppress(ImportError):
+            found[name] = backend_class(name)
+    return found
+
+
+def backend_class(name: str) -> type[AttentionBackend]:
+    """The class behind a name; importing it imports no optional package.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+        ImportError: its module can not be imported.
+    """
+    if name not in _entry_points():
+        raise ValueError(
+            f"unknown attention backend {name!r}; known are 'auto', {', '.join(map(repr, backend_names()))}, and two of them as "
+            "'fa3,flashinfer' (prefill, decode)"
+        )
+    loaded: type[AttentionBackend] = _entry_points()[name].load()
+    return loaded

@@ -1,0 +1,97 @@
+"""What a model asks of attention backends, and what speaks against each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import PHASES, Capabilities, Feature, Problem, unmet, wrong_device
+from paged_attn.backends.devices import architecture_of, device_name, device_word
+from paged_attn.backends.selection.packages import unmet_requirement
+from paged_attn.backends.selection.ranking import Order, default_order, row_for
+from paged_attn.backends.selection.registry import backend_class, backend_names, third_party_names
+from paged_attn.backends.selection.tuned import tuned_order
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The problems of all layers, and the settings; `device` is a word of `device_word`."""
+
+    problems: tuple[Problem, ...]
+    device: str
+    architecture: int | None
+    device_name: str
+    deterministic: bool = False
+    speculative: str = "prefill"
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        page_size: int,
+        device: torch.device,
+        *,
+        deterministic: bool = False,
+        speculative: str = "prefill",
+    ) -> Wanted:
+        word, architecture = device_word(device), architecture_of(device)
+        extra = frozenset({Feature.DETERMINISTIC}) if deterministic else frozenset()
+        problems = tuple(Problem(spec, dtype, kv_dtype, page_size, word, architecture, extra) for spec in layers)
+        return cls(problems, word, architecture, device_name(device), deterministic, speculative)
+
+    def reasons(self, name: str, phases: frozenset[str] = PHASES) -> list[str]:
+        """Everything that speaks against a registered backend in these phases; empty if it fits."""
+        try:
+            capabilities = backend_class(name).capabilities
+        except ImportError as error:
+            return [f"its module can not be imported: {error}"]
+        return reasons_against(capabilities, [replace(problem, phases=phases) for problem in self.problems])
+
+    def fitting(self) -> list[str]:
+        """Registered names that fit in both phases."""
+        return [name for name in backend_names() if not self.reasons(name)]
+
+    def order(self) -> Order:
+        """The measured order where there is one, then the usual one; `why` says what it is, and why measurements were left aside."""
+        usual = default_order(self.device, self.architecture, third_party_names())
+        measured, unused = tuned_order([problem for problem in self.problems if problem.spec.by_backend], self.device_name)
+        if measured is None:
+            return replace(usual, why=usual.why + (f"; {unused}" if unused else ""))
+        return measured.only(backend_names()).followed_by(usual)
+
+    def left_out(self, names: Iterable[str], order: Order, taken: str | None) -> dict[str, str]:
+        """Why each of these was not taken: it is ranked after what was, or is taken by name only, or does not fit."""
+        by_name_only = row_for(self.device, self.architecture).by_name_only
+        why = {}
+        for name in names:
+            if taken is not None and name in order.extend + order.decode:
+                why[name] = f"ranked after {taken}" + (f", {order.notes[name]}" if name in order.notes else "")
+            else:
+                why[name] = "; ".join(self.reasons(name)) or f"by name only: {by_name_only.get(name, f'it is not in {order.why}')}"
+        return why
+
+
+def reasons_against(capabilities: Capabilities, problems: Sequence[Problem]) -> list[str]:
+    """Everything that speaks against a backend: missing packages and unmet needs, or the wrong device, after which nothing else matters.
+
+    A need that not all layers have names the first one that has it.
+    """
+    asked = [(index, problem) for index, problem in enumerate(problems) if problem.spec.by_backend]
+    blocked = list(filter(None, [capabilities.blocked]))
+    if wrong := {wrong_device(capabilities, problem.device, problem.architecture) for _, problem in asked} - {""}:
+        return [*sorted(wrong), *blocked]
+    missing = [] if blocked else [text for need in capabilities.requirements if (text := unmet_requirement(need))]
+    layers: dict[str, list[str]] = {}
+    for index, problem in asked:
+        for reason in unmet(capabilities, problem):
+            layers.setdefault(reason, []).append(f"layer {index}" + (f" ({problem.spec.module})" if problem.spec.module else ""))
+    return [*missing, *(reason if len(having) == len(asked) else f"{reason} [{_listed(having)}]" for reason, having in layers.items())]
+
+
+def _listed(layers: Sequence[str]) -> str:
+    return layers[0] + (f" and {len(layers) - 1} more" if len(layers) > 1 else "")

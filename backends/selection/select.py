@@ -1,0 +1,203 @@
+"""Which backend runs a model: one function for "auto", for a name, and for two names (prefill, decode)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.capabilities import PHASES, Feature
+from paged_attn.backends.attention.hybrid import EXTEND, NOT_DETERMINISTIC, decode_phases, hybrid_of
+from paged_attn.backends.selection.ranking import Order
+from paged_attn.backends.selection.registry import ELSEWHERE, backend_class, backend_names, loadable_classes
+from paged_attn.backends.selection.requirements import Wanted
+
+logger = logging.getLogger("paged_attn")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The backend that was taken, why, and why each other one was not."""
+
+    backend: AttentionBackend
+    reason: str
+    rejected: dict[str, str]
+
+    def describe(self) -> str:
+        """One line; names with the same reason stand together, and backends that this project can not run anywhere are left out."""
+        groups: dict[str, list[str]] = {}
+        for name, why in self.rejected.items():
+            if name not in ELSEWHERE:
+                groups.setdefault(why, []).append(name)
+        others = "; ".join(f"{', '.join(names)}: {why}" for why, names in groups.items())
+        return f"{self.backend.name} ({self.reason})" + (f"; not taken: {others}" if others else "")
+
+
+def select(
+    name: str,
+    layers: Sequence[AttentionSpec],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    speculative: str = "prefill",
+) -> Selection:
+    """Pick the best backend that can run every layer; with "auto" perhaps one for prefill and another for decode.
+
+    Args:
+        name: "auto", a registered name, or two as "fa3,flashinfer": prefill, decode.
+        deterministic: take only what is batch-invariant.
+        speculative: which of two backends runs the verifying and drafting steps of speculative decoding.
+
+    Raises:
+        ValueError: `name` is not of that form, or not registered; an unknown `speculative`.
+        UnsupportedError: the named backend, or every one, can not run some layer; the message holds every reason.
+    """
+    if speculative not in ("prefill", "decode"):
+        raise ValueError(f"speculative is {speculative!r}; allowed are 'prefill' and 'decode'")
+    wanted = Wanted.of(layers, dtype, kv_dtype, page_size, device, deterministic=deterministic, speculative=speculative)
+    selection = _automatic(wanted) if name == "auto" else _by_name(wanted, name)
+    logger.info("attention backend: %s", selection.describe())
+    return selection
+
+
+def select_for_pool(
+    name: str,
+    pool: KVPool,
+    dtype: torch.dtype | None = None,
+    *,
+    deterministic: bool = False,
+    speculative: str = "prefill",
+) -> Selection:
+    """`select` for the layers, page size, KV dtype and device of a pool; `dtype` is the model's (the pool's if None)."""
+    place = (dtype or pool.dtype, pool.dtype, pool.page_size, pool.device)
+    return select(name, pool.layers, *place, deterministic=deterministic, speculative=speculative)
+
+
+def pick(wanted: Wanted, order: Order, broken: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """What "auto" takes, one name or two (prefill, decode), or none; and why those before it in the order do not fit.
+
+    Args:
+        broken: names to leave out, and why.
+    """
+    rejected = dict(broken)
+    if wanted.deterministic:  # two would not be batch-invariant
+        picked = [_first(wanted, order.decode, PHASES, broken, rejected)]
+    else:
+        second = decode_phases(wanted.speculative)
+        picked = [_first(wanted, order.extend, EXTEND, broken, rejected), _first(wanted, order.decode, second, broken, rejected)]
+    names = [name for name in dict.fromkeys(picked) if name is not None]
+    if None in picked:
+        return [], {name: rejected.get(name, "the other phase has none") for name in (*rejected, *names)}
+    return names, {name: why for name, why in rejected.items() if name not in names}
+
+
+def why_picked(order: Order, names: Sequence[str]) -> str:
+    """Half a sentence for what `pick` gave."""
+    why = order.why if not order.fallback or set(names) & set(order.notes) else f"{order.fallback}; nothing that was measured fits"
+    if len(names) == 1:
+        return f"first that fits every layer in {why}"
+    return f"{names[0]} for prefill and {names[1]} for decode: the first that fit every layer in {why}"
+
+
+def _automatic(wanted: Wanted) -> Selection:
+    order, broken = wanted.order(), dict[str, str]()
+    while True:
+        names, rejected = pick(wanted, order, broken)
+        others = [name for name in backend_names() if name not in rejected and name not in names]
+        if not names:
+            raise _refusal(wanted, "auto", rejected | wanted.left_out(others, order, None))
+        made, failed = _made(names, wanted.deterministic)
+        if not failed:
+            backend = _joined(made, wanted.speculative)
+            return Selection(backend, why_picked(order, names), rejected | wanted.left_out(others, order, backend.name))
+        logger.warning("an attention backend is left out: %s", "; ".join(f"{name}: {why}" for name, why in failed.items()))
+        broken |= failed
+
+
+def _first(wanted: Wanted, names: Sequence[str], phases: frozenset[str], broken: Mapping[str, str], rejected: dict[str, str]) -> str | None:
+    """The first that fits in these phases; why those before it do not goes to `rejected`."""
+    for name in names:
+        if name in broken:
+            continue
+        reasons = wanted.reasons(name, phases)
+        if not reasons:
+            return name
+        rejected[name] = "; ".join(reasons)
+    return None
+
+
+def _by_name(wanted: Wanted, name: str) -> Selection:
+    names = split_name(name)
+    single = len(names) == 1
+    phases = [PHASES] if single else [EXTEND, decode_phases(wanted.speculative)]
+    roles = [""] if single else [" (prefill)", " (decode)"]
+    against = {part + role: "; ".join(wanted.reasons(part, asked)) for part, role, asked in zip(names, roles, phases, strict=True)}
+    against = {part: why for part, why in against.items() if why}
+    if wanted.deterministic and not single:
+        against[name] = NOT_DETERMINISTIC
+    made, failed = _made([] if against else names, wanted.deterministic)
+    if against | failed:
+        raise _refusal(wanted, name, against | failed)
+    backend = _joined(made, wanted.speculative)
+    others = [other for other in backend_names() if other not in names]
+    return Selection(backend, "asked for by name", dict.fromkeys(others, "asked for another by name"))
+
+
+def split_name(name: str) -> list[str]:
+    """`"fa3"` or `"fa3,flashinfer"` as one or two registered names.
+
+    Raises:
+        ValueError: another form, or a name that is not registered.
+    """
+    names = [part.strip() for part in name.split(",")]
+    if len(names) > 1 and (len(names) > 2 or names[0] == names[1] or "auto" in names or "" in names):
+        raise ValueError(
+            f"backend is {name!r}; allowed are 'auto', one name, or two different names as 'fa3,flashinfer': prefill, decode "
+            f"('auto' is not one of two); known names are {', '.join(backend_names())}"
+        )
+    for part in names:
+        _check_known(part)
+    return names
+
+
+def _check_known(name: str) -> None:
+    if name not in backend_names():
+        backend_class(name)  # raises, and lists the known names
+
+
+def _made(names: Sequence[str], deterministic: bool) -> tuple[list[AttentionBackend], dict[str, str]]:
+    """The backends, and why some can not be made: a package that is installed, but not for this machine (an ABI, a driver, a library)."""
+    made, failed = list[AttentionBackend](), dict[str, str]()
+    for name in names:
+        try:
+            made.append(backend_class(name)(deterministic=deterministic))
+        except (ImportError, OSError) as error:
+            failed[name] = f"it fits, but can not be loaded: {error}"
+    return made, failed
+
+
+def _joined(backends: Sequence[AttentionBackend], speculative: str) -> AttentionBackend:
+    return backends[0] if len(backends) == 1 else hybrid_of(backends[0], backends[1], speculative)
+
+
+def _refusal(wanted: Wanted, name: str, against: Mapping[str, str]) -> UnsupportedError:
+    listed = "\n".join(f"  {backend}: {why}" for backend, why in against.items())
+    asked = " and deterministic=True" if wanted.deterministic else ""
+    if fits := wanted.fitting():
+        hint = f"What fits{', with batch-invariant results' if wanted.deterministic else ''}: {', '.join(fits)}. Try backend='auto' or"
+    elif wanted.deterministic:
+        able = [each for each, cls in loadable_classes().items() if Feature.DETERMINISTIC in cls.capabilities.features]
+        hint = f"Batch-invariant are {', '.join(able) or 'none'}, which do not fit otherwise. Leave deterministic off, or"
+    else:
+        hint = "Nothing fits in both phases. Change what the reasons name, or"
+    what = f"no attention backend for this model with backend={name!r}{asked}"
+    return UnsupportedError(f"{what}:\n{listed}\n{hint} see `paged-attn backends`.")

@@ -1,0 +1,106 @@
+"""A problem to time, and the bytes and operations that it can not do without."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.capabilities import Problem
+from paged_attn.backends.devices import architecture_of, device_word
+
+
+@dataclass(frozen=True)
+class TimedProblem:
+    """One layer of one step. `requests` holds (cached, new) tokens of each; a problem of kind "decode" has one new token in each.
+
+    The other fields are those of `AttentionSpec`; scale is `qk_head_dim ** -0.5` unless given. K and V have the dtype of the queries.
+
+    Raises:
+        ValueError: no requests; a request without a new token; a decode without context or with several new tokens.
+    """
+
+    kind: Literal["decode", "prefill"]
+    requests: tuple[tuple[int, int], ...]
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    qk_head_dim: int = 128
+    v_head_dim: int = 128
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    scale: float | None = None
+    causal: bool = True
+    sliding_window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    alibi_slopes: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        decode = self.kind == "decode"
+        wrong = [r for r in self.requests if r[0] < decode or r[1] < 1 or (decode and r[1] > 1)]
+        if self.kind not in ("decode", "prefill") or not self.requests or wrong:
+            raise ValueError(
+                f"a timed problem of kind {self.kind!r} has {len(self.requests)} requests, of which (cached, new) {wrong[:3]} can not be; "
+                "allowed are 'decode' with at least one cached and one new token each, and 'prefill' with at least one new token each"
+            )
+
+    @cached_property
+    def spec(self) -> AttentionSpec:
+        names = {f.name for f in dataclasses.fields(AttentionSpec)} & {f.name for f in dataclasses.fields(self)}
+        given = {name: getattr(self, name) for name in names}
+        return AttentionSpec(**given | {"scale": self.qk_head_dim**-0.5 if self.scale is None else self.scale})
+
+    def layer_problem(self, device: torch.device) -> Problem:
+        """For `capabilities.unmet`."""
+        phases = frozenset({"decode" if self.kind == "decode" else "extend"})
+        word = device_word(device)
+        return Problem(self.spec, self.dtype, self.dtype, self.page_size, word, architecture_of(device), phases=phases)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(new for _, new in self.requests)
+
+    @property
+    def kv_bytes(self) -> int:
+        """All KV of the requests, visible or not."""
+        return sum(cached + new for cached, new in self.requests) * self._token_bytes
+
+    @property
+    def bytes_written(self) -> int:
+        """K and V of the new tokens, read once and written once."""
+        return 2 * self.num_tokens * self._token_bytes
+
+    def bytes_moved(self, with_write: bool = False) -> int:
+        """KV that any query sees, queries and output, each once."""
+        seen = sum(int(last.max() - first.min()) + 1 for first, last in map(self._view, self.requests))
+        rows = self.num_tokens * self.num_q_heads * (self.qk_head_dim + self.v_head_dim) * self.dtype.itemsize
+        return seen * self._token_bytes + rows + (self.bytes_written if with_write else 0)
+
+    @property
+    def flops(self) -> int:
+        """Two operations per multiplication of q.k and of p.v, per visible (query, key) pair."""
+        pairs = sum(int((last - first + 1).sum()) for first, last in map(self._view, self.requests))
+        return 2 * (self.qk_head_dim + self.v_head_dim) * self.num_q_heads * pairs
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.num_kv_heads * (self.qk_head_dim + self.v_head_dim) * self.dtype.itemsize
+
+    def _view(self, request: tuple[int, int]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """First and last key that each of a request's queries sees."""
+        end = sum(request)
+        query = np.arange(request[0], end)
+        first, last = np.zeros_like(query), query if self.causal else np.full_like(query, end - 1)
+        if self.sliding_window is not None:
+            first = np.maximum(first, query - self.sliding_window + 1)
+        if self.chunk is not None:
+            start = query // self.chunk * self.chunk
+            first, last = np.maximum(first, start), np.minimum(last, start + self.chunk - 1)
+        return first, last

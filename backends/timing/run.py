@@ -1,0 +1,97 @@
+"""From a pass over all layers, checked, to a `Timing`; what fails becomes a reason."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.capabilities import GraphSupport, unmet
+from paged_attn.backends.timing.clock import Turn, sample_in_turns
+from paged_attn.backends.timing.inputs import Inputs
+
+
+class WrongResultError(RuntimeError):
+    """A backend that is not timed, because its numbers are not the reference's."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One layer of one step: the median of all samples, or an error.
+
+    Attributes:
+        microseconds: median; NaN with an error, and so are all other numbers.
+        gbytes_per_s: KV, queries and output read or written once, over the median.
+        tflops: 2 * (qk_dim + v_dim) operations per query head and visible (query, key) pair, over the median.
+        error: why there is no time; None if there is one.
+        min_microseconds: the fastest sample.
+        spread: (90th - 10th percentile) / median.
+        samples: how many.
+        graphed: whether CUDA graphs were replayed; a plain loop's time holds what of the host's work the GPU waits for.
+        relative_error: of the worst row, as the check found it.
+    """
+
+    microseconds: float
+    gbytes_per_s: float
+    tflops: float
+    error: str | None = None
+    min_microseconds: float = float("nan")
+    spread: float = float("nan")
+    samples: int = 0
+    graphed: bool = False
+    relative_error: float = float("nan")
+
+    @classmethod
+    def failed(cls, error: str) -> Timing:
+        return cls(float("nan"), float("nan"), float("nan"), error)
+
+    @classmethod
+    def of(cls, turn: Turn, layers: int, num_bytes: int, flops: int, error: float) -> Timing:
+        ordered = sorted(sample / layers for sample in turn.samples)
+        median, tenth = statistics.median(ordered), len(ordered) // 10
+        spread = (ordered[-1 - tenth] - ordered[tenth]) / median
+        speed = (num_bytes / median * 1e-3, flops / median * 1e-6)
+        return cls(median, *speed, None, ordered[0], spread, len(ordered), turn.graphed, error)
+
+
+def time_all(
+    backends: Mapping[str, AttentionBackend],
+    inputs: Inputs,
+    prepare: Callable[[AttentionBackend], tuple[Callable[[], None], float]],
+    min_ms: float,
+    num_bytes: int,
+    flops: int,
+) -> dict[str, Timing]:
+    """Prepare each backend, then sample those that could be, in turns. `prepare` checks one, and returns one pass over all layers and the
+    error found; it raises if the backend is not to be timed."""
+    results: dict[str, Timing] = {}
+    turns: dict[str, Turn] = {}
+    errors: dict[str, float] = {}
+    for name, backend in backends.items():
+        if reasons := unmet(backend.capabilities, inputs.problem.layer_problem(inputs.device)):
+            results[name] = Timing.failed("; ".join(reasons))
+            continue
+        try:
+            one_pass, errors[name] = prepare(backend)
+            turns[name] = Turn.of(one_pass, inputs.device, inputs.device.type == "cuda" and _captures(backend))
+        except failures() as error:
+            results[name] = Timing.failed(f"{type(error).__name__}: {error}")
+    sample_in_turns(turns, inputs.device, min_ms)
+    results |= {name: Timing.of(turn, inputs.num_sets, num_bytes, flops, errors[name]) for name, turn in turns.items()}
+    return {name: results[name] for name in backends}
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    """What backends that do not work raise: errors of Python, of CUDA, of compilers that they start, and Triton's own."""
+    triton = sys.modules.get("triton.errors")
+    own: tuple[type[BaseException], ...] = () if triton is None else (triton.TritonError,)
+    return (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError, OSError,
+            subprocess.SubprocessError, *own)  # fmt: skip
+
+
+def _captures(backend: AttentionBackend) -> bool:
+    """Whether its kernels may be captured. One that declares so for one phase can replay any step that stays the same, as ours does."""
+    return any(support is not GraphSupport.NEVER for support in backend.capabilities.graphs.values())

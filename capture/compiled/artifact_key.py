@@ -1,0 +1,65 @@
+"""Under which name a compiled piece is kept: whatever decides what the compiler makes of it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import sys
+from importlib import metadata
+
+import torch
+
+from paged_attn.attn_ops.source_digest import source_digest
+
+_HOOKS = (
+    "pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass", "_post_fusion_custom_pass", "custom_partitioner_fn",
+)  # fmt: skip
+
+
+def artifact_key(fingerprint: str) -> str | None:
+    """The name of a piece's entry, or None while Inductor runs passes of the user, about which no text says all."""
+    from torch._inductor import config
+
+    if any(getattr(config, name, None) is not None for name in _HOOKS):
+        return None
+    facts = [fingerprint, source_digest("capture", "passes", "attn_ops"), _versions(), *_devices(), *settings_text()]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _versions() -> str:
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "none"
+    torches = (torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip)
+    return f"python {sys.version_info[:2]} torch {torches} triton {triton}"
+
+
+def _devices() -> list[str]:
+    names = [f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"]
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        names.append(f"cuda {index} {device.name} {device.major}.{device.minor} {device.multi_processor_count}")
+    return names
+
+
+def settings_text() -> list[str]:
+    """Settings that the compiler reads, or whose value at the time of compiling ends up in what it makes."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    matmul = torch.backends.cuda.matmul
+    lines = [
+        f"default {torch.get_default_dtype()} {torch.get_default_device()}",
+        f"deterministic {torch.are_deterministic_algorithms_enabled()}",
+        f"matmul {torch.get_float32_matmul_precision()} {matmul.allow_tf32}",
+        f"reduced {matmul.allow_fp16_reduced_precision_reduction} {matmul.allow_bf16_reduced_precision_reduction}",
+        *(f"autocast {device} {torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}" for device in ("cpu", "cuda")),
+    ]
+    for config in (inductor_config, functorch_config):
+        values = config.save_config_portable(ignore_private_configs=False)
+        lines += [f"{config.__name__} {name}={values[name]!r}" for name in sorted(values)]
+    return lines

@@ -1,0 +1,253 @@
+"""Compiling the pieces of a split graph, equal ones once; the split ops between them stay as they are."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+
+from paged_attn.capture.compiled.artifact_key import artifact_key
+from paged_attn.capture.compiled.artifacts import Artifact, ArtifactCache, Compiled, tagged
+from paged_attn.capture.inductor.launch_sizes import blocks_for_many_rows
+from paged_attn.capture.inductor.pdl import waiting_first
+from paged_attn.capture.inductor.triton_cache import pin_triton_cache
+from paged_attn.capture.split.fingerprint import fingerprint, portable
+from paged_attn.capture.split.split_graph import SplitGraph
+from paged_attn.capture.split.symbolic_sizes import Sizes
+
+logger = logging.getLogger("paged_attn")
+
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Artifact]
+
+
+@dataclass(frozen=True)
+class KeptPiece:
+    """A piece whose compiled form is on disk: its name in the split graph, and under what that form was compiled.
+
+    Attributes:
+        arguments: names of the nodes of the split graph that it is called with. Splitting hands on sizes that only fake tensors tell of,
+            and a graph from disk has none.
+        single: the piece returns its only element.
+    """
+
+    name: str
+    fingerprint: str
+    guards: str
+    arguments: tuple[str, ...]
+    single: bool
+
+
+@dataclass(frozen=True)
+class PieceReport:
+    """How many pieces compute something, how many of those differ, how many of these came from disk, and the seconds of it all.
+
+    kept: what `load_pieces` needs in another process; None if some piece can only be compiled anew.
+    """
+
+    pieces: int
+    distinct: int
+    loaded: int
+    seconds: float
+    kept: tuple[KeptPiece, ...] | None = None
+
+    def describe(self) -> str:
+        """`4 distinct of 33 in 12.3 s, 3 of them loaded from disk`."""
+        return f"{self.distinct} distinct of {self.pieces} in {self.seconds:.1f} s, {self.loaded} of them loaded from disk"
+
+
+@dataclass(frozen=True)
+class _Piece:
+    name: str
+    gm: fx.GraphModule  # returns a tuple
+    single: bool  # the piece itself returned its only element
+    inputs: tuple[Any, ...]
+    sizes: Sizes
+    fingerprint: str | None
+
+
+def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
+    """Inductor, for the symbols of Dynamo's own tracing context.
+
+    It chooses among its kernels' configurations when they first run, and not, as `standalone_compile` has it, while it compiles: there it
+    would time them on the few tokens of the trace, where all are equal, and take one that is 1.4 times slower on thousands.
+    """
+    options = {"config_patches": {"triton.autotune_at_compile_time": False}}
+    with waiting_first(), blocks_for_many_rows():
+        return torch._inductor.standalone_compile(piece, list(inputs), dynamic_shapes="from_tracing_context", options=options)
+
+
+def compile_pieces(
+    split: SplitGraph, traced: Sequence[Any], cache: ArtifactCache | None = None, compiler: Compiler = inductor
+) -> PieceReport:
+    """Compile every piece, in place, with T as the symbol that Dynamo gave it. Structurally equal pieces become one callable.
+
+    A compiled piece is a plain attribute of `split.gm` and no submodule: calling a module costs as much as a small kernel's launch.
+
+    Args:
+        traced: Dynamo's fake tensors and symbolic sizes for the graph's inputs, in order.
+        cache: where compiled pieces outlive the process, or None.
+
+    Must run inside the Dynamo backend call, whose tracing context knows which sizes are symbolic.
+    """
+    started = time.perf_counter()
+    pin_triton_cache()
+    pieces = _found(split, traced)
+    distinct = len({piece.fingerprint or piece.name for piece in pieces})
+    logger.info("compiling %d distinct pieces of %d; the first takes longest", distinct, len(pieces))
+    shared: dict[str, list[Compiled]] = {}
+    made = loaded = 0
+    kept: list[KeptPiece] = []
+    calls = _calls(split)
+    for piece in pieces:
+        known = shared.setdefault(piece.fingerprint or piece.name, [])
+        fitting = next((each for each in known if piece.sizes.holds(each.guards)), None)
+        if fitting is None:
+            fitting, from_disk = _make(piece, cache, compiler)
+            known.append(fitting)
+            made, loaded = made + 1, loaded + from_disk
+        _put(split, piece.name, fitting, piece.single)
+        if cache is not None and piece.fingerprint is not None and fitting.guards is not None and portable(piece.gm):
+            arguments = tuple(str(argument) for argument in calls[piece.name].args)
+            kept.append(KeptPiece(piece.name, piece.fingerprint, fitting.guards, arguments, piece.single))
+    all_kept = tuple(kept) if len(kept) == len(pieces) else None
+    report = PieceReport(len(pieces), made, loaded, time.perf_counter() - started, all_kept)
+    logger.info("compiled pieces: %s", report.describe())
+    return report
+
+
+def load_pieces(split: SplitGraph, kept: Sequence[KeptPiece], cache: ArtifactCache) -> PieceReport | None:
+    """Put the compiled form of every piece in its place, without a look at what the pieces compute; None, and nothing done, if one is gone
+    or is called with something that the graph has not.
+
+    Args:
+        kept: of the same split graph, as `compile_pieces` reported it in another process.
+    """
+    started = time.perf_counter()
+    pin_triton_cache()
+    computing = [name for name in split.pieces if _computes(getattr(split.gm, name))]
+    if computing != [piece.name for piece in kept]:
+        return None
+    found: dict[tuple[str, str], Compiled] = {}
+    for piece in kept:
+        place = (piece.fingerprint, piece.guards)
+        if place not in found:
+            key = artifact_key(piece.fingerprint)
+            stored = None if key is None else cache.load(key)
+            if stored is None or stored.guards != piece.guards:
+                return None
+            found[place] = stored
+    nodes, calls = {node.name: node for node in split.gm.graph.nodes}, _calls(split)
+    if any(name not in nodes for piece in kept for name in piece.arguments):
+        return None
+    for piece in kept:
+        calls[piece.name].args = tuple(nodes[name] for name in piece.arguments)
+        _put(split, piece.name, found[piece.fingerprint, piece.guards], piece.single)
+    split.gm.recompile()
+    report = PieceReport(len(kept), len(found), len(found), time.perf_counter() - started, tuple(kept))
+    logger.info("loaded pieces: %s", report.describe())
+    return report
+
+
+def _calls(split: SplitGraph) -> dict[str, fx.Node]:
+    """The one call of each piece."""
+    return {str(node.target): node for node in split.gm.graph.nodes if node.op == "call_module"}
+
+
+def _put(split: SplitGraph, name: str, compiled: Compiled, single: bool) -> None:
+    delattr(split.gm, name)
+    setattr(split.gm, name, _one(compiled.run) if single else compiled.run)
+
+
+def _make(piece: _Piece, cache: ArtifactCache | None, compiler: Compiler) -> tuple[Compiled, bool]:
+    """The compiled piece, and whether it came from disk."""
+    started = time.perf_counter()
+    key = None
+    if cache is not None and piece.fingerprint is not None and portable(piece.gm):
+        key = artifact_key(piece.fingerprint)
+    if cache is None or key is None:
+        return Compiled(*_compile(piece, compiler, started)), False
+    stored = cache.load(key)
+    if stored is not None and piece.sizes.holds(stored.guards):
+        logger.info("loaded %s from disk in %.1f s", piece.name, time.perf_counter() - started)
+        return stored, True
+    with tagged(f"{key} {piece.sizes.guards()} {piece.sizes.seen()}"):
+        artifact, guards = _compile(piece, compiler, started)
+    if guards is not None:
+        cache.save(key, artifact, guards)
+    return Compiled(artifact, guards), False
+
+
+def _compile(piece: _Piece, compiler: Compiler, started: float) -> tuple[Artifact, str | None]:
+    with torch.no_grad(), enable_python_dispatcher():
+        artifact = compiler(piece.gm, piece.inputs)
+    logger.info("compiled %s in %.1f s", piece.name, time.perf_counter() - started)
+    return artifact, piece.sizes.guards() if piece.sizes.known else None
+
+
+def _one(run: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: run(*args)[0]
+
+
+def _found(split: SplitGraph, traced: Sequence[Any]) -> list[_Piece]:
+    finder = _PieceFinder(split)
+    finder.run(*_fake_inputs(traced))
+    return finder.found
+
+
+class _PieceFinder(fx.Interpreter):
+    """Walks the split graph on fake tensors; keeps each piece that computes something, with the inputs that reach it."""
+
+    def __init__(self, split: SplitGraph) -> None:
+        super().__init__(split.gm)
+        self.pieces = frozenset(split.pieces)
+        self.found: list[_Piece] = []
+        context = TracingContext.get()
+        assert context.fake_mode is not None
+        self.fake_mode = context.fake_mode
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11).
+        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
+            return super().run(*args, **kwargs)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        piece = getattr(self.module, str(target))
+        if target not in self.pieces or not isinstance(piece, fx.GraphModule) or not _computes(piece):
+            return super().call_module(target, args, kwargs)
+        whole, single = _returning_tuple(piece)
+        # Before it runs: what it writes in place may change its inputs' sizes.
+        self.found.append(_Piece(str(target), whole, single, args, Sizes(args), fingerprint(whole, args)))
+        return super().call_module(target, args, kwargs)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Tables that a pass has put there; `split_graph` hands them to the pieces as inputs."""
+        value = super().get_attr(target, args, kwargs)
+        return self.fake_mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+
+
+def _returning_tuple(piece: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
+    """A copy that returns a tuple, for an artifact from disk always does, and whether the piece itself returns the one element."""
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    output = graph.graph_copy(piece.graph, nodes)
+    single = not isinstance(output, tuple | list)
+    graph.output((output,) if single else output)
+    return fx.GraphModule(piece, graph), single
+
+
+def _computes(piece: fx.GraphModule) -> bool:
+    return any(node.op.startswith("call_") for node in piece.graph.nodes)
+
+
+def _fake_inputs(traced: Sequence[Any]) -> list[Any]:
+    """What Dynamo saw, in the fake mode of the tracing context (Dynamo's own is another), with the same symbols."""
+    mode = TracingContext.get().fake_mode
+    assert mode is not None
+    with mode:
+        return [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v for v in traced]

@@ -1,0 +1,167 @@
+"""The graphs of one model: which shapes were captured, what each cost, and why the others were not."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import CaptureError
+from paged_attn.capture.graphs.recorder import Recorder
+from paged_attn.capture.graphs.segments import OpNotRecorded, Segments, may_break, record
+
+logger = logging.getLogger("paged_attn")
+Mode = Literal["full", "pieces"]
+MIB = 2**20
+ELSEWHERE = "another process that runs this model can not capture it or has no room for it"
+
+
+class GraphKey(NamedTuple):
+    """Full graphs hold decode steps of `size` requests, pieces any step of `size` rows; variant: which of a backend's kernels."""
+
+    mode: Mode
+    size: int
+    variant: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.size}" + (f" (variant {self.variant})" if self.variant else "")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to record one shape.
+
+    Attributes:
+        run: the model's step on its fixed inputs.
+        breaks: ops that stay outside the graphs.
+        keep: tensors that outlive the recording.
+        state: whatever a replay needs besides (a batch, a plan); kept with the graphs.
+    """
+
+    run: Callable[[], Any]
+    breaks: Callable[[Any], bool]
+    keep: Sequence[Tensor]
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One captured shape: its graphs, their state, device bytes that it added, and seconds that it took."""
+
+    key: GraphKey
+    segments: Segments
+    state: Any
+    nbytes: int
+    seconds: float
+
+
+Prepare = Callable[[GraphKey], AbstractContextManager[Recipe]]
+
+
+@dataclass
+class GraphSet:
+    """Captures shapes into one recorder, under a budget.
+
+    A shape that can not be captured is left out with its reason, which `refused` keeps; with `strict` that raises.
+    `unsafe` are ops that were found not to be recordable, and why: they run between the graphs.
+    `agree` is asked, with what this process found, whether a shape is to be tried and whether it is kept: processes that run a model
+    together must capture the same shapes, as each recording is a run of all of them.
+    """
+
+    recorder: Recorder
+    budget: int
+    strict: bool = False
+    captured: dict[GraphKey, Captured] = field(default_factory=dict)
+    refused: dict[GraphKey, str] = field(default_factory=dict)
+    unsafe: dict[Any, str] = field(default_factory=dict)
+    nbytes: int = 0
+    agree: Callable[[bool], bool] = bool
+
+    def capture(self, keys: Sequence[GraphKey], prepare: Prepare) -> Iterator[GraphKey]:
+        """Capture shapes in the order given, and yield each when it has been dealt with.
+
+        Raises:
+            CaptureError: with `strict`, for the first shape that can not be captured or does not fit the budget.
+        """
+        gc.collect()  # once: what lies in cycles must not be counted as a graph's, and a collection takes long
+        before = self.recorder.bytes_in_use()
+        for key in keys:
+            before = self._capture(key, prepare, before)
+            yield key
+
+    def _capture(self, key: GraphKey, prepare: Prepare, before: int) -> int:
+        fits = self.nbytes < self.budget
+        if not self.agree(fits):
+            taken = f"the graphs before it take {self.nbytes / MIB:,.0f} MiB of the {self.budget / MIB:,.0f} MiB allowed"
+            self._refuse(key, ELSEWHERE if fits else taken)
+            return before
+        started, mark = time.perf_counter(), self.recorder.mark()
+        try:
+            segments, state = self._record(key, prepare, mark)
+        except RuntimeError as error:
+            self.agree(False)
+            self.recorder.rollback(mark)
+            self._refuse(key, _first_line(error), error)
+            return self.recorder.bytes_in_use()
+        after = self.recorder.bytes_in_use()
+        added = max(after - before, 0)
+        fits = self.nbytes + added <= self.budget
+        if not self.agree(fits):
+            del segments, state
+            self.recorder.rollback(mark)
+            adds = (
+                f"it would add {added / MIB:,.0f} MiB to {self.nbytes / MIB:,.0f} MiB of graphs; {self.budget / MIB:,.0f} MiB are allowed"
+            )
+            self._refuse(key, ELSEWHERE if fits else adds)
+            return self.recorder.bytes_in_use()
+        self.nbytes += added
+        self.captured[key] = Captured(key, segments, state, added, time.perf_counter() - started)
+        return after
+
+    def _record(self, key: GraphKey, prepare: Prepare, mark: int) -> tuple[Segments, Any]:
+        """An op that can not be recorded, and need not be, stays between the graphs from then on."""
+        while True:
+            try:
+                with prepare(key) as recipe:
+                    with self.recorder.session():
+                        recipe.run()  # what runs for the first time may compile, allocate or wait, which a recording must not
+                    return self._record_between(recipe), recipe.state
+            except OpNotRecorded as error:
+                if not may_break(error.op):
+                    raise
+                self.recorder.rollback(mark)
+                self.unsafe[error.op] = _first_line(error.__cause__ or error)
+                logger.info("%s can not be captured and runs between the graphs: %s", error.op, self.unsafe[error.op])
+
+    def _record_between(self, recipe: Recipe) -> Segments:
+        return record(recipe.run, self.recorder, lambda op: recipe.breaks(op) or op in self.unsafe, recipe.keep)
+
+    def _refuse(self, key: GraphKey, reason: str, error: BaseException | None = None) -> None:
+        if self.strict:
+            raise CaptureError(
+                f"the graph {key} can not be captured: {reason}. Without graph_strict this shape would run uncaptured"
+            ) from error
+        self.refused[key] = reason
+        logger.warning("graph %s is not captured: %s", key, reason)
+
+    def sizes(self, mode: Mode) -> list[int]:
+        """Captured sizes of a mode, ascending."""
+        return sorted({key.size for key in self.captured if key.mode == mode})
+
+    def clear(self) -> None:
+        """Free every graph."""
+        self.captured.clear()
+        self.refused.clear()
+        self.nbytes = 0
+        self.recorder.rollback(0)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"

@@ -1,0 +1,62 @@
+"""Inductor's Triton kernels get blocks that suit steps of many rows.
+
+Inductor takes block sizes from the sizes that it saw while tracing, which here are those of a handful of tokens. An element-wise kernel
+then gets blocks of 256 elements and one warp, and on a prompt's rows most of its time goes into starting them: RoPE of 2,048 rows took
+51 us where blocks of 1,024 take 17 (H200, docs/capture.md). Only the sizes of blocks are chosen here; what a kernel computes, and for
+which sizes it is valid, stays as Inductor has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from paged_attn.capture.inductor.cache_mark import marked
+
+ROWS = 2047  # as Inductor rounds up to powers of 2; not one itself, so that no size looks divisible that is not
+
+
+@contextlib.contextmanager
+def blocks_for_many_rows() -> Iterator[None]:
+    """Inside, Inductor chooses blocks as if each size that it traced as fewer had been `ROWS`."""
+    from torch._inductor.codegen.triton import TritonKernel
+
+    write = TritonKernel.codegen_kernel
+
+    def written(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        with _many_rows():
+            return write(kernel, *args, **kwargs)
+
+    with marked(f"blocks for {ROWS} rows"), patch.object(TritonKernel, "codegen_kernel", written):
+        yield
+
+
+@contextlib.contextmanager
+def _many_rows() -> Iterator[None]:
+    """What Inductor asks for where it may not guard on the answer: `symbolic_hint` in torch 2.11, `optimization_hint` later."""
+    from torch._inductor.sizevars import SizeVarAllocator
+
+    with contextlib.ExitStack() as stack:
+        for name in ("symbolic_hint", "optimization_hint"):
+            if (method := getattr(SizeVarAllocator, name, None)) is not None:
+                stack.enter_context(patch.object(SizeVarAllocator, name, _with_many_rows(method)))
+        yield
+
+
+def _with_many_rows(method: Callable[..., Any]) -> Callable[..., Any]:
+    def hint(sizevars: Any, *args: Any, **kwargs: Any) -> Any:
+        environment, name = sizevars.shape_env, "backed_var_to_val"
+        many = {symbol: sympy.Integer(ROWS) if _is_few(symbol, size) else size for symbol, size in getattr(environment, name).items()}
+        with patch.object(environment, name, many), patch.object(sizevars, name, many):
+            return method(sizevars, *args, **kwargs)
+
+    return hint
+
+
+def _is_few(symbol: sympy.Symbol, size: Any) -> bool:
+    return symbol_is_type(symbol, SymT.SIZE) and isinstance(size, sympy.Integer) and size < ROWS

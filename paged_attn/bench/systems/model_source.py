@@ -1,0 +1,86 @@
+"""The model that all systems run: a checkpoint, or random weights of a known shape."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+from paged_attn.bench.systems.job import ModelSource
+
+_LLAMA = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 16_384, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_TINY = {
+    **_LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {"llama-3.1-8b": _LLAMA, "tiny": _TINY}
+
+
+def write_shape(shape: str, dtype: str, folder: Path) -> str:
+    """A folder with the config of a shape, and no weights; returns it."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(**SHAPES[shape], architectures=["LlamaForCausalLM"], dtype=getattr(torch, dtype))
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def save_weights(source: ModelSource, folder: Path) -> ModelSource:
+    """The source as a checkpoint on disk, so that systems that draw no weights themselves run the same ones.
+
+    A process of its own draws them: this one would keep the GPU's memory.
+
+    Raises:
+        ChildProcessError: that process failed.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=_draw_and_save, args=(source, str(folder)))
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise ChildProcessError(
+            f"drawing random weights and writing them to {folder} ended with status {process.exitcode}; its error is above"
+        )
+    return ModelSource(str(folder), False, source.dtype, source.device)
+
+
+def _draw_and_save(source: ModelSource, folder: str) -> None:
+    load(source).save_pretrained(folder)
+
+
+def read_config(path: str) -> Any:
+    """Raises ValueError: no config there."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no model could be read from {path!r}: {error}") from error
+
+
+def text_config(path: str) -> Any:
+    return read_config(path).get_text_config(decoder=True)
+
+
+def load(source: ModelSource) -> Any:
+    """The Hugging Face model in evaluation mode on its device; random weights are the same in every process on one kind of device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if not source.random_weights:
+        from paged_attn.engine.model.loading import load_model
+
+        return load_model(source.path, None if source.dtype == "auto" else getattr(torch, source.dtype), source.device)[0]
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, source.dtype))
+    try:
+        with torch.device(source.device):
+            model = AutoModelForCausalLM.from_config(read_config(source.path))
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()

@@ -1,0 +1,39 @@
+"""A later token must move no earlier row: otherwise a model can not be generated from token by token."""
+
+from __future__ import annotations
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.check.compare.noise import Noise
+from paged_attn.check.compare.suspects import suspects_in, without_choices
+from paged_attn.check.runs.served import Original
+from paged_attn.check.runs.steps import LONGEST
+from paged_attn.check.runs.truth import OtherRun, Truth
+
+
+def check_later_tokens(original: Original, truth: Truth, noise: Noise) -> None:
+    """Change the last token of the longest probe prompt, and compare the rows before it at every boundary.
+
+    Raises:
+        UnsupportedError: some row moves by more than rounding, naming where first.
+    """
+    prompt = truth.prompts[LONGEST]
+    if len(prompt) < 2:
+        return
+    changed, before = prompt.clone(), prompt[:-1]
+    changed[-1] = before.max() if changed[-1] != before.max() else before.min()
+    count = len(before)
+    run = OtherRun(original, truth, LONGEST, tokens=changed, count=count)
+    rows = [(LONGEST, row) for row in range(count)]
+    found = [
+        suspect
+        for name, errors in run.errors.items()
+        for suspect in suspects_in(name, errors, noise.limits(name, LONGEST, 0, count), rows, run.rows[name], "its last token changed")
+    ]
+    found = without_choices(found, original, truth, noise)
+    if found:
+        first = found[0]
+        raise UnsupportedError(
+            f"self-check failed: changing the last of {len(prompt)} tokens moves token {first.row + 1} in "
+            f"{original.place_of(first.name)} by {first.error:.2g} of its size (allowed {first.limit:.2g}), so that the model is not "
+            "causal there; it can not be generated from token by token."
+        )

@@ -1,0 +1,92 @@
+"""What rounding does to a model, measured on the model itself: at every boundary, how far the original graph is off
+
+- from itself in wider numbers,
+- from itself with its recurrent layers run token by token, as decoding runs them, and
+- from itself on a shorter prompt, as products of another shape round otherwise and some quantisers look at the whole batch;
+
+each time going on from the same values at every boundary, so that nothing adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.check.runs.served import HowToRun, Original
+from paged_attn.check.runs.steps import LONGEST
+from paged_attn.check.runs.truth import OtherRun, Truth
+from paged_attn.tolerances import MULTIPLE, rounding, typical
+
+FEW = (2, 3)  # tokens, for which kernels of quantised products may take another way than for many
+QUANTISED = 6e-2  # what a quantiser whose scale is that of the whole batch may do to a row
+OTHERWISE = 16  # times what a row may be off by rounding: more than products of another shape do
+
+
+class Noise:
+    """Of one model on its probe prompts.
+
+    Attributes:
+        narrow: the model's own floating type.
+        level: by boundary, the error that most rows have by rounding alone.
+    """
+
+    def __init__(self, truth: Truth, narrow: torch.dtype) -> None:
+        self.truth, self.narrow = truth, narrow
+        self.level: dict[str, float] = dict.fromkeys(truth.names, 0.0)
+        self._rows: dict[tuple[int, str], Tensor] = {}
+
+    @classmethod
+    def of(cls, original: Original, truth: Truth, causal: bool) -> Noise:
+        """`causal`: whether later tokens must change no earlier row, so that a prompt may be cut.
+
+        Raises:
+            UnsupportedError: they do.
+        """
+        noise = cls(truth, original.narrow)
+        for prompt in range(len(truth.prompts)):
+            noise.add(OtherRun(original, truth, prompt, HowToRun(wide=True)).errors, prompt)
+            if original.recurrent:
+                noise.add(OtherRun(original, truth, prompt, HowToRun(token_by_token=True)).errors, prompt)
+        if causal:
+            longest = truth.prompts[LONGEST]
+            for count in sorted({max(len(longest) * 2 // 3, 1), *(few for few in FEW if few < len(longest))}):
+                shorter = OtherRun(original, truth, LONGEST, tokens=longest[:count], count=count).errors
+                noise._refuse_more_than_rounding(shorter, count, bool(original.computed_as_it_is), original)
+                noise.add(shorter, None)
+        return noise
+
+    def add(self, errors: Mapping[str, Tensor], prompt: int | None) -> None:
+        """Errors [T] by boundary of a run that differs by rounding alone. With `prompt`, each row's own error is allowed for, too: there
+        rounding may have changed what a router chose."""
+        for name, rows in errors.items():
+            self.level[name] = max(self.level[name], typical(rows))
+            if prompt is not None:
+                known = self._rows.get((prompt, name))
+                self._rows[prompt, name] = rows if known is None else torch.maximum(known, rows)
+
+    def limit(self, name: str) -> float:
+        """What a row may be off."""
+        dtype = self.truth.rows(0, name).dtype
+        return MULTIPLE * max(self.level[name], rounding(dtype, self.narrow))
+
+    def limits(self, name: str, prompt: int, start: int, end: int) -> Tensor:
+        """What each of these rows of a prompt may be off, [end - start] on the CPU."""
+        own = self._rows.get((prompt, name))
+        if own is None:
+            return torch.full((end - start,), self.limit(name))
+        return (MULTIPLE * own[start:end]).clamp_min(self.limit(name)).cpu()
+
+    def _refuse_more_than_rounding(self, errors: Mapping[str, Tensor], count: int, quantised: bool, original: Original) -> None:
+        for name, rows in errors.items():
+            limit = OTHERWISE * self.limit(name)
+            allowed = max(limit, QUANTISED) if quantised else limit
+            if not typical(rows) <= allowed:
+                more = len(self.truth.prompts[LONGEST]) - count
+                raise UnsupportedError(
+                    f"self-check failed: {count} tokens give other numbers in {original.place_of(name)} when {more} more follow them, "
+                    f"off by {typical(rows):.2g} of their size (allowed {allowed:.2g}). A later token moves earlier ones, so that the "
+                    "model can not be generated from token by token."
+                )

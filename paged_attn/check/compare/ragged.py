@@ -1,0 +1,80 @@
+"""The rewritten graph over small ragged batches, compared row by row with the original, at every boundary on its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paged_attn.check.compare.noise import Noise
+from paged_attn.check.compare.suspects import Suspect, suspects_in
+from paged_attn.check.runs.boundaries import Boundary
+from paged_attn.check.runs.running import must_run
+from paged_attn.check.runs.served import HowToRun, Original, Served
+from paged_attn.check.runs.steps import Step, Steps, steps_of
+from paged_attn.check.runs.truth import LOGITS, Truth
+from paged_attn.tolerances import row_errors
+
+
+def compare_ragged(served: Served, truth: Truth, noise: Noise) -> list[Suspect]:
+    """Run the steps of the probe prompts, each value between two pieces replaced by the truth once it has been compared.
+
+    Raises:
+        UnsupportedError: the rewritten graph can not run such a batch, or no backend can.
+    """
+    steps = Steps(served.specs, truth.prompts, served.kv_dtype, served.recurrent, served.settings)
+    found: list[Suspect] = []
+    for step in steps_of(truth.prompts, served.is_causal):
+        rows = RowsOfStep(step, truth, noise)
+        with steps.context(step) as context, must_run("the rewritten graph", f"a small ragged batch ({step.name})"):
+            logits = served.run(context.batch, rows.visit)
+        rows.compare(LOGITS, logits, None)
+        found += rows.suspects
+    return found
+
+
+def compare_rows_of_original(original: Original, step: Step, truth: Truth, noise: Noise) -> list[Suspect]:
+    """The original on the rows of a step, one behind the other as if they were one prompt, with everything that mixes tokens replaced by
+    the truth: what is off here is what the model itself does otherwise for a row in another place."""
+    rows = RowsOfStep(step, truth, noise)
+    ids = torch.cat([truth.prompts[part.prompt][part.start : part.end] for part in step.parts])
+    positions = torch.cat([torch.arange(part.start, part.end, device=ids.device) for part in step.parts])
+    original.run(ids, rows.visit_original, HowToRun(positions=positions))
+    return rows.suspects
+
+
+class RowsOfStep:
+    """Compares the rows of one step with those of the prompts alone, and puts these in their place."""
+
+    def __init__(self, step: Step, truth: Truth, noise: Noise) -> None:
+        self.step, self.truth, self.noise = step, truth, noise
+        self.identities = [(part.prompt, row) for part in step.parts for row in range(part.start, part.end)]
+        self.suspects: list[Suspect] = []
+
+    def visit(self, boundary: Boundary, value: Tensor) -> Tensor:
+        """Of what is served: an operand or the output of an attention [T, heads, dim], or a value laid out as in the original."""
+        name = boundary.original
+        if name not in self.truth.names:
+            return value
+        copied = value.clone()
+        rows = copied if boundary.is_of_op else self.truth.rows_of(name, copied)
+        rows[: len(self.identities)] = self.compare(name, rows, boundary).to(value.dtype)
+        return copied
+
+    def visit_original(self, name: str, value: Tensor) -> Tensor:
+        """Of the original graph."""
+        if name not in self.truth.names:
+            return value
+        self.compare(name, self.truth.written_of(name, value), None)
+        rows = [self.truth.rows(part.prompt, name)[part.start : part.end] for part in self.step.parts]
+        return self.truth.with_rows(name, value, torch.cat(rows))
+
+    def compare(self, name: str, rows: Tensor, boundary: Boundary | None) -> Tensor:
+        """What the rows [N, ...], padding behind them, should be: [N real, ...], in the same shape."""
+        parts = self.step.parts
+        expected = torch.cat([self.truth.served(part.prompt, name, boundary)[part.start : part.end] for part in parts])
+        got = rows[: len(expected)].reshape(expected.shape)
+        usual = None if boundary is not None and boundary.operand is not None else self.truth.usual[name]
+        errors = row_errors(expected, got, usual)
+        limits = torch.cat([self.noise.limits(name, part.prompt, part.start, part.end) for part in parts])
+        self.suspects += suspects_in(name, errors, limits, self.identities, got, self.step.name, boundary)
+        return expected.reshape(rows[: len(expected)].shape)

@@ -1,0 +1,111 @@
+"""Rows that are off by more than rounding explains, until it is seen that the model's own rounding may choose that, too.
+
+A router takes the best experts, an indexer the best keys, a quantiser the nearest step. Where two are as good as equal, any other order of
+adding up takes the other one, and the row is another. So the original is run with all its numbers moved a little, many times over, and
+each time once more with its own numbers and what was chosen then. A suspect row is explained if it is one of these, as far as rounding
+moves that row; what never comes out so is no choice of the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_attn.check.compare.noise import Noise
+from paged_attn.check.runs.boundaries import Boundary
+from paged_attn.check.runs.choices import Perturbation
+from paged_attn.check.runs.served import HowToRun, Original
+from paged_attn.check.runs.truth import OtherRun, Truth
+from paged_attn.tolerances import MULTIPLE, row_errors
+
+TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
+ENOUGH = 4  # runs that say how far rounding moves a row
+
+
+@dataclass(frozen=True, eq=False)
+class Suspect:
+    """One row of one boundary that is not what it is in truth.
+
+    Attributes:
+        name: of the boundary's node.
+        prompt, row: of which prompt, and of which of its tokens.
+        error, limit: what it is off, and what rounding explains.
+        got: the row, as `Truth.written`.
+        step: in which step it was seen.
+        boundary: None for the logits.
+    """
+
+    name: str
+    prompt: int
+    row: int
+    error: float
+    limit: float
+    got: Tensor
+    step: str
+    boundary: Boundary | None = None
+
+
+def suspects_in(
+    name: str, errors: Tensor, limits: Tensor, rows: Sequence[tuple[int, int]], got: Tensor, step: str, boundary: Boundary | None = None
+) -> list[Suspect]:
+    """Of rows [N] with these errors and limits, the ones that are off by more; `rows` says prompt and token of each."""
+    wrong = torch.nonzero(~(errors.cpu() <= limits)).flatten().tolist()
+    return [
+        Suspect(name, rows[i][0], rows[i][1], float(errors[i]), float(limits[i]), got[i].clone(), step, boundary)
+        for i in wrong
+    ]  # fmt: skip
+
+
+def without_choices(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise) -> list[Suspect]:
+    """Those of them that no rounding of the original explains, in order."""
+    left: list[Suspect] = []
+    for prompt in {suspect.prompt for suspect in suspects}:
+        rows = [_Row(suspect, truth, noise) for suspect in suspects if suspect.prompt == prompt]
+        generator = torch.Generator().manual_seed(prompt)
+        for attempt in range(TRIES):
+            if not rows:
+                break
+            moved = Perturbation(generator, UNITS[attempt % len(UNITS)])
+            near = OtherRun(original, truth, prompt, HowToRun(perturbed=moved))
+            exact = OtherRun(original, truth, prompt, HowToRun(choices=moved.choices))
+            for row in rows:
+                row.see(near, exact, moved.units)
+            rows = [row for row in rows if not row.explained]
+        left += [row.suspect for row in rows]
+    return [suspect for suspect in suspects if suspect in left]
+
+
+class _Row:
+    """A suspect beside what the original gives in its place.
+
+    `off`: how far it is from the nearest of those that the original gives with some choice; `own`: how far rounding alone moves them.
+    """
+
+    def __init__(self, suspect: Suspect, truth: Truth, noise: Noise) -> None:
+        self.suspect, self.operand = suspect, None if suspect.boundary is None else suspect.boundary.operand
+        self.usual = None if self.operand is not None else truth.usual[suspect.name]
+        self.limit = noise.limit(suspect.name)
+        self.off, self.own, self.is_like_a_moved_one = suspect.error, list[float](), False
+
+    def see(self, moved: OtherRun, exact: OtherRun, units: float) -> None:
+        near, chosen = self._of(moved), self._of(exact)
+        self.off = min(self.off, self._apart(chosen, self.suspect.got))
+        if units == 1:
+            self.own.append(self._apart(chosen, near))
+            self.is_like_a_moved_one |= self._apart(near, self.suspect.got) <= self.limit
+
+    @property
+    def explained(self) -> bool:
+        enough = len(self.own) >= ENOUGH
+        allowed = max(self.limit, MULTIPLE * sorted(self.own)[len(self.own) // 2]) if enough else self.limit
+        return self.is_like_a_moved_one or self.off <= allowed
+
+    def _of(self, run: OtherRun) -> Tensor:
+        row = run.rows[self.suspect.name][self.suspect.row][None]
+        return row if self.operand is None else self.operand.of(row)
+
+    def _apart(self, expected: Tensor, got: Tensor) -> float:
+        return float(row_errors(expected.reshape(1, -1), got.reshape(1, -1), self.usual)[0])

@@ -1,0 +1,104 @@
+"""Where the rewritten graph is compared with the one it was made from: at every value that goes from one piece to a later one, and at
+what every op between the pieces writes, as far as the original graph computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paged_attn.capture.split.split_graph import SplitGraph
+from paged_attn.passes.replace.operand_layout import Operand
+from paged_attn.passes.runner import LayerReport, Rewrite
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One value to compare.
+
+    Attributes:
+        original: the node of the original graph that computes it; of an op that writes its result, the op.
+        layer: the attention whose output it is, or None.
+        operand: which elements of it an attention is given, if it is one of its operands.
+    """
+
+    original: str
+    layer: LayerReport | None = None
+    operand: Operand | None = None
+
+    @property
+    def is_of_op(self) -> bool:
+        """Whether it is laid out as the paged op has it, [T, heads, dim]."""
+        return self.layer is not None or self.operand is not None
+
+    def as_written(self, value: Tensor) -> Tensor:
+        """The original's value in the layout of the paged op: attention [T, heads, v_dim]; anything else as it is."""
+        if self.layer is None:
+            return value
+        order = self.layer.original_order
+        heads_first = value.permute(order).reshape(-1, *_last_two(value, order)) if value.dim() == len(order) else value[0]
+        return heads_first.transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Of one rewritten graph.
+
+    Attributes:
+        results: by submodule of the split graph and place among its results.
+        written: by break, what its op writes.
+        given: by break, query, key and value of its attention, where they are known.
+        order: the submodules, pieces and breaks, as they are called.
+    """
+
+    results: Mapping[tuple[str, int], Boundary]
+    written: Mapping[str, Boundary]
+    given: Mapping[str, Sequence[Boundary]]
+    order: Sequence[str]
+
+    @classmethod
+    def of(cls, found: Rewrite, split: SplitGraph) -> Boundaries:
+        results = {
+            (name, index): Boundary(found.traced[result])
+            for name, names in split.results.items()
+            for index, result in enumerate(names)
+            if result in found.traced
+        }
+        by_op = {report.op_node: Boundary(report.original_node, report) for report in found.layers}
+        by_op |= {op: Boundary(found.traced[op]) for op in split.op_names if op in found.traced}
+        written = {name: by_op[op] for name, op in zip(split.breaks, split.op_names, strict=True) if op in by_op}
+        operands = {report.op_node: [Boundary(each.name, operand=each) for each in report.operands] for report in found.layers}
+        given = {name: operands[op] for name, op in zip(split.breaks, split.op_names, strict=True) if operands.get(op)}
+        return cls(results, written, given, list(split.results))
+
+    @property
+    def all(self) -> list[Boundary]:
+        return [*self.results.values(), *self.written.values(), *(each for given in self.given.values() for each in given)]
+
+    @property
+    def stages(self) -> dict[str, int]:
+        """By node, the place in `order` of what computes it; of an operand that is no result of a piece, that of the last piece before."""
+        place = {name: index for index, name in enumerate(self.order)}
+        found = {each.original: place[name] - 1 for name, given in self.given.items() for each in given}
+        found |= {boundary.original: place[name] for (name, _), boundary in self.results.items()}
+        return found | {boundary.original: place[name] for name, boundary in self.written.items()}
+
+    @property
+    def late(self) -> dict[str, list[str]]:
+        """By the node of an attention's output, its operands to which something writes until it reads them."""
+        reports = [(name, boundary.layer) for name, boundary in self.written.items() if boundary.layer is not None]
+        return {
+            report.original_node: found
+            for name, report in reports
+            if (found := [each.original for each in self.given.get(name, ()) if each.operand is not None and each.operand.late])
+        }
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the nodes of the original graph."""
+        return frozenset(boundary.original for boundary in self.all)
+
+
+def _last_two(value: Tensor, order: tuple[int, ...]) -> tuple[int, int]:
+    return value.shape[order[-2]], value.shape[order[-1]]

@@ -1,0 +1,106 @@
+"""What a model chooses, and how: runs whose numbers are moved a little, so that near ties fall otherwise, and runs of the model's own
+numbers in which what was chosen there is taken again.
+
+A choice is an operation that makes whole numbers or truth values of floating ones: the best k, a sort, a comparison, a step of a
+quantiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, tensors_in
+from paged_attn.passes.fx.graph_tools import is_view, writes_in_place
+
+Choices = Mapping[str, Any]  # by node, what the operation returned
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """Of one run.
+
+    Attributes:
+        generator: draws it.
+        units: numbers are moved by up to so many halves of a unit in their last place: 1 is what any other kernel may do.
+        choices: filled by the run.
+    """
+
+    generator: torch.Generator
+    units: float = 1.0
+    choices: dict[str, Any] = field(default_factory=dict)
+
+    def moved(self, value: Tensor, narrow: torch.dtype) -> Tensor:
+        """A floating tensor in its own type, each number moved, by the precision of the coarser of this and its type."""
+        step = max(torch.finfo(dtype).eps for dtype in (value.dtype, narrow)) / 2 * self.units
+        noise = torch.empty(value.shape, dtype=torch.float32).uniform_(-1, 1, generator=self.generator).to(value.device)
+        return (value.double() * (1 + step * noise.double())).to(value.dtype)
+
+
+class PerturbedRun(TappedRun):
+    """`run(*inputs)` with every number moved that an operation computes in the model's own type: what another order of adding up, or
+    another kernel, might give.
+
+    Args:
+        narrow: the model's own floating type.
+    """
+
+    def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype, perturbation: Perturbation) -> None:
+        super().__init__(gm, taps, visit)
+        self.narrow, self.perturbation = narrow, perturbation
+
+    def compute(self, n: fx.Node) -> Any:
+        result = super().compute(n)
+        if n.op not in ("call_function", "call_method") or is_view(n) or writes_in_place(n) or not _floats_among(self._inputs(n)):
+            return result
+        if any(not tensor.is_floating_point() for tensor in tensors_in(result)):
+            self.perturbation.choices[n.name] = result
+        elif type(result) is Tensor and result.dtype == self.narrow:
+            return self.perturbation.moved(result, self.narrow)
+        return result
+
+    def _inputs(self, n: fx.Node) -> list[Any]:
+        return [self.given(node, n) for node in n.all_input_nodes]
+
+
+class ChosenRun(TappedRun):
+    """`run(*inputs)` with what operations chose in another run; numbers that are chosen with their places, as of the best k, are those of
+    this run at the other's places."""
+
+    def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, choices: Choices) -> None:
+        super().__init__(gm, taps, visit)
+        self.choices = choices
+
+    def compute(self, n: fx.Node) -> Any:
+        result = super().compute(n)
+        if n.name not in self.choices:
+            return result
+        chosen = self.choices[n.name]
+        if isinstance(result, Tensor):
+            return chosen
+        given = next((value for node in n.all_input_nodes if isinstance(value := self.given(node, n), Tensor)), None)
+        if given is None or len(result) != 2 or result[1].dtype != torch.int64:
+            return result
+        values = _taken_again(given, result[0], result[1], chosen[1])
+        return result if values is None else (values, chosen[1])
+
+
+def _taken_again(given: Tensor, values: Tensor, places: Tensor, chosen: Tensor) -> Tensor | None:
+    """The values at other places, where `values` are those of `given` at `places` along some axis; None if they are not."""
+    keeps_axis = values.dim() == given.dim()
+    for axis in range(given.dim() if places.dim() else 0):
+        at, other = (places, chosen) if keeps_axis else (places.unsqueeze(axis), chosen.unsqueeze(axis))
+        if any(at.shape[i] > given.shape[i] for i in range(given.dim())) or int(at.max()) >= given.shape[axis]:
+            continue
+        if torch.equal(given.gather(axis, at), values if keeps_axis else values.unsqueeze(axis)):
+            taken = given.gather(axis, other)
+            return taken if keeps_axis else taken.squeeze(axis)
+    return None
+
+
+def _floats_among(values: list[Any]) -> bool:
+    return any(tensor.is_floating_point() for tensor in tensors_in(values))

@@ -1,0 +1,199 @@
+"""Running a graph node by node, with some of its values seen, and replaced, on the way; and the same in wider numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.ops.overloads import overloads_of
+from paged_attn.passes.fx.graph_tools import value_of, writes_in_place
+
+Visit = Callable[[str, Tensor], Tensor]
+_NARROW_METHODS = ("half", "bfloat16", "float")
+_TORCH_NAMESPACES = ("aten", "prims", "higher_order")
+_NARROW_ONLY = ("_grouped_mm", "grouped_mm", "_scaled_mm", "scaled_mm", "scaled_grouped_mm", "_scaled_grouped_mm")
+_NOT_IN_WIDE = (RuntimeError, TypeError, NotImplementedError)  # how torch says that an operation has no form for these dtypes
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Which values of a graph to look at.
+
+    Attributes:
+        names: of their nodes. Of an op that writes into an argument, that argument is the value.
+        late: by node, those that are looked at just before that node is computed, as something writes to them until then.
+        inner: by name, the nodes that read it as it was computed, whatever replaces it for all others.
+    """
+
+    names: Collection[str]
+    late: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    inner: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+
+class TappedRun(fx.Interpreter):
+    """`run(*inputs)` as the graph computes it, but what `visit(name, value)` returns goes on in place of each tapped value."""
+
+    def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit) -> None:
+        super().__init__(gm)
+        self.visit, self.late = visit, taps.late
+        self._inner, self._computed = taps.inner, dict[str, Any]()
+        self._late_names = {name for names in taps.late.values() for name in names}
+        self.names = frozenset(taps.names) - self._late_names
+        self._kept: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        for name in self.late.get(n.name, ()):
+            value = self._kept.pop(name)
+            if (seen := self.visit(name, value)) is not value:
+                value.copy_(seen)
+        result = self.compute(n)
+        if n.name in self._late_names:
+            self._kept[n.name] = result
+        if n.name not in self.names:
+            return result
+        written = written_arguments(n)
+        value = self.env[written[0]] if written else result
+        if isinstance(value, Tensor):
+            seen = self.visit(n.name, value)
+            if not written:
+                if n.name in self._inner:
+                    self._computed[n.name] = value
+                return seen
+            if seen is not value:
+                value.copy_(seen)
+        return result
+
+    def compute(self, n: fx.Node) -> Any:
+        return super().run_node(n)
+
+    def given(self, node: fx.Node, n: fx.Node) -> Any:
+        """What an input of a node is for that node."""
+        is_inner = node.name in self._computed and n.name in self._inner[node.name]
+        return self._computed[node.name] if is_inner else self.env[node]
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        return fx.node.map_arg(args, lambda node: self.given(node, n))
+
+
+class WideRun(TappedRun):
+    """The same in float32 for 16-bit floats, and in float64 for float32: what the graph would compute if it did not round.
+
+    An operation that has no such form (a quantised product, a fused kernel, somebody's own op) computes as it is.
+
+    Args:
+        narrow: the model's own floating type.
+
+    Attributes:
+        computed_as_it_is: the operations that have no such form, by name, once `run` has ended.
+    """
+
+    def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype) -> None:
+        super().__init__(gm, taps, visit)
+        self.narrow = narrow
+        self.wide = torch.float32 if narrow.itemsize < 4 else torch.float64
+        self.computed_as_it_is: set[str] = set()
+
+    def compute(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method"):
+            return super().compute(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        call = self.call_function if n.op == "call_function" else self.call_method
+        if self._has_wide_form(n, (args, kwargs)):
+            target = "to" if n.op == "call_method" and n.target in _NARROW_METHODS else n.target
+            given = _mapped((args, kwargs), self._widened)
+            given = ((*given[0], self.wide), given[1]) if target != n.target else given
+            try:
+                return call(target, *given)
+            except _NOT_IN_WIDE:
+                pass  # computed as it is, below
+        narrowed: dict[int, tuple[Tensor, Tensor]] = {}
+        result = call(n.target, *_mapped((args, kwargs), self._as_traced(n, narrowed)))
+        for given, copied in narrowed.values():
+            if copied._version:  # the op has written to it
+                given.copy_(copied)
+        self.computed_as_it_is.add(_name(n))
+        return result
+
+    def _has_wide_form(self, n: fx.Node, given: Any) -> bool:
+        if getattr(n.target, "__name__", "") in _NARROW_ONLY or _namespace(n.target) not in _TORCH_NAMESPACES:
+            return False
+        if writes_in_place(n) and (target := _first_tensor(given)) is not None and self._is_narrow(target):
+            return False
+        return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors_in(given))
+
+    def _is_narrow(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.dtype.itemsize < self.wide.itemsize
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self.wide) if self._is_narrow(value) else value
+        if isinstance(value, torch.dtype):
+            return self.wide if value.is_floating_point and value.itemsize < self.wide.itemsize else value
+        return value
+
+    def _as_traced(self, n: fx.Node, narrowed: dict[int, tuple[Tensor, Tensor]]) -> Callable[[Any], Any]:
+        """Gives tensors that were widened on the way the type back that they had in the trace; where that is not known, the model's own.
+
+        `narrowed` gets each of them with its copy.
+        """
+        traced = {id(self.given(node, n)): value.dtype for node in n.all_input_nodes if isinstance(value := value_of(node), Tensor)}
+
+        def as_traced(value: Any) -> Any:
+            if not isinstance(value, Tensor) or type(value) is not Tensor or value.dtype != self.wide:
+                return value
+            dtype = traced.get(id(value), self.narrow)
+            if dtype == value.dtype:
+                return value
+            if id(value) not in narrowed:
+                narrowed[id(value)] = value, value.to(dtype)
+            return narrowed[id(value)][1]
+
+        return as_traced
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an op without a result writes, in the order of its arguments; none for any other node."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.returns:
+        return []
+    written = [
+        node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        for index, argument in enumerate(node.target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [each for each in written if isinstance(each, fx.Node)]
+
+
+def _namespace(target: Any) -> str:
+    """Of an op; functions and methods of torch count as ATen's."""
+    overloads = overloads_of(target)
+    return overloads[0].namespace if overloads else _TORCH_NAMESPACES[0]
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (tuple, list)):
+        changed = [_mapped(each, change) for each in value]
+        return type(value)(changed) if type(value) in (tuple, list) else tuple(changed)
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return change(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Those in a value, through lists, tuples and dicts of any depth."""
+    if isinstance(value, (tuple, list)):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    if isinstance(value, dict):
+        return [tensor for each in value.values() for tensor in tensors_in(each)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _first_tensor(given: Any) -> Tensor | None:
+    return next(iter(tensors_in(given)), None)

@@ -1,0 +1,122 @@
+"""The graph as it was traced, on one prompt alone: what it computes at every boundary, and what rounding does to that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.check.runs.boundaries import Boundaries, Boundary
+from paged_attn.check.runs.choices import ChosenRun, PerturbedRun
+from paged_attn.check.runs.inner_reads import inner_reads
+from paged_attn.check.runs.running import NoAttention, logits_of, must_run
+from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original
+from paged_attn.check.runs.steps import LONGEST
+from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, WideRun
+from paged_attn.check.runs.truth import Truth
+from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.rewritten_graph import RewrittenGraph
+from paged_attn.passes.find.attention_site import places_of
+from paged_attn.passes.fx.slicing import ancestors, evaluate
+from paged_attn.passes.runner import LayerReport
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.run import runner_of
+
+
+class TokenByToken:
+    """Runs the recurrent layers of one prompt by their own forward, a token at a time, as decoding does."""
+
+    def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
+        self.layers = layers
+
+    def plan(self, batch: Batch) -> None: ...
+
+    def forward(self, plan: None, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None:
+        """inputs, output [1, T, ...]"""
+        states: list[Tensor] | None = None
+        for token in range(output.shape[1]):
+            row = slice(token, token + 1)
+            output[:, row], states = self.layers[layer_id].run([value[:, row] for value in inputs], states)
+
+
+class TracedOriginal(Original):
+    """Runs the traced graph.
+
+    Args:
+        inputs: with the model's tensors bound.
+        boundaries: the values that are handed to `visit`.
+
+    Attributes:
+        narrow: the model's own floating type.
+        computed_as_it_is: the operations that have no form in wider numbers, once `run` was asked for those.
+    """
+
+    def __init__(self, compiled: RewrittenGraph, inputs: GraphInputs, boundaries: Boundaries) -> None:
+        self.gm, self.inputs = compiled.original, inputs
+        self.taps = Taps(boundaries.names, boundaries.late, inner_reads(self.gm.graph, boundaries.stages))
+        self.recurrent = compiled.recurrent or ()
+        self._places = compiled.rewrite.places
+        self.min_tokens = compiled.rewrite.form.min_tokens
+        self.narrow = compiled.dtype(inputs)
+        self.computed_as_it_is = set()
+
+    def run(self, prompt: Tensor, visit: Visit, how: HowToRun = AS_IT_IS) -> Tensor:
+        """A prompt shorter than what the trace holds for is followed by copies of its last token, whose logits are left out; `visit` is
+        given their rows, too."""
+        count = len(prompt)
+        padded = torch.cat([prompt, prompt[-1:].expand(self.padded_length(count) - count)])
+        rows = torch.arange(len(padded), device=prompt.device)
+        positions = rows if how.positions is None else how.positions
+        positions = torch.cat([positions, positions[-1:].expand(len(padded) - len(positions))])
+        args = self.inputs.fill(padded, positions, rows)
+        run: TappedRun
+        if how.wide:
+            run = WideRun(self.gm, self.taps, visit, self.narrow)
+        elif how.perturbed is not None:
+            run = PerturbedRun(self.gm, self.taps, visit, self.narrow, how.perturbed)
+        elif how.choices is not None:
+            run = ChosenRun(self.gm, self.taps, visit, how.choices)
+        else:
+            run = TappedRun(self.gm, self.taps, visit)
+        with self._context(padded, how.token_by_token), must_run("the traced graph", f"{len(padded)} tokens"):
+            logits = logits_of(run.run(*args))[:count]
+        if isinstance(run, WideRun):
+            self.computed_as_it_is |= run.computed_as_it_is
+        return logits
+
+    def place_of(self, name: str) -> str:
+        """Where a node computes, for messages: `model.layers.1.mlp (add_3)`."""
+        path = (self._places or places_of(self.gm.graph, (name,))).get(name, "")
+        return f"{path} ({name})" if path else name
+
+    def padded_length(self, count: int) -> int:
+        """Of a run of so many tokens; no two lengths become one."""
+        return count if count >= self.min_tokens else self.min_tokens + count
+
+    def _context(self, tokens: Tensor, token_by_token: bool) -> ForwardContext:
+        """Recurrent layers are ops of this graph, too, and need a state to write."""
+        pool = KVPool((), 2, len(tokens), self.narrow, tokens.device)
+        batch = Batch.build([BatchRequest(tokens.tolist(), [1], 0, len(tokens), 1)], len(tokens), tokens.device)
+        runner = TokenByToken(self.recurrent) if token_by_token else runner_of(self.recurrent, 1, tokens.device)
+        return ForwardContext(batch, pool, NoAttention(), runner)  # type: ignore[arg-type]
+
+    def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor) -> Tensor | str:
+        """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one
+        sequence; or why that can not be computed."""
+        name = layer.original_node
+        if not layer.operands or not all(truth.has_rows(each.name) for each in layer.operands) or name not in truth.names:
+            return "its operands are no rows of the graph"
+        graph = self.gm.graph
+        nodes = {node.name: node for node in graph.nodes}
+        result, operands = nodes[name], [nodes[operand.name] for operand in layer.operands]
+        rows = torch.arange(len(chosen), device=chosen.device)
+        args = self.inputs.fill(torch.ones_like(rows), rows, rows)
+        given: dict[fx.Node, Any] = dict(zip((node for node in graph.nodes if node.op == "placeholder"), args, strict=True))
+        given |= {node: truth.laid_out(node.name, truth.rows(LONGEST, node.name)[chosen]) for node in operands}
+        inside = [node for node in ancestors(result, result, frozenset(operands)) if node not in operands]
+        return Boundary(name, layer).as_written(evaluate(inside, given, result))

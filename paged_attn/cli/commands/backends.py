@@ -1,0 +1,110 @@
+"""`paged-attn backends`: the support matrix of all registered attention backends, or with flags for a layer, which of them would run it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from paged_attn.cli.options import add_common
+from paged_attn.cli.problem import add_shape_options, layer_shape, shape_is_given
+from paged_attn.cli.report import bold, width
+
+if TYPE_CHECKING:
+    from paged_attn.backends.selection.requirements import Wanted
+
+FLAGS = ("window", "chunk", "softcap", "sinks", "deterministic", "on")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("backends", help="which attention backend can run what, and here", description=__doc__, allow_abbrev=False)
+    add_common(parser)
+    parser.add_argument("--markdown", action="store_true", help="the table of the documentation, without this machine's availability")
+    add_shape_options(parser)
+    group = parser.add_argument_group("more of the layer, and where (any of these, or of the above, asks for the order of backends)")
+    group.add_argument("--window", type=int, metavar="W", help="a query sees the last W keys, itself included")
+    group.add_argument("--chunk", type=int, metavar="C", help="a query sees its own chunk of C positions")
+    group.add_argument("--softcap", type=float, metavar="S", help="scores are S * tanh(score / S)")
+    group.add_argument("--sinks", action="store_true", default=None, help="a learned logit per head joins the softmax")
+    group.add_argument("--deterministic", action="store_true", default=None, help="only what is batch-invariant")
+    group.add_argument("--on", metavar="DEVICE", help="cpu, cuda, hip, or a GPU as sm90 or sm100 (default: this machine's GPU, or its CPU)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from paged_attn.backends.selection.matrix import matrix_markdown, matrix_text
+
+    asked = shape_is_given(args) or any(getattr(args, name) is not None for name in FLAGS)
+    if asked and args.markdown:
+        raise ValueError("--markdown prints the table for all layers; drop it, or the flags for a layer")
+    if asked:
+        print(_order_text(args))
+    else:
+        print(matrix_markdown() if args.markdown else matrix_text(width()))
+    return 0
+
+
+def _order_text(args: argparse.Namespace) -> str:
+    """What "auto" would take, and a line per backend in the order in which it looks at them."""
+    from paged_attn.backends.selection.registry import backend_names
+    from paged_attn.backends.selection.select import pick, why_picked
+    from paged_attn.backends.selection.table import text_table
+
+    title, wanted = _wanted(args)
+    order = wanted.order()
+    names, _ = pick(wanted, order, {})
+    taken = f"{','.join(names)} ({why_picked(order, names)})" if names else f"nothing: none fits in {order.why}"
+    ranks: dict[str, list[str]] = {}
+    for phase, ranked in (("prefill", order.extend), ("decode", order.decode)):
+        for place, name in enumerate(ranked, 1):
+            ranks.setdefault(name, []).append(str(place) if order.extend == order.decode else f"{place} in {phase}")
+    unranked = wanted.left_out([name for name in backend_names() if name not in ranks], order, None)
+    rows = [(", ".join(dict.fromkeys(places)), name, _verdict(wanted, name, order.notes.get(name, ""))) for name, places in ranks.items()]
+    rows += [("-", name, why) for name, why in unranked.items()]
+    return f'{bold(title)}\n"auto" takes {taken}\n\n{text_table(("Rank", "Backend", "Fits"), rows, width())}'
+
+
+def _verdict(wanted: Wanted, name: str, note: str) -> str:
+    reasons = {"prefill": wanted.reasons(name, frozenset({"extend"})), "decode": wanted.reasons(name, frozenset({"decode"}))}
+    if not any(reasons.values()):
+        return "yes" + (f", {note}" if note else "")
+    if not all(reasons.values()):
+        return "; ".join(f"{phase}: {', '.join(why) or 'yes'}" for phase, why in reasons.items())
+    return f"no: {'; '.join(wanted.reasons(name))}"
+
+
+def _wanted(args: argparse.Namespace) -> tuple[str, Wanted]:
+    """A line that says what is asked, and the same as data; a GPU that is not here has no measurements."""
+    from dataclasses import replace
+
+    import torch
+
+    from paged_attn.backends.selection.requirements import Wanted
+
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, architecture = _place(args.on)
+    device = here if kind is None else torch.device("cuda" if kind == "cuda" else "cpu")
+    shape = layer_shape(args, device)
+    spec = replace(shape.spec, sliding_window=args.window, chunk=args.chunk, softcap=args.softcap, has_sinks=bool(args.sinks))
+    if kind == "cuda" and architecture is None and here.type != "cuda":
+        raise ValueError(f"--on {args.on} names no GPU, and this machine has none; say which, as sm90 or sm100")
+    present = kind is None or (architecture is None and kind == "cuda" and here.type == "cuda")
+    local = here if present else torch.device("cpu")
+    wanted = Wanted.of([spec], shape.dtype, shape.dtype, shape.page_size, local, deterministic=bool(args.deterministic))
+    if kind is not None and not present:
+        problems = tuple(replace(problem, device=kind, architecture=architecture) for problem in wanted.problems)
+        wanted = replace(wanted, problems=problems, device=kind, architecture=architecture, device_name="")
+    place = wanted.device + (f" SM{wanted.architecture}" if wanted.architecture else "")
+    title = f"{spec.describe()}, {str(shape.dtype).removeprefix('torch.')}, pages of {shape.page_size}, on {place}"
+    return title + (", deterministic" if wanted.deterministic else ""), wanted
+
+
+def _place(text: str | None) -> tuple[str | None, int | None]:
+    """A device word and a CUDA architecture, or None for this machine's."""
+    if text is None:
+        return None, None
+    word = text.lower()
+    if word.startswith("sm") and word[2:].isdigit():
+        return "cuda", int(word[2:])
+    if word in ("cpu", "cuda", "hip", "xpu", "npu"):
+        return word, None
+    raise ValueError(f"--on {text!r} is no device; allowed are cpu, cuda, hip, xpu, npu, and GPUs as sm90 or sm100")

@@ -1,0 +1,179 @@
+"""`paged-attn bench`: measure this engine, and peers beside it on the same prompts; each runs in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paged_attn.bench.systems.sampling import Sampling
+from paged_attn.bench.systems.systems import OURS, PEERS, SYSTEMS, peers
+from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
+from paged_attn.cli.options import DTYPES, add_common, add_engine, engine_config, set_verbosity
+
+if TYPE_CHECKING:
+    from paged_attn.bench.launch import Outcome
+    from paged_attn.bench.session import Session
+
+SHAPE_NAMES = ("llama-3.1-8b", "tiny")  # of bench/systems/model_source.py, which is too heavy for a parser
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure this engine and its peers side by side", description=__doc__, allow_abbrev=False)
+    add_common(parser)
+    model = parser.add_argument_group("model")
+    which = model.add_mutually_exclusive_group()
+    which.add_argument("--model", metavar="DIR_OR_HUB_ID", help="a checkpoint")
+    which.add_argument("--shape", choices=SHAPE_NAMES, help="random weights of this shape (default: the first on a GPU, tiny on a CPU)")
+    model.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's; a shape's is bfloat16, on a CPU float32")
+    model.add_argument("--device", help="cuda, cuda:N or cpu (default: the GPU if there is one)")
+    model.add_argument("--save-weights", action="store_true", help="write random weights to disk first, so that vLLM has the same ones")
+    work = parser.add_argument_group("workloads")
+    words = "; ".join(f"{name}: {about}" for name, about in GROUPS.items())
+    work.add_argument("--workload", default=",".join(GROUPS), metavar="A,B", help=f"{words} (default: all)")
+    work.add_argument("--scale", choices=SCALES, help="how much of it (default: full on a GPU, small on a CPU and for the tiny shape)")
+    work.add_argument("--smoke", action="store_true", help="the tiny shape on the CPU, once, in some seconds: whether it works, no figures")
+    work.add_argument("--requests", metavar="N[,N]", help="requests at once, in place of the scale's; several numbers: a workload of each")
+    work.add_argument("--input-len", metavar="N|A-B", help="tokens of a prompt, its shared ones apart")
+    work.add_argument("--output-len", type=int, metavar="N", help="new tokens of each request")
+    work.add_argument("--shared-len", type=int, metavar="N", help="tokens that the prompts of the prefix workload share")
+    work.add_argument("--seed", type=int, default=0, help="of the prompts (default: %(default)s)")
+    work.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    work.add_argument("--top-p", type=float, default=1.0, metavar="P", help="with a temperature; 1 turns it off")
+    work.add_argument("--top-k", type=int, default=0, metavar="K", help="with a temperature; 0 turns it off")
+    how = parser.add_argument_group("measurement")
+    words = "; ".join(f"{name}: {SYSTEMS[name].about}" for name in PEERS)
+    how.add_argument("--compare", default="", metavar="A,B", help=f"peers, or all. {words}")
+    how.add_argument("--repeat", type=int, default=3, metavar="N", help="timed repetitions; the median counts (default: %(default)s)")
+    how.add_argument("--max-seconds", type=float, default=60.0, metavar="S", help="of all repetitions of a workload (default: %(default)g)")
+    how.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="after which a system is ended (default: %(default)g)")
+    how.add_argument("--option", action="append", default=[], metavar="SYSTEM.NAME=VALUE", help="a peer's own setting; may be repeated")
+    how.add_argument("--json", metavar="FILE", help="write all figures as JSON")
+    how.add_argument("--chart", metavar="FILE.svg", help="write a chart of the speeds")
+    add_engine(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tables to stdout, the course of things to stderr.
+
+    Returns 1 if this engine did not run every workload, or if peers were asked for and none ran.
+    """
+    if args.smoke:
+        args.device, args.scale, args.repeat = args.device or "cpu", args.scale or "smoke", 1
+        args.shape = args.shape or (None if args.model else "tiny")
+    session = _session(args)
+    set_verbosity(args.verbose)
+    return _report(args, session, session.run())
+
+
+def _session(args: argparse.Namespace) -> Session:
+    """The flags, checked. Raises ValueError for those that can not be meant."""
+    names = peers(args.compare)
+    options = {OURS: asdict(engine_config(args)), **_peer_options(args.option, names)}
+    for flag, low in (("repeat", 1), ("max_seconds", 0), ("timeout", 1)):
+        if not getattr(args, flag) >= low:
+            raise ValueError(f"--{flag.replace('_', '-')} is {getattr(args, flag):g}; allowed are values of at least {low}")
+    for target in (args.json, args.chart):
+        if target is not None and not Path(target).absolute().parent.is_dir():
+            raise ValueError(f"{target!r} can not be written: there is no folder {str(Path(target).absolute().parent)!r}; make it first")
+    if args.save_weights and args.model is not None:
+        raise ValueError("--save-weights is for random weights; a checkpoint has its own on disk already")
+    device = _device(args.device)
+    shape = args.shape or SHAPE_NAMES[0 if device.startswith("cuda") else 1]
+    workloads = _workloads(args, "full" if device.startswith("cuda") and shape != "tiny" else "small")
+
+    from paged_attn.bench.session import Session
+
+    return Session(
+        args.model, shape, args.dtype, device, args.save_weights, workloads, names, args.seed, args.repeat, args.max_seconds,
+        args.timeout, options, _sampling(args), args.verbose,
+    )  # fmt: skip
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    """Raises ValueError for values out of range, and for a filter where nothing is drawn."""
+    from paged_attn.engine.sampling_params import SamplingParams
+
+    found = Sampling(args.temperature, args.top_p, args.top_k)
+    SamplingParams(**vars(found))
+    if found.is_greedy and (filters := [name for name in found.given if name != "temperature"]):
+        raise ValueError(f"--{filters[0].replace('_', '-')} changes nothing at temperature 0; give --temperature as well, or leave it out")
+    return found
+
+
+def _report(args: argparse.Namespace, session: Session, outcomes: list[Outcome]) -> int:
+    from paged_attn.bench.machine import machine
+    from paged_attn.bench.results.chart import draw
+    from paged_attn.bench.results.compare import record
+    from paged_attn.bench.results.tables import lines
+
+    found = record(outcomes, session.workloads, session.same_tokens, session.facts(machine(session.device)))
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join(lines(found)))
+    ours, *others = outcomes
+    if args.chart is not None and any(outcome.timed for outcome in outcomes):
+        Path(args.chart).write_text(draw(found))
+    complete = ours.failed is None and not ours.broken
+    return 0 if complete and (not others or any(outcome.timed for outcome in others)) else 1
+
+
+def _device(name: str | None) -> str:
+    """Raises ValueError: no such device here."""
+    from paged_attn.cli.job import checked_device
+
+    if name is None:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return str(checked_device(name))
+
+
+def _workloads(args: argparse.Namespace, usual_scale: str) -> list[Workload]:
+    for flag in ("output_len", "shared_len"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} is {value}; allowed are values of at least 1")
+    return chosen(
+        args.scale or usual_scale,
+        [group.strip() for group in args.workload.split(",") if group.strip()],
+        requests=None if args.requests is None else [_whole("--requests", part) for part in args.requests.split(",")],
+        input_len=None if args.input_len is None else _range(args.input_len),
+        output_len=args.output_len,
+        shared_len=args.shared_len,
+    )
+
+
+def _whole(flag: str, text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{flag}: {text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    found = _whole("--input-len", low), _whole("--input-len", high or low)
+    if found[0] > found[1]:
+        raise ValueError(f"--input-len {text}: the first number is larger than the second; write {found[1]}-{found[0]}")
+    return found
+
+
+def _peer_options(given: list[str], names: list[str]) -> dict[str, dict[str, Any]]:
+    """--option's, a dict for each peer; values are JSON, or plain text."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for text in given:
+        name, _, value = text.partition("=")
+        system, _, key = name.partition(".")
+        if system not in names or not key or not value:
+            raise ValueError(
+                f"--option {text!r}: allowed is SYSTEM.NAME=VALUE with a peer that --compare asks for ({', '.join(names) or 'none now'}); "
+                "this engine's settings have flags of their own"
+            )
+        try:
+            found[system][key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[system][key] = value
+    return found

@@ -1,0 +1,32 @@
+"""`paged-attn explain`: what would be rewritten in a model, how each layer is proved, and which backend would run it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from paged_attn.cli.options import DTYPES, add_common, set_verbosity
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("explain", help="show what is rewritten in a model, and why", description=__doc__, allow_abbrev=False)
+    add_common(parser)
+    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id; it is loaded on the CPU")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto is the checkpoint's own")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    set_verbosity(args.verbose)
+    import torch
+
+    from paged_attn.engine.model.loading import load_model
+    from paged_attn.report.inspection import explanation
+
+    model, _ = load_model(args.model, None if args.dtype == "auto" else getattr(torch, args.dtype), "cpu")
+    found = explanation(model)
+    print(json.dumps(asdict(found), indent=2) if args.json else found.text())
+    return 0

@@ -1,0 +1,108 @@
+"""`paged-attn serve`: an OpenAI-compatible HTTP server for one model."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paged_attn.cli.options import add_common, add_engine, add_place, engine_config, set_verbosity
+from paged_attn.cli.serve_options import add_server_options, server_settings
+from paged_attn.engine.model.model_path import checked_model_path
+from paged_attn.parallel.torchrun import is_first, num_processes
+
+if TYPE_CHECKING:
+    from paged_attn.engine.config import EngineConfig
+    from paged_attn.engine.engine import Engine
+    from paged_attn.engine.llm import LLM
+
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's routes", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
+    add_common(parser)
+    add_server_options(parser)
+    add_place(parser, dtype="auto")
+    add_engine(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C; 0 after an orderly end.
+
+    Raises:
+        ValueError: a setting out of range, an extra that is missing, or a model that can not be loaded.
+        OSError: the address can not be listened on.
+    """
+    config = engine_config(args)
+    config = config.with_(max_batch_tokens=config.step_tokens)  # long prompts must not hold up the tokens of others for long
+    if not is_first():
+        return _follow(args, config)
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"the server needs {', '.join(missing)}; install the extra: pip install 'paged-attn[serve]'")
+    checked_model_path(args.model)
+    settings = server_settings(args, model_name(args.model))
+    set_verbosity(args.verbose)
+    from paged_attn.server.run import Server, allow_files, listen
+
+    allow_files(settings)
+    socket = listen(settings)
+    host, port = socket.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    started = time.perf_counter()
+
+    def ready(engine: Engine) -> None:
+        what = f"{engine.selection.describe()}, {engine.kv.num_usable:,} KV pages of {engine.config.page_size}"
+        print(f"ready on {url} after {time.perf_counter() - started:.1f} s: {what}", file=sys.stderr, flush=True)
+
+    with ExitStack() as afterwards:
+        make_engine = partial(_engine, args, config, afterwards)
+        server = Server(make_engine, settings, on_ready=ready, log_level="info" if args.verbose else "warning")
+        print(f"listening on {url}; loading {args.model} as {settings.model_name!r} (GET /health says when it is ready)", file=sys.stderr)
+        server.run(sockets=[socket])
+    if server.fatal_error is not None:
+        raise server.fatal_error
+    return 0
+
+
+def model_name(model: str) -> str:
+    """A hub id as it is; of a directory its name."""
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model
+
+
+def _engine(args: argparse.Namespace, config: EngineConfig, afterwards: ExitStack) -> Engine:
+    """What is still to be done when the server has ended goes into `afterwards`."""
+    llm = _load(args, config)
+    if num_processes() > 1:
+        from paged_attn.engine.lead import first_rank_leads
+
+        afterwards.enter_context(first_rank_leads(llm))
+    return llm.engine
+
+
+def _follow(args: argparse.Namespace, config: EngineConfig) -> int:
+    """Do what the first process does until it has ended. Signals are its business: it drains, and these processes with it."""
+    from paged_attn.engine.lead import first_rank_leads
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with first_rank_leads(_load(args, config)):
+        return 0
+
+
+def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
+    from paged_attn.cli.job import load
+
+    llm = load(args.model, args.dtype, args.device, config).llm
+    gc.collect()
+    gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end
+    return llm

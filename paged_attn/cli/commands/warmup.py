@@ -1,0 +1,111 @@
+"""`paged-attn warmup`: start an engine and run a few tokens, so that compile caches on disk are full when the next process starts."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from paged_attn.cli.options import add_common, add_engine, add_place, engine_config, set_verbosity
+from paged_attn.cli.report import bold
+
+if TYPE_CHECKING:
+    from paged_attn.engine.config import EngineConfig
+    from paged_attn.engine.llm import LLM
+
+PROMPT_TOKENS = (3, 17, 40)
+NEW_TOKENS = 8
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "warmup", help="fill the compile caches for a model, and time its start", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
+    add_common(parser)
+    add_place(parser, dtype="auto")
+    add_engine(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """What may take long, then seconds per phase and which steps run captured, to stdout."""
+    config = engine_config(args)
+    set_verbosity(args.verbose)
+    print(bold(f"warming up {args.model} on {args.device}; what may take long:"))
+    for line in coming(config, args.device):
+        print(f"  - {line}")
+    print(end="", flush=True)
+    from paged_attn.cli.job import load
+
+    loaded = load(args.model, args.dtype, args.device, config)
+    with loaded.llm as llm:
+        started = time.perf_counter()
+        prompts = run_tokens(llm)
+        seconds = {
+            "load": loaded.load_seconds, **llm.engine.start_seconds, "first token": loaded.warm_up_seconds,
+            f"{len(prompts)} prompts": time.perf_counter() - started,
+        }  # fmt: skip
+        print("\n".join(summary(llm, seconds)))
+    return 0
+
+
+def coming(config: EngineConfig, device: str) -> list[str]:
+    """A line for each phase that may take long with these settings, and where its work is kept for the next process."""
+    cuda = device.startswith("cuda")
+    inductor = config.compile and (cuda if config.inductor is None else config.inductor)
+    lines = ["loading the weights"]
+    if config.compile:
+        lines.append(f"tracing the model and proving each attention layer: seconds; kept in {_folder('graphs')}")
+        lines.append("comparing with the model: about a second, in each process anew")
+    if inductor:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        lines.append(f"Inductor compiles the pieces of the graph: up to minutes; kept in {_folder('pieces')} and {cache_dir()}")
+    if cuda:
+        lines.append("kernels of the attention backend, compiled by Triton or others: up to minutes, kept in their own caches")
+        if config.graphs != "off":
+            lines.append(f"capturing CUDA graphs for up to {_num_sizes(config)} sizes of steps: in each process anew")
+    if not cuda and not inductor:
+        filled = "the traced graph alone is kept" if config.compile else "no cache is filled"
+        lines.append(f"nothing is compiled with these settings, so that {filled} (--device cuda, or --inductor)")
+    return lines
+
+
+def run_tokens(llm: LLM) -> list[list[int]]:
+    """Prompts as long as the model and its pool allow: alone, then ragged together, then with their prefixes cached; returns them."""
+    from paged_attn.engine.sampling_params import SamplingParams
+
+    limits, config, kv = llm.engine.limits, llm.engine.config, llm.engine.kv
+    room = min(limits.max_positions or max(PROMPT_TOKENS) + NEW_TOKENS, kv.num_usable * config.page_size)
+    new = max(min(NEW_TOKENS, room - 1), 1)
+    ids = min(limits.vocab_size or 2, 100)
+    prompts = [[(i * 7 + j) % ids for j in range(max(min(count, room - new), 1))] for i, count in enumerate(PROMPT_TOKENS)]
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    for batch in ([prompts[-1]], prompts, prompts):
+        llm.generate(batch, params)
+    return prompts
+
+
+def summary(llm: LLM, seconds: dict[str, float]) -> list[str]:
+    from paged_attn.report.inspection import explanation
+
+    compiled = explanation(llm).graphs[0].compiled
+    lines = [f"  {name:<16} {value:8.2f} s" for name, value in {**seconds, "in all": sum(seconds.values())}.items()]
+    lines += [f"  backend      {llm.engine.selection.describe()}"]
+    lines += [f"  compiled     {compiled.describe()}"] if compiled is not None else []
+    return lines + llm.engine.steps.report().lines()
+
+
+def _folder(kind: str) -> str:
+    from paged_attn.capture.compiled.artifacts import VARIABLE, user_folder
+
+    folder = user_folder(kind)
+    return f"no folder of ours ({VARIABLE} is 'none')" if folder is None else str(folder)
+
+
+def _num_sizes(config: EngineConfig) -> int:
+    from paged_attn.engine.build_runtime import capture_settings
+
+    settings = capture_settings(config, one_row=config.compile)
+    return len(settings.extend_order()) + (len(settings.decode_order()) if settings.full else 0)

@@ -1,0 +1,40 @@
+"""What `torch.compile(model, backend="paged_attn", options={...})` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paged_attn.passes.runner import NO_PASSES, OptionalPasses
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of the compile backend.
+
+    Attributes:
+        inductor: compile the pieces between attentions with Inductor. None means on CUDA yes, elsewhere no (Inductor's C++
+            compiles take minutes on a laptop).
+        self_check: before the first paged batch, compare the rewritten graph with the original on a small ragged probe.
+        early_launches: for engines only, as it pays in graphs: see `paged_attn.capture.inductor.pdl`.
+        passes: for engines only, as whoever calls the graph must merge weights, and give the rows whose logits are wanted as a tensor.
+    """
+
+    inductor: bool | None = None
+    self_check: bool = True
+    early_launches: bool = False
+    passes: OptionalPasses = NO_PASSES
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> CompileOptions:
+        """Raises ValueError for an unknown option, listing the known ones, and TypeError for a wrong type."""
+        allowed = {field.name: (bool, type(None)) if field.name == "inductor" else (bool,) for field in fields(cls)}
+        del allowed["early_launches"], allowed["passes"]
+        for name, value in (given or {}).items():
+            if name not in allowed:
+                raise ValueError(f"unknown option {name!r} for backend='paged_attn'; known options: {', '.join(sorted(allowed))}")
+            if not isinstance(value, allowed[name]):
+                words = " or ".join("None" if t is type(None) else t.__name__ for t in allowed[name])
+                raise TypeError(f"option {name!r} of backend='paged_attn' is {value!r}; allowed is {words}")
+        return cls(**dict(given or {}))

@@ -1,0 +1,113 @@
+"""One Dynamo graph and what was made of it: the original, the rewritten graph, its pieces."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.capture.compiled.artifacts import ArtifactCache
+from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces
+from paged_attn.capture.split.split_graph import SplitGraph, split_graph
+from paged_attn.capture.split.split_ops import split_ops
+from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.hashing.code_files import traced_files
+from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.model_facts import max_positions, model_dtype
+from paged_attn.passes.runner import Rewrite, rewrite
+from paged_attn.recurrent.layer import RecurrentLayer
+
+logger = logging.getLogger("paged_attn")
+
+
+class RewrittenGraph:
+    """Made inside a Dynamo backend call, or from a record on disk.
+
+    Attributes:
+        original: the graph as it was traced.
+        rewrite: what the passes found.
+        max_positions: the longest sequence, as the model's config or its tables of positions say; None if neither does.
+        split: the rewritten graph in pieces, or None if the call is not a paged one.
+        pieces: how the pieces were compiled, or None if they run as they are.
+        files: those whose Python code the trace went through; None where that is not known.
+        recurrent: the layers that the graph's recurrent ops stand for, by layer id, set by who captured it; None if nobody has looked.
+    """
+
+    def __init__(
+        self,
+        original: fx.GraphModule,
+        found: Rewrite,
+        split: SplitGraph | None,
+        pieces: PieceReport | None,
+        model: nn.Module | None,
+        options: CompileOptions,
+        files: frozenset[str] | None = None,
+    ) -> None:
+        self.options = options
+        self.files = files
+        self.original = original
+        self.rewrite = found
+        limits = [limit for limit in (max_positions(model), found.max_positions) if limit is not None]
+        self.max_positions = min(limits, default=None)
+        self.roles = tuple(found.form.roles.values())
+        self.split = split
+        self.recurrent: tuple[RecurrentLayer, ...] | None = None
+        self._model = None if model is None else weakref.ref(model)
+        self.compiled_by = "eager pieces" if pieces is None else "Inductor pieces"
+        self.pieces = pieces
+        self.eager_paged: fx.GraphModule | None = found.gm
+
+    @classmethod
+    def of_trace(
+        cls,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        model: nn.Module | None,
+        options: CompileOptions,
+        limited: bool = False,
+    ) -> Self:
+        """Rewrite, split and compile a graph, inside the Dynamo backend call that was given it.
+
+        Args:
+            limited: see `find_call_form`.
+
+        Raises:
+            UnsupportedError: see `rewrite`.
+        """
+        found = rewrite(gm, example_inputs, model, limited, options.passes)
+        split: SplitGraph | None = None
+        pieces: PieceReport | None = None
+        if found.gm is None:
+            logger.info("this call runs as written and not paged: %s", found.not_paged)
+        else:
+            split = split_graph(found.gm, split_ops())
+            if wants_inductor(options, example_inputs):
+                traced = [value_of(node) for node in found.gm.graph.nodes if node.op == "placeholder"]
+                pieces = compile_pieces(split, traced, ArtifactCache.of_user())
+        return cls(gm, found, split, pieces, model, options, traced_files())
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        return self.rewrite.specs
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The one that the graph was traced from, as long as it lives."""
+        return None if self._model is None else self._model()
+
+    def dtype(self, inputs: GraphInputs) -> torch.dtype:
+        """The model's own floating type, which its KV has; `inputs` tell it where the model is not known."""
+        return inputs.dtype if self.model is None else model_dtype(self.model)
+
+
+def wants_inductor(options: CompileOptions, example_inputs: Sequence[Any]) -> bool:
+    """Whether the pieces are compiled: as the options say, else if the model lies on a GPU."""
+    if options.inductor is not None:
+        return options.inductor
+    return any(isinstance(value, Tensor) and value.is_cuda for value in example_inputs)

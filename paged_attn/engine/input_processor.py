@@ -1,0 +1,95 @@
+"""From what a caller asks for to a request, if model and pool can ever serve it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.memory.model_limits import ModelLimits
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.sampling.sampling_state import SamplingState
+from paged_attn.engine.sampling.structured.guides import Guides
+from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.shown import shown
+
+
+@dataclass
+class NewRequests:
+    """Makes requests of one engine.
+
+    Attributes:
+        limits: of the model; num_pages, page_size: of the pool, as far as requests may use it.
+        tokenizer: decodes new tokens to text; None gives empty texts.
+        has_states: the model has recurrent state.
+        guides: of what the params ask for.
+    """
+
+    limits: ModelLimits
+    num_pages: int
+    page_size: int
+    tokenizer: Any
+    has_states: bool
+
+    def __post_init__(self) -> None:
+        self.guides = Guides(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest prompt that model and pool have room for."""
+        tokens, limit = self.num_pages * self.page_size, self.limits.max_positions
+        return tokens if limit is None else min(tokens, limit)
+
+    def make(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        arrival: int,
+        request_id: str,
+        namespace: Hashable,
+        tenant: Hashable,
+        prompt: str | None,
+        priority: int,
+        text_at_end: bool,
+    ) -> Request:
+        """Arguments and errors as of `Engine.add_request`."""
+        hash((namespace, tenant))
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise TypeError(f"priority is {shown(priority)}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
+        ids = self.limits.checked_prompt(prompt_token_ids)
+        max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
+        self._check_fits(len(ids), max_new)
+        stop = _union(params.stop_token_ids, frozenset() if params.ignore_eos else self.limits.eos_token_ids)
+        self.limits.check_biases(params.biases)
+        guide = self.guides.guide(params)
+        tokens = list(ids)
+        text_at_end = not params.stop and (text_at_end or self.tokenizer is None)
+        text = WholeText(self.tokenizer, tokens) if text_at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
+        request = Request(
+            id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
+            sampling=SamplingState(params, tokens, guide), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
+            prompt=prompt, priority=priority,
+        )  # fmt: skip
+        request.is_plain = text_at_end and params.logprobs is None and not self.has_states and guide is None
+        return request
+
+    def _check_fits(self, prompt: int, new: int) -> None:
+        # The last new token is sampled but never attended to, so that its KV needs no slot.
+        total, size = prompt + max(new - 1, 0), self.page_size
+        needed = -(-total // size)
+        if needed > self.num_pages:
+            raise UnsupportedError(
+                f"this request can never fit: {prompt} prompt + {new} new tokens hold {total} tokens of KV = {needed} pages of {size}, "
+                f"but the pool has {self.num_pages} usable pages (= {self.num_pages * size} tokens). "
+                "Lower max_new_tokens, shorten the prompt, or raise num_pages or kv_memory_gib."
+            )
+
+
+@functools.lru_cache(64)
+def _union(ids: tuple[int, ...], more: frozenset[int]) -> frozenset[int]:
+    """One for all requests that want the same."""
+    return more.union(ids)

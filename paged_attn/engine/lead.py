@@ -1,0 +1,115 @@
+"""Requests that reach one rank only: the first rank leads, the others do as it does."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.llm import LLM
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.token_events import TokenEvents
+from paged_attn.parallel.ranks import Ranks
+
+IDLE = datetime.timedelta(days=365)  # how long nobody may ask for anything
+
+
+@contextmanager
+def first_rank_leads(llm: LLM) -> Iterator[bool]:
+    """Inside, the first rank alone uses the LLM, as if it were whole; the other ranks repeat its calls, and leave when it does.
+
+    All ranks enter. Yields whether this rank leads: on the others the block begins when the work is over.
+
+    `with first_rank_leads(llm) as leads:` followed by `if leads: llm.generate(...)`
+
+    Raises:
+        ContextError: the model is not sharded.
+        Any error of a step, on all ranks that had it: they can not go on apart, so let the program end.
+        RuntimeError: on the others, when the first rank is gone.
+    """
+    engine, ranks = llm.engine, llm.engine.runner.ranks
+    if ranks is None:
+        raise ContextError("first_rank_leads needs a model that is sharded over ranks; this one is whole, use it as it is")
+    line = _Line(ranks)
+    if ranks.rank != 0:
+        while (order := line.hear()) is not None:
+            name, arguments, keywords = order
+            getattr(engine, name)(*arguments, **keywords)
+        yield False
+        return
+    llm.engine = _Leader(engine, line)  # type: ignore[assignment]
+    try:
+        yield True
+    finally:
+        llm.engine = engine
+        line.say(None)
+
+
+class _Line:
+    """From the first rank to the others, in order."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._is_cut = False
+        members = dist.get_process_group_ranks(ranks.group)
+        self._first = members[0]
+        self._group = dist.new_group(members, backend="gloo", timeout=IDLE, use_local_synchronization=True)
+
+    def say(self, order: Any) -> None:
+        if self._is_cut:
+            return
+        try:
+            dist.broadcast_object_list([order], self._first, group=self._group)
+        except BaseException:
+            self.cut()
+            raise
+
+    def cut(self) -> None:
+        """Nobody listens any more: what is said from now on would wait for ever."""
+        self._is_cut = True
+
+    def hear(self) -> Any:
+        heard = [None]
+        dist.broadcast_object_list(heard, self._first, group=self._group)
+        return heard[0]
+
+
+class _Leader:
+    """The engine of the first rank: what changes it is told to the others, too."""
+
+    recovers = False
+
+    def __init__(self, engine: Engine, line: _Line) -> None:
+        self._engine, self._line = engine, line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **keywords: Any) -> Request:
+        request = self._engine.add_request(prompt_token_ids, params, **keywords)  # what it refuses nobody hears of
+        told = {**keywords, "request_id": request.id, "text_at_end": True}
+        self._line.say(("add_request", (request.prompt_token_ids, request.params), told))
+        return request
+
+    def cancel(self, request_id: str) -> bool:
+        if request_id not in self._engine.requests:
+            return False
+        self._line.say(("cancel", (request_id,), {}))
+        return self._engine.cancel(request_id)
+
+    def step(self) -> TokenEvents:
+        self._line.say(("step", (), {}))
+        try:
+            return self._engine.step()
+        except BaseException:
+            self._line.cut()  # the others had the error, too, and are gone, or they are inside the step
+            raise
+
+    def close(self) -> None:
+        self._line.say(("close", (), {}))
+        self._engine.close()

@@ -1,0 +1,180 @@
+"""Pages and state slots of requests: taken from their allocators, shared through the prefix cache, given back whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.attn_ops.kv.page_allocator import PageAllocator
+from paged_attn.attn_ops.kv.radix_cache import RadixCache
+from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
+from paged_attn.engine.memory.model_limits import NO_STATE, StateSlots
+from paged_attn.engine.memory.state_snapshots import StateSnapshots
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.requests.request_rows import RequestRows
+
+MIN_FORK = 16  # tokens that a state at a fork must save to be worth a step that ends there
+
+
+class KVManager:
+    """Owns the allocators and the radix tree.
+
+    A request's leading `num_locked` tokens lie in pages of the tree, under its lock; its other pages are its own.
+
+    Args:
+        slots, states: of the model's recurrent state, if it has any. Then prefixes are shared only where there are slots for snapshots.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, prefix_cache: bool, slots: StateSlots = NO_STATE, states: StatePool | None = None
+    ) -> None:
+        self.allocator = PageAllocator(num_pages, page_size)
+        self.page_size = page_size
+        self.state_slots = SlotAllocator(slots.running) if states else None
+        self.version = 0  # grows when pages are given back or shared: until then who could not be admitted still can not
+        self.snapshots: StateSnapshots | None = None
+        self.tree: RadixCache | None = None
+        self._advanced: Collection[Request] = ()
+        if prefix_cache and states is None:
+            self.tree = RadixCache(self.allocator)
+        elif prefix_cache and states is not None and slots.snapshots:
+            self.snapshots = StateSnapshots(self.allocator, SlotAllocator(slots.total, slots.running), states.copy)
+            self.tree = self.snapshots.tree
+
+    @property
+    def num_available(self) -> int:
+        """Pages that a request could get now: free ones and those that can be evicted."""
+        return self.allocator.num_free + (self.tree.evictable_pages if self.tree else 0)
+
+    @property
+    def num_usable(self) -> int:
+        return self.allocator.num_usable
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether one more request could have a state slot."""
+        return self.state_slots is None or self.state_slots.num_free > 0
+
+    def take_state_slot(self, request: Request) -> None:
+        """Give a request that is about to run its slot, where the model has recurrent state, filled with that at the end of its prefix;
+        `release` takes it back."""
+        if self.state_slots is not None:
+            request.state_slot = self.state_slots.allocate()
+            if request.num_cached:
+                assert self.snapshots is not None
+                self.snapshots.restore(request.lock, request.state_slot)
+
+    def adopt_prefix(self, request: Request) -> None:
+        """Give a request without pages the longest cached prefix (with recurrent state: that has a snapshot); its last token is always
+        left to compute."""
+        if self.tree is None:
+            return
+        match = self.tree.match(request.tokens[:-1], request.namespace)
+        if self.snapshots is not None:
+            fork, match = match.num_tokens, self.tree.cut_to_payload(match)
+            last = (len(request.tokens) - 1) // self.page_size * self.page_size
+            worth = {last, fork} if fork - match.num_tokens >= MIN_FORK else {last}
+            request.snapshot_points = sorted(point for point in worth if point > match.num_tokens)
+        self.tree.lock(match.node)
+        request.lock = match.node
+        request.add_pages(match.pages)
+        request.num_cached = request.num_locked = match.num_tokens
+
+    def cached_tokens(self, request: Request) -> int:
+        """What `adopt_prefix` would find, in tokens; changes nothing."""
+        if self.tree is None:
+            return 0
+        return self.tree.num_cached(request.tokens, request.namespace, len(request.tokens) - 1, with_payload=self.snapshots is not None)
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` tokens; False, and nothing changed, if the pages are not to be had."""
+        missing = self.allocator.pages_for(num_tokens) - request.num_pages
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
+            return False
+        if self.tree is not None and missing > self.allocator.num_free:
+            self.tree.evict(missing - self.allocator.num_free)
+        request.add_pages(self.allocator.allocate(missing))
+        return True
+
+    def add_page_each(self, rows: RequestRows, places: NDArray[np.int64]) -> bool:
+        """Give each of some rows, all different, its next page; False, and nothing changed, if there are not that many free ones."""
+        if len(places) > self.allocator.num_free:
+            return False
+        rows.add_page_each(places, self.allocator.allocate(len(places)))
+        return True
+
+    def keep_state(self, request: Request) -> None:
+        """Copy the state of a request that has just come to one of its points; it is shared when a token vouches for it."""
+        if request.snapshot_points and request.snapshot_points[0] == request.num_cached:
+            assert self.snapshots is not None
+            point = request.snapshot_points.pop(0)
+            if (slot := self.snapshots.take(request.state_slot)) is not None:
+                request.snapshots[point] = slot
+
+    def share(self, request: Request) -> None:
+        """Put the request's full pages, as far as a token vouches for them, into the tree, and the states that it kept; where the tree
+        has the same prefix already, its page replaces ours."""
+        self._share_pages(request)
+        while request.snapshots:
+            assert self.snapshots is not None
+            point, slot = request.snapshots.popitem()
+            node = self.snapshots.tree.match(request.tokens[:point], request.namespace).node
+            self.snapshots.attach(node, slot)
+
+    def _share_pages(self, request: Request) -> None:
+        if self.tree is None or request.num_vouched // self.page_size * self.page_size <= request.num_locked:
+            return
+        self.version += 1
+        inserted = self.tree.insert(request.tokens[: request.num_vouched], request.pages, request.namespace)
+        self.tree.lock(inserted.node)
+        self.tree.unlock(request.lock)
+        request.lock = inserted.node
+        request.num_locked = request.num_vouched // self.page_size * self.page_size
+        for position, mine, trees in inserted.duplicates:
+            request.replace_page(position, trees)
+            self.allocator.free([mine])
+
+    def release(self, request: Request, *, share: bool) -> None:
+        """Take all pages from a request; with `share` its vouched full pages stay in the tree for others. Safe to call twice."""
+        if share:
+            self._share_pages(request)
+            self._share_last_state(request)
+        for slot in request.snapshots.values():
+            assert self.snapshots is not None
+            self.snapshots.drop(slot)
+        if request.num_pages or request.state_slot:
+            self.version += 1
+        self.allocator.free(request.pages[request.num_locked // self.page_size :])
+        if request.lock is not None:
+            assert self.tree is not None
+            self.tree.unlock(request.lock)
+        if request.state_slot:
+            assert self.state_slots is not None
+            self.state_slots.free(request.state_slot)
+        request.clear_pages()
+        request.num_cached, request.num_locked, request.lock, request.state_slot = 0, 0, None, 0
+        request.num_vouched, request.snapshot_points, request.snapshots = 0, [], {}
+
+    @contextmanager
+    def advanced_states(self, requests: Collection[Request]) -> Iterator[None]:
+        """Inside, the state slots of these requests may be ahead of their tokens, as a step failed that was for them: those that end or are
+        preempted leave no state behind. May be nested."""
+        before, self._advanced = self._advanced, [*self._advanced, *requests]
+        try:
+            yield
+        finally:
+            self._advanced = before
+
+    def _share_last_state(self, request: Request) -> None:
+        """Keep the state of a request that ends or is preempted, if its tokens fill their last page: where `lock` ends."""
+        if self.snapshots is None or request in self._advanced:
+            return
+        if request.num_vouched != request.num_cached or not request.num_cached == request.num_locked > 0:
+            return
+        if request.lock.payload is None and (slot := self.snapshots.take(request.state_slot)) is not None:
+            self.snapshots.attach(request.lock, slot)

@@ -1,0 +1,57 @@
+"""Whether a model, unmodified, gives a token the same logits whatever comes after it: one that does not can not be served in batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.calling.call_signature import plain_inputs, takes
+from paged_attn.calling.evaluating import as_served
+from paged_attn.engine.model.model_output import logits_in
+from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
+from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
+
+SEEDS, MORE, MOST_MORE = 3, 24, 256  # tokens behind the first row that is compared
+OF_ALL_TOKENS = "something is computed from all tokens of a call at once, such as the scale of numbers that are quantised as it runs"
+OF_CHOICES = "of more than {0} keys, which {0} a query takes changes with the number of tokens, as among equal scores"
+
+
+def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> None:
+    """Compare calls of many tokens with calls of the first of them.
+
+    Args:
+        start: the first row that is compared; where a model has no positions for that many there is nothing to compare.
+        num_ids: token ids are drawn below that.
+        because: for the message: what may do it.
+
+    Raises:
+        UnsupportedError: later tokens move most of the earlier rows of logits by more than rounding does; a few rows may move where a
+            quantiser or a router is between two steps.
+    """
+    total = start + max(MORE, min(start, MOST_MORE))
+    total = min(total, max_positions(model) or total)
+    ends = sorted({end for end in (start + (total - start) // 3, start + 2 * (total - start) // 3, total - 1) if start < end < total})
+    with as_served(model):
+        for seed in range(SEEDS if ends else 0):
+            ids = torch.randint(0, num_ids, (total,), generator=torch.Generator().manual_seed(seed)).to(model_device(model))
+            try:
+                whole = _logits(model, ids)
+            except (RuntimeError, ValueError, IndexError, AssertionError):  # of the model's own code: it has no more positions
+                return
+            limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
+            for end in ends:
+                error = typical(row_errors(whole[start:end], _logits(model, ids[:end])[start:]))
+                if not error <= limit:
+                    raise UnsupportedError(
+                        f"{type(model).__name__} itself is not causal: in a call of {total} tokens its logits of tokens {start} to "
+                        f"{end - 1} are others than in a call of the first {end} alone, by {error:.2g} of their size (allowed "
+                        f"{limit:g}): {because}. What it says of a token depends on how many come after it, so that no cache and no "
+                        "batch gives its answers. Nothing was generated."
+                    )
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """[T, vocabulary]"""
+    logits: Tensor = logits_in(model(**plain_inputs(model, ids), **({"use_cache": False} if takes(model, "use_cache") else {})))
+    return logits[0]

@@ -1,0 +1,110 @@
+"""Whether what a model returns can be generated from: logits over the tokens that it reads, a row for each token of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.calling.call_signature import plain_inputs, takes
+from paged_attn.calling.evaluating import as_served
+from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.passes.fx.model_facts import max_positions, model_device
+
+TOKENS = 5
+
+
+def check_output(model: nn.Module) -> int:
+    """Call the model on a few tokens, as its users do, and look at what comes.
+
+    Returns:
+        How many token ids it has.
+
+    Raises:
+        UnsupportedError: there are no logits, they are not [1, T, width] for [1, T] token ids, or they are not over the ids that the model
+            reads: a model without a language-model head, a classifier, a reward model, prompt tuning. Or the call replaces modules.
+    """
+    ids = torch.arange(1, 1 + min(TOKENS, max_positions(model) or TOKENS), device=model_device(model)) % TOKENS
+    inputs = plain_inputs(model, ids) | ({"use_cache": False} if takes(model, "use_cache") else {})
+    name = type(model).__name__
+    tables = set[int]()
+    with as_served(model), left_as_it_was(model) as changes:
+        _note_lookups(model, ids, tables)
+        try:
+            output = model(**inputs)
+        except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as error:  # of the model's own code
+            raise UnsupportedError(f"{name} itself can not be called on {len(ids)} token ids: {type(error).__name__}: {error}") from error
+    for path, (was, came) in changes.modules.items():
+        raise UnsupportedError(
+            f"{name} replaces its own {path}, a {type(was).__name__}, by a {type(came).__name__} when it is called on {len(ids)} "
+            "tokens, so that what it computes depends on the calls before. Make it what it shall be before you give it to LLM: set "
+            "it, or call it once; after that it is served as it is then."
+        )
+    logits = logits_in(output)
+    if not isinstance(logits, Tensor):
+        raise UnsupportedError(
+            f"{name} returns {_told(output)}, and no logits: it has no language-model head, and there is nothing to choose tokens by. Load "
+            "the model with its head (AutoModelForCausalLM), or wrap it in a module that returns logits [1, T, vocabulary]."
+        )
+    if logits.shape[:-1] != (1, len(ids)):
+        raise UnsupportedError(f"{name} returns logits of shape {list(logits.shape)} for token ids [1, {len(ids)}]{_why(logits, len(ids))}")
+    if tables and logits.shape[-1] not in tables and not _says_it_generates(model):
+        raise UnsupportedError(
+            f"{name} returns {logits.shape[-1]} numbers for each token and reads {' or '.join(map(str, sorted(tables)))} token ids: those "
+            "are no logits over its tokens (a model without a language-model head, or a classifier), and the largest of them is no token. "
+            "Load the model with its head (AutoModelForCausalLM); a module whose output is over other tokens than its input says that it "
+            "generates by a method can_generate() that returns True."
+        )
+    return min(tables, default=int(logits.shape[-1]))
+
+
+def logits_in(output: Any) -> Any:
+    """The logits among what a model returns: itself, its `logits`, or the first of several; None where there are none."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) or hasattr(output, "logits"):
+        return output.get("logits") if isinstance(output, Mapping) else output.logits
+    return output[0] if isinstance(output, (tuple, list)) and output else None
+
+
+def _note_lookups(model: nn.Module, ids: Tensor, sizes: set[int]) -> None:
+    """From now on the sizes of the tables in which all of these ids are looked up come to `sizes`."""
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].numel() == len(ids) and torch.equal(args[0].flatten(), ids):
+            assert isinstance(module, nn.Embedding)
+            sizes.add(module.num_embeddings)
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(note)
+
+
+def _why(logits: Tensor, tokens: int) -> str:
+    """What shapes that are met say of a model, and what to do."""
+    if logits.dim() == 2:
+        return (
+            ": numbers for the whole sequence and not for each token (a classifier, a reward model); there is nothing to choose tokens by"
+        )
+    if logits.dim() == 3 and logits.shape[1] == 1:
+        return (
+            ": those of the last token alone, and a batch of several requests needs the last token of each. Return the "
+            "logits of all tokens; the engine computes only those that it wants"
+        )
+    if logits.dim() == 3 and logits.shape[1] > tokens:
+        added = logits.shape[1] - tokens
+        return f": it puts {added} rows of its own among the tokens (prompt tuning), and a row of a batch is a token"
+    return "; known is [1, T, vocabulary]"
+
+
+def _says_it_generates(model: nn.Module) -> bool:
+    says = getattr(model, "can_generate", None)
+    return bool(callable(says) and says())
+
+
+def _told(output: Any) -> str:
+    names = [name for name in (output if isinstance(output, Mapping) else vars(output) if hasattr(output, "__dict__") else ())]
+    return f"a {type(output).__name__}" + (f" of {', '.join(map(str, names))}" if names else "")

@@ -1,0 +1,120 @@
+"""What the tokens that steps chose mean to their requests: text, stops, ends, and the events that tell of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paged_attn.engine.engine_stats import EngineStats
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.requests.request import FinishReason, Request, TokenEvent
+from paged_attn.engine.sampling.sampler import Sampler
+from paged_attn.engine.sampling.sampler_output import SampledToken
+from paged_attn.engine.sampling.structured.guides import GuideError
+from paged_attn.engine.scheduling.scheduler import Scheduler
+from paged_attn.engine.steps.in_flight import Flight
+from paged_attn.engine.token_events import TokenEvents
+
+
+@dataclass
+class Intake:
+    """Of one engine.
+
+    Attributes:
+        requests: those that have not finished, by id.
+        owed: events that nobody was told yet.
+        num_host_bound: how many requests choose with the host's help.
+    """
+
+    kv: KVManager
+    scheduler: Scheduler
+    sampler: Sampler
+    stats: EngineStats = field(default_factory=EngineStats)
+    requests: dict[str, Request] = field(default_factory=dict)
+    owed: TokenEvents = field(default_factory=TokenEvents)
+    num_host_bound: int = 0
+
+    def expect(self, request: Request) -> None:
+        """Tokens of the request may come from now on."""
+        self.requests[request.id] = request
+        self.num_host_bound += request.params.needs_host
+
+    def due(self) -> TokenEvents:
+        """The events that are owed, which with this call are not any more."""
+        events, self.owed = self.owed, TokenEvents()
+        return events
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End it without a token."""
+        self.owed.append(self._finish(request, reason))
+
+    def cancel(self, request: Request) -> None:
+        """End it, and tell nobody anything about it any more."""
+        self._finish(request, FinishReason.CANCELLED)
+        self.owed = self.owed.without(request.id)
+
+    def take_in(self, flight: Flight) -> None:
+        """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
+        owed, num_plain = self.owed.append, 0
+        try:
+            for request, end, token_id, known, goes_on in flight.land():
+                if request.finish_reason is not None:
+                    request.num_tokens -= 1  # it ended while this step ran
+                    continue
+                request.num_vouched = end
+                if token_id < 0:
+                    request.num_tokens -= 1
+                    owed(self._fail(request))
+                elif goes_on and token_id not in request.stop_token_ids:
+                    num_plain += 1
+                    request.tokens.append(token_id)
+                    owed((request.id, token_id))
+                else:
+                    owed(self.accept(request, known or SampledToken(token_id, None, None)))
+        finally:
+            self.stats.new_tokens += num_plain
+
+    def accept(self, request: Request, token: SampledToken) -> TokenEvent:
+        """Take in a token with all that it may mean."""
+        token_id, detokenizer = token.token_id, request.detokenizer
+        request.tokens.append(token_id)
+        if request.params.logprobs is not None:
+            request.known.append(token)
+        is_first = request.num_sampled == 1
+        if is_first:
+            self.stats.cached_tokens += request.cached_tokens
+        if is_first or request.snapshots:
+            self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
+        self.stats.new_tokens += 1
+        text = detokenizer.append(token_id)
+        reason: FinishReason | None = None
+        if detokenizer.stopped is not None:
+            reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
+        elif token_id in request.stop_token_ids:
+            reason, request.stop_reason = FinishReason.STOP, token_id
+        elif request.sampling.guide is not None and not request.sampling.guide.goes_on_after(token_id):
+            reason = FinishReason.STOP
+        elif request.num_sampled >= request.max_new_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            text += self._finish(request, reason).text
+        return TokenEvent(request.id, token_id, text, reason, token.logprob, token.top_logprobs)
+
+    def _fail(self, request: Request) -> TokenEvent:
+        guide = request.sampling.guide
+        if guide is not None and guide.error is not None:
+            request.error = GuideError(f"request {request.id!r} ended after {len(request.tokens)} tokens, others go on: {guide.error}")
+        else:
+            request.error = ValueError(
+                f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
+                "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
+            )
+        return self._finish(request, FinishReason.ERROR)
+
+    def _finish(self, request: Request, reason: FinishReason) -> TokenEvent:
+        request.finish_reason = reason
+        text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
+        self.sampler.forget(request.sampling)
+        self.num_host_bound -= request.params.needs_host
+        self.scheduler.remove(request, share=request.num_sampled > 0 and reason is not FinishReason.ERROR)
+        del self.requests[request.id]
+        return TokenEvent(request.id, None, text, reason)

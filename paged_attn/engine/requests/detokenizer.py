@@ -1,0 +1,176 @@
+"""Token by token to text, never showing half a character or the beginning of a stop string."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from paged_attn.shown import shown
+
+REPLACEMENT = "\ufffd"
+MAX_INCOMPLETE = 3  # a cut-off UTF-8 character decodes to one U+FFFD (byte-level) or one per byte (byte fallback)
+MAX_WINDOW = 32  # tokens without one clean boundary: invalid UTF-8, so the window is cut anyway
+CUT_WINDOW = 12  # enough bytes for a UTF-8 decoder to find its feet again
+
+
+class TokenDecoder(Protocol):
+    """A `transformers` tokenizer or a `tokenizers.Tokenizer`."""
+
+    def decode(self, token_ids: Any, /, *, skip_special_tokens: bool) -> Any: ...
+
+
+class WholeText:
+    """One request's output text, decoded when it ends: for those who read it only then, and wait for no stop string.
+
+    Looks like an `IncrementalDetokenizer` whose pieces are all empty but the last.
+
+    Args:
+        tokenizer: anything with `decode(ids, skip_special_tokens=...)`; None gives empty text.
+        token_ids: the request's own list, which grows; what it holds now is the prompt.
+    """
+
+    stopped: str | None = None
+
+    def __init__(self, tokenizer: TokenDecoder | None, token_ids: list[int]) -> None:
+        self.text = ""
+        self._tokenizer, self._token_ids, self._num_prompt = tokenizer, token_ids, len(token_ids)
+        self._finished = False
+
+    def append(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        """The text of all tokens; a second call returns an empty string."""
+        token_ids = self._token_ids[self._num_prompt :]
+        if self._tokenizer is None or not token_ids or self._finished:
+            return ""
+        self._finished = True
+        self.text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self.text
+
+
+class IncrementalDetokenizer:
+    """One request's output text, as it grows.
+
+    Without stop strings the returned pieces join to `tokenizer.decode(all_ids, skip_special_tokens=...)`, for
+    byte-level and for sentencepiece-like tokenizers. (Byte fallback alone turns characters back into U+FFFD when an
+    invalid byte follows them; what was released stays.) Each token decodes a short window, never the whole text.
+
+    Args:
+        tokenizer: anything with `decode(ids, skip_special_tokens=...)`; None gives empty text always.
+        stop: non-empty strings. The first to be complete ends the text just before it; of those complete at the same
+            character the longest counts. How the text is cut into tokens makes no difference.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError: an empty stop string, or stop strings without a tokenizer.
+
+    Source: the prefix and read offsets of text-generation-inference (`Model.decode_token`).
+    """
+
+    def __init__(self, tokenizer: TokenDecoder | None, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
+        if isinstance(stop, str) or not all(stop):
+            raise ValueError(f"stop: got {shown(stop)}; allowed: a tuple of non-empty strings; SamplingParams.stop is one")
+        if stop and tokenizer is None:
+            raise ValueError(f"stop: got {shown(stop)} without a tokenizer; allowed: (); use stop_token_ids or pass one")
+        self.stopped: str | None = None
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []  # the tokens decoded again each time; what precedes them is done with
+        self._boundary = 0  # tokens of the window that ended in a complete character when they were last
+        self._window_text = ""
+        self._passed = 0  # characters of the window's text that went on to the stop search
+        self._held = ""  # text that may begin a stop string
+        self._released: list[str] = []
+        self._finished = False
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        if len(self._released) > 1:
+            self._released = ["".join(self._released)]
+        return self._released[0] if self._released else ""
+
+    def append(self, token_id: int) -> str:
+        """Take the next token; returns the text that can be shown now, often empty.
+
+        Raises RuntimeError after a stop string was hit or after `finish`.
+        """
+        if self._finished or self.stopped is not None:
+            reason = "finish() was called" if self._finished else f"stop string {self.stopped!r} was hit"
+            raise RuntimeError(f"append: got token {token_id} after {reason}; allowed: none; make a new detokenizer")
+        if self._tokenizer is None:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text == self._window_text and self._is_inert(token_id):
+            self._window.pop()
+            return ""
+        self._window_text = text
+        invalid = len(self._window) > MAX_WINDOW
+        doubtful = len(text) - len(text.rstrip(REPLACEMENT))
+        stable = len(text) - (min(doubtful, MAX_INCOMPLETE) if invalid else doubtful)
+        fresh = text[self._passed : stable]
+        self._passed = max(self._passed, stable)
+        if fresh and not doubtful:
+            self._restart_window(self._boundary)
+            self._boundary = len(self._window)
+        elif invalid:
+            self._restart_window(len(self._window) - CUT_WINDOW)
+            self._boundary = 0
+        return self._release(fresh)
+
+    def finish(self) -> str:
+        """No more tokens: returns what was held back. A second call returns an empty string."""
+        if self._finished or self.stopped is not None:
+            self._finished = True
+            return ""
+        self._finished = True
+        released = self._release(self._window_text[self._passed :])
+        if self.stopped is None:
+            released += self._held
+            self._released.append(self._held)
+        self._held = ""
+        return released
+
+    def _decode(self, token_ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        assert isinstance(text, str)
+        return text
+
+    def _is_inert(self, token_id: int) -> bool:
+        """Skipped special and unknown tokens. Twice, because a lone sentencepiece space decodes to nothing too."""
+        return self._decode([token_id, token_id]) == ""
+
+    def _restart_window(self, start: int) -> None:
+        """Drop the first tokens; decoders that treat the first token specially then do so before and after alike."""
+        if start == 0:
+            return
+        unpassed = len(self._window_text) - self._passed
+        text = self._decode(self._window[start:])
+        if len(text) < unpassed:
+            return
+        self._window = self._window[start:]
+        self._window_text = text
+        self._passed = len(text) - unpassed
+
+    def _release(self, fresh: str) -> str:
+        text = self._held + fresh
+        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if hits:
+            _, at, self.stopped = min(hits)
+            text, self._held = text[:at], ""
+        elif self._stop:
+            kept = len(text) - self._length_of_stop_prefix(text)
+            text, self._held = text[:kept], text[kept:]
+        if text:
+            self._released.append(text)
+        return text
+
+    def _length_of_stop_prefix(self, text: str) -> int:
+        longest = min(len(text), max(map(len, self._stop)) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0

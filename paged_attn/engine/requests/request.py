@@ -1,0 +1,212 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.requests.request_rows import RequestRows
+from paged_attn.engine.sampling.sampler_output import SampledToken
+from paged_attn.engine.sampling.sampling_state import SamplingState
+from paged_attn.engine.sampling_params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class _InRow:
+    """An integer attribute of a request that lies in its row of `RequestRows`, in the column of the same name."""
+
+    def __set_name__(self, owner: type[Request], name: str) -> None:
+        self._name = name
+
+    def __get__(self, request: Request, owner: type[Request]) -> int:
+        number: int = getattr(request.rows, self._name).item(request.row)
+        return number
+
+    def __set__(self, request: Request, number: int) -> None:
+        getattr(request.rows, self._name)[request.row] = number
+
+
+@dataclass(eq=False)
+class Request:
+    """Tokens, pages and sampling state of one request.
+
+    Attributes:
+        tokens: prompt and generated ids, as far as the host knows them.
+        num_tokens: those included that were chosen on the device and have not come to the host yet.
+        max_new_tokens: of the params, cut to the model's positions; fixed once it runs.
+        num_prompt, token_limit: what `num_tokens` begins with, and what it may come to (set when the request starts to run).
+        priority: the lower, the more urgent.
+        namespace: whose cached prefixes it shares; tenant: with whom it takes turns.
+        num_cached: tokens whose KV is in its pages, those of launched steps included.
+        num_pages: pages that it has: enough for `num_cached` tokens, and maybe more.
+        is_plain: 1 if a token is only one more token while it goes on: there is no text to decode at once, no log-probability, no state.
+        is_simple: 1 if `sampling` is.
+        feed_row: where the device has the last chosen token (see `TokenFeed`).
+        chosen_by: the number of the flight that chose it; 0 before there is one.
+        rows, row: where its numbers and pages lie.
+        num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
+        state_slot: of its recurrent state while it runs, 0 if it has none.
+        num_vouched: what `num_cached` was when the last known token was sampled: logits were finite, so KV and state up to there are sound.
+        snapshot_points: numbers of tokens, ascending, at which a prefill stops so that its state there can be kept.
+        snapshots: states kept at such points and not shared yet: number of tokens -> slot.
+        cached_tokens: prompt tokens that came from the prefix cache at admission.
+        known: its new tokens with their log-probabilities, if the params ask for these.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    max_new_tokens: int
+    sampling: SamplingState
+    detokenizer: IncrementalDetokenizer | WholeText
+    arrival: int
+    namespace: Hashable = None
+    tenant: Hashable = None
+    prompt: str | None = None
+    priority: int = 0
+    tokens: list[int] = field(default_factory=list)
+    rows: RequestRows = field(default_factory=lambda: RequestRows(1))
+    num_locked: int = 0
+    lock: Any = None
+    num_vouched: int = 0
+    snapshot_points: list[int] = field(default_factory=list)
+    snapshots: dict[int, int] = field(default_factory=dict)
+    cached_tokens: int = 0
+    known: list[SampledToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+
+    num_cached = _InRow()
+    num_tokens = _InRow()
+    num_prompt = _InRow()
+    token_limit = _InRow()
+    num_pages = _InRow()
+    feed_row = _InRow()
+    chosen_by = _InRow()
+    state_slot = _InRow()
+    is_plain = _InRow()
+    is_simple = _InRow()
+
+    def __post_init__(self) -> None:
+        self.row = self.rows.take()
+        self.num_tokens, self.num_prompt = len(self.tokens), len(self.prompt_token_ids)
+        self.is_simple = int(self.sampling.is_simple)
+
+    def move_to(self, rows: RequestRows) -> None:
+        """Keep numbers and pages in a row of another place from now on."""
+        self.row = rows.take_from(self.rows, self.row)
+        self.rows = rows
+        self.token_limit = self.num_prompt + self.max_new_tokens
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages that hold its KV in order; `add_pages`, `replace_page` and `clear_pages` change them."""
+        return tuple(self.rows.pages[self.row, : self.num_pages].tolist())
+
+    def add_pages(self, pages: Sequence[int]) -> None:
+        self.rows.add_pages(self.row, pages)
+
+    def replace_page(self, position: int, page: int) -> None:
+        """`pages[position]` becomes `page`."""
+        assert position < self.num_pages
+        self.rows.pages[self.row, position] = page
+
+    def clear_pages(self) -> None:
+        self.rows.clear_pages(self.row)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that were chosen on the device and have not come to the host yet; `tokens` lacks them."""
+        return self.num_tokens - len(self.tokens)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose KV is still to be computed, at least 1 while the request runs."""
+        return self.num_tokens - self.num_cached
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether the last token that the request may have was chosen, be it known or not."""
+        return self.num_tokens - self.num_prompt >= self.max_new_tokens
+
+    @property
+    def num_sampled(self) -> int:
+        """New tokens that the host knows."""
+        return len(self.tokens) - len(self.prompt_token_ids)
+
+    @property
+    def sampled(self) -> tuple[SampledToken, ...]:
+        """New tokens that the host knows, with log-probabilities if the params ask for them."""
+        if self.params.logprobs is not None:
+            return tuple(self.known)
+        return tuple(SampledToken(token_id, None, None) for token_id in self.output_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_token_ids) :]
+
+
+@dataclass(slots=True)  # not frozen: hundreds are made in every step
+class TokenEvent:
+    """One new token of one request: what a step returns and `LLM.stream` yields.
+
+    Attributes:
+        index: of the prompt in the call to `stream`; -1 from `Engine.step`.
+        token_id: None in the last event of a request that ended without a new token.
+        text: the text that this token released; text that may still change is held back.
+        logprob, top_logprobs: as asked for by SamplingParams.logprobs.
+        finish_reason: None until the last event.
+    """
+
+    request_id: str
+    token_id: int | None
+    text: str
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one prompt.
+
+    Attributes:
+        token_ids: the new ids, a stop token included.
+        text: their text, without special tokens, cut before a stop string.
+        finish_reason: "stop", "length" or "cancelled".
+        stop_reason: the stop token id or stop string, where there was one.
+        logprobs: per new token a dict from token id to log-probability, the sampled one included; None unless asked for.
+        cached_tokens: prompt tokens whose KV came from the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None
+    cached_tokens: int
+
+    @classmethod
+    def of(cls, request: Request) -> Completion:
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = [{**dict(s.top_logprobs or ()), s.token_id: s.logprob} for s in request.known if s.logprob is not None]
+        return cls(
+            request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
+            str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens,
+        )  # fmt: skip

@@ -1,0 +1,243 @@
+"""The model of an engine: captured once, proved against itself, then called with its parameters bound and no guards."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.recompute import HistorySpec
+from paged_attn.calling.call_signature import plain_inputs, positions_are_optional, takes
+from paged_attn.calling.evaluating import as_served
+from paged_attn.capture.inductor.pdl import early_launches
+from paged_attn.check.runs.running import logits_of
+from paged_attn.check.runs.steps import ProbeSettings
+from paged_attn.check.runs.traced_served import TracedServed
+from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal
+from paged_attn.engine.model.model_output import check_output
+from paged_attn.engine.runners.merged_weights import bind_merged
+from paged_attn.engine.tracing.trace_failure import NotTraced, with_advice
+from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
+from paged_attn.graph_cache.kept_graphs import KeptGraphs
+from paged_attn.parallel.local_model import served_locally
+from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.wrap import replaced_by_ops
+from paged_attn.tolerances import logits_apart
+
+logger = logging.getLogger("paged_attn")
+
+
+class ModelRunner:
+    """Runs ragged batches through a model, which stays as it was.
+
+    Args:
+        model: takes token ids [1, T], as input_ids or as its first parameter, and position_ids or not; on one device.
+        follow_generate: what the model computes with position_ids 0, 1, ... is the truth, and not what it computes without any.
+        probe: with which backend and pages the self-check runs.
+
+    Raises:
+        UnsupportedError: the model can not be captured as one graph, has an attention that can not be proved, or the self-check
+            against the model itself fails.
+    """
+
+    follows_the_model = False
+
+    def __init__(
+        self, model: nn.Module, options: CompileOptions, follow_generate: bool = False, probe: ProbeSettings | None = None
+    ) -> None:
+        self.model, self.follow_generate, self.probe = model, follow_generate, probe
+        self.recurrent: tuple[RecurrentLayer, ...] = ()
+        with ExitStack() as undo:
+            self.ranks = undo.enter_context(served_locally(model))
+            self.device = only_device(model)
+            self.dtype = model_dtype(model)
+            num_ids = check_output(model)
+            try:
+                with early_launches(options.early_launches):
+                    self._capture_as_it_counts(options)
+            except UnsupportedError as refusal:
+                self._refuse_state_elsewhere(refusal)
+                self._refuse_choices(num_ids)
+                if isinstance(refusal, NotTraced):
+                    refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
+                    if not self.recurrent:  # on the other road there would be no place for states
+                        raise with_advice(model, refusal) from refusal.__cause__
+                raise
+            if options.self_check:
+                self._refuse_choices(num_ids)
+            self._leave = weakref.finalize(self, undo.pop_all().close)  # a runner may be dropped without `close`
+            self._leave.atexit = False
+
+    def _capture_as_it_counts(self, options: CompileOptions) -> None:
+        try:
+            self._capture(options, positions=True)
+        except UnsupportedError as refusal:
+            follows = self.follow_generate and hasattr(self.model, "generate")  # then positions 0, 1, ... are the truth already
+            if follows or not self._counts_otherwise(refusal):
+                raise
+            self._capture(options, positions=False)
+
+    def _refuse_state_elsewhere(self, refusal: UnsupportedError) -> None:
+        """The truer words for a refused model that keeps its state where no request's can be told apart."""
+        with as_served(self.model):
+            where = state_elsewhere(self.model, lambda length: _trace_inputs(self.model, length, True))
+        if where:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, which "
+                "can be kept for each request. Nothing was generated."
+            ) from refusal
+
+    def _refuse_choices(self, num_ids: int) -> None:
+        """A choice of the best keys is one of the tokens alone, unless equal scores are told apart by how many there are."""
+        compiled = getattr(self, "compiled", None)
+        counts = [spec.chooses for spec in (compiled.specs if compiled else ()) if isinstance(spec, HistorySpec) and spec.chooses]
+        if counts:
+            refuse_acausal(self.model, min(counts), num_ids, OF_CHOICES.format(min(counts)))
+
+    def _capture(self, options: CompileOptions, positions: bool) -> None:
+        with as_served(self.model):
+            self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
+        with replaced_by_ops(self.recurrent), as_served(self.model):
+            kept = KeptGraphs.of(self.model, options, positions)
+        found = None if kept is None else kept.find()
+        if self.ranks is not None and not self.ranks.all_say(found is not None):
+            found = None  # ranks trace together, or none does
+        if kept is not None and found is not None:
+            self.compiled, args, path = found
+            try:
+                self._use(args, options)
+                return
+            except UnsupportedError as refusal:
+                logger.warning("the graph %s gives other numbers than the model, which is traced anew: %s", path, refusal)
+                kept.entries.remove(path)
+        with replaced_by_ops(self.recurrent):
+            self.compiled, args = capture_model(self.model, options, positions)
+        self._use(args, options)
+        if kept is not None:
+            kept.keep(self.compiled, args)
+
+    def _use(self, args: list[Any], options: CompileOptions) -> None:
+        """Bind the model's tensors to the graph and prove it on numbers."""
+        traced, args = args, bind_merged(args, self.compiled.rewrite.merges)
+        self.compiled.recurrent = self.recurrent
+        if self.compiled.split is None:
+            raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
+        if acausal := [spec.module for spec in self.compiled.specs if not spec.causal]:
+            raise UnsupportedError(
+                f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
+                "this model can not generate token by token"
+            )
+        self.inputs = GraphInputs(self.compiled.roles, args)
+        self.takes_logits_rows = self.inputs.takes_logits_rows
+        self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row
+        self._traced = GraphInputs(self.compiled.roles, traced)
+        self._check(again=False)
+
+    def _check(self, again: bool) -> None:
+        rows = torch.arange(TRACE_TOKENS, device=self.device)
+        args, traced = (inputs.fill(rows, rows, rows) for inputs in (self.inputs, self._traced))
+        with as_served(self.model):
+            self.compiled.check(args, lambda prompt: self._logits_alone(prompt, self.follow_generate), self.probe, traced, again)
+
+    def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
+        """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
+        try:
+            return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
+        except (AttributeError, TypeError, RuntimeError, IndexError) as error:  # of the model's own code
+            raise UnsupportedError(
+                f"{type(self.model).__name__} itself can not be called on {len(prompt)} token ids: {type(error).__name__}: {error}"
+            ) from error
+
+    def _counts_otherwise(self, refusal: UnsupportedError) -> bool:
+        """Whether a model that was refused with position_ids 0, 1, ... numbers positions in another way when it is given none.
+
+        Raises:
+            UnsupportedError: it does, and its `generate` gives them: then its users get two answers.
+        """
+        if not positions_are_optional(self.model) or not takes(self.model, "position_ids"):
+            return False
+        prompt = torch.arange(1, 5, device=self.device) % TRACE_TOKENS
+        with as_served(self.model):
+            without = self._logits_alone(prompt)
+            try:
+                given = self._logits_alone(prompt, positions=True)
+            except (TypeError, ValueError, RuntimeError):
+                return True  # **kwargs that lead to something that takes none
+        error, limit = logits_apart(without, given, self.dtype)
+        if error <= limit:
+            return False
+        if hasattr(self.model, "generate") and "position_ids" in inspect.signature(self.model.forward).parameters:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} called without position_ids gives other logits than with position_ids 0, 1, 2, ..., and its "
+                "generate() passes those: generate() and a plain call model(input_ids) disagree about every token, so that there is no one "
+                "answer to serve. LLM(model, follow_generate=True) gives generate()'s."
+            ) from refusal
+        return True
+
+    @property
+    def layers(self) -> tuple[AttentionSpec, ...]:
+        return self.compiled.specs
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.compiled.max_positions
+
+    @property
+    def runs_as(self) -> str:
+        return f"rewritten, {self.compiled.compiled_by}"
+
+    @property
+    def one_row(self) -> bool:
+        return self.compiled.rewrite.one_row_linears > 0
+
+    def served(self) -> TracedServed:
+        """The graph as it runs, for checks that look between its pieces."""
+        return TracedServed(self.compiled, self.inputs, self.probe or ProbeSettings())
+
+    @property
+    def owned(self) -> dict[str, Tensor]:
+        """The tensors that the graph takes from the model, named by their place among its inputs."""
+        return {f"input {i}": tensor for i, tensor in enumerate(self.inputs.owned) if isinstance(tensor, Tensor)}
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        """input_ids, positions [T] and logits_rows [N], int64 -> logits [N, vocabulary] of those rows, under a forward context."""
+        context = current_context()
+        if context is None:
+            raise ContextError(
+                "ModelRunner.forward was called outside any forward context; wrap the call in ForwardContext(batch, pool, backend)"
+            )
+        logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
+        return logits if self.takes_logits_rows else logits[logits_rows]
+
+    def computes_the_same(self) -> bool:
+        """Whether the graph gives the model's own logits yet."""
+        try:
+            self._check(again=True)
+        except UnsupportedError as refusal:
+            logger.info("compared again: %s", refusal)
+            return False
+        return True
+
+    def remember(self) -> None:
+        """Nothing: the graph is compared with the model as it is."""
+
+    def reads(self, name: str) -> bool:
+        """Not a parameter that became part of a merged tensor: the graph reads that."""
+        tensor = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}.get(name)
+        return not self.compiled.rewrite.merges or any(tensor is owned for owned in self.inputs.owned)
+
+    def close(self) -> None:
+        """Merged parameters stay views of one tensor; a sharded model gets its DTensors back. Again is harmless."""
+        self._leave()

@@ -1,0 +1,76 @@
+"""A live engine notices what changed in its model: it follows numbers written in place, and names what it can not follow."""
+
+from __future__ import annotations
+
+import logging
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.model.model_state import Difference, ModelState
+from paged_attn.engine.runners.runner import Runner
+
+logger = logging.getLogger("paged_attn")
+STEPS_BETWEEN = 32  # of an engine that is never idle: looking takes as long as a few of its steps' host work
+NAMED = 3
+
+
+class ModelWatch:
+    """Of one engine's model.
+
+    Args:
+        captured: graphs were recorded, which compute what the model computed then, at the addresses that it had.
+    """
+
+    def __init__(self, runner: Runner, captured: bool) -> None:
+        self.runner, self.captured = runner, captured
+        self.state = ModelState(runner.model)
+
+    def may_be_stale(self) -> bool:
+        """Whether numbers of the model were written, as far as a microsecond tells: `look` knows."""
+        return self.state.may_be_written()
+
+    def look(self) -> bool:
+        """Whether what was computed of cached tokens is no longer what the model computes.
+
+        Raises:
+            UnsupportedError: the engine goes on with something that the model no longer is; the message names it. Once the
+                model is as it was, so is the engine.
+        """
+        found = self.state.difference()
+        if found is None:
+            return False
+        stale = found.written or bool(found.moved)
+        if self.runner.follows_the_model and not self.captured:
+            stale = stale or bool(found.replaced) or (bool(found.altered) and not self.runner.computes_the_same())
+        else:
+            self._refuse(found)
+        if stale:
+            logger.info("the weights of %s changed: what was computed with the old ones is forgotten", type(self.runner.model).__name__)
+        self.state.take()
+        if stale:
+            self.runner.remember()
+        return stale
+
+    def _refuse(self, found: Difference) -> None:
+        lasting = found.replaced + [f"{name} lies at another address" for name in found.moved if not self._reads(name)]
+        if lasting:
+            raise _refusal(lasting, "and the engine goes on with what was there before")
+        if found.altered and not self.runner.computes_the_same():
+            raise _refusal(found.altered, "and the model gives other logits than the engine's graph of it")
+        if found.altered:
+            logger.info("changed, and the model gives the logits of its graph nevertheless: %s", _named(found.altered))
+
+    def _reads(self, name: str) -> bool:
+        """Whether calls find this tensor wherever it lies."""
+        return not self.captured and self.runner.reads(name)
+
+
+def _refusal(changes: list[str], then: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the model was changed under a live engine: {_named(changes)}, {then}. Change it back, or make a new LLM of the model "
+        "as it is now, after llm.close(). Numbers written in place (load_state_dict, an optimizer's step) are followed."
+    )
+
+
+def _named(changes: list[str]) -> str:
+    more = f" (and {len(changes) - NAMED} more)" if len(changes) > NAMED else ""
+    return "; ".join(changes[:NAMED]) + more

@@ -1,0 +1,1 @@
+"""Logits to tokens, on the device, every row by its own settings: `sampler.py` first."""

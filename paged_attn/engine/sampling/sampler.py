@@ -1,0 +1,252 @@
+"""Logits to tokens: one batch, every row with its own settings and its own random numbers, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.backends.kv_write.store import has_triton
+from paged_attn.backends.sampling.sampling_tensors import DrawnRows
+from paged_attn.engine.sampling.logit_bias import add_biases
+from paged_attn.engine.sampling.sample_tokens import draw_tokens
+from paged_attn.engine.sampling.sampler_output import Chosen, SampledToken, logprobs_of
+from paged_attn.engine.sampling.sampling_state import SamplingState
+from paged_attn.engine.sampling.structured.guides import forbid_others
+from paged_attn.engine.sampling.token_counts import TokenCounts, penalised
+from paged_attn.parallel.ranks import Ranks
+
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+class NonFiniteLogitsError(ValueError):
+    """Some rows of the logits hold NaN or +inf, or nothing but -inf. `rows` are their indices."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = tuple(rows)
+        super().__init__(
+            f"logits: rows {list(self.rows)} hold NaN or +inf, or nothing but -inf; allowed: finite values, and -inf"
+            " for forbidden tokens; look for an overflow in the model (try float32 or bfloat16) and for a padded row"
+        )
+
+
+class Sampler:
+    """Chooses tokens step after step; nothing here waits for the device but `Chosen.wait`.
+
+    Args:
+        ranks: the processes that run the model together, which get the same logits and must choose the same tokens.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
+        self._counts: TokenCounts | None = None
+
+    def choose(self, logits: Tensor, states: Mapping[int, SamplingState], best: Tensor | None = None) -> Chosen:
+        """Choose one token per row; `num_chosen` of every state advances.
+
+        Args:
+            logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
+            states: of some rows, all different; the others get the most likely token, as those with a simple state do. A request's tokens
+                depend on its own row, seed and tokens so far only.
+            best: what `best_tokens` says of the logits, where it is known already (a captured graph holds it).
+
+        Raises:
+            ValueError: wrong shapes, or a token so far that the vocabulary does not have.
+
+        Biases, penalties, then the request's own logits processors, what its guide forbids, temperature, top-k, top-p, min-p; greedy rows
+        are `logits.argmax(-1)`.
+        Source: the order and boundaries of transformers 5.23 (`generation/logits_process.py`).
+        """
+        logits = logits.detach()
+        _check(logits)
+        if missing := [row for row in states if not 0 <= row < len(logits)]:
+            raise ValueError(f"states: got some for rows {missing} of {len(logits)} rows of logits; allowed: 0 to {len(logits) - 1}")
+        tokens = best_tokens(logits) if best is None else best
+        changed = [row for row, state in states.items() if not state.is_plain]
+        if changed:
+            tokens = self._choose_changed(logits, tokens, changed, states)
+        wanted = {row: count for row, state in states.items() if (count := state.params.logprobs) is not None}
+        logprobs = logprobs_of(logits, tokens, wanted, _on_device(list(wanted), logits.device)) if wanted else None
+        for state in states.values():
+            state.num_chosen += 1
+        return Chosen(tokens, logprobs)
+
+    def forget(self, state: SamplingState) -> None:
+        """The request ended, or a step of it is to be done again."""
+        if self._counts is not None:
+            self._counts.forget(state)
+
+    def _choose_changed(self, logits: Tensor, best: Tensor, rows: Sequence[int], all_states: Mapping[int, SamplingState]) -> Tensor:
+        """`best` [N] with the tokens of some rows replaced."""
+        rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn, drawn from the likely ones
+        states = [all_states[row] for row in rows]
+        counting = [place for place, state in enumerate(states) if state.counts_tokens]
+        count_rows = self._counts_for(logits).rows_of([states[place] for place in counting]) if counting else []
+        edited = any(state.edits_logits for state in states)
+        numbers = _Numbers.of(rows, states, counting, count_rows, edited, logits)
+        source, most_likely = logits, best
+        if edited:
+            source = self._edited(logits, states, numbers)
+            most_likely = best_tokens(source)
+        chosen = most_likely if edited else best.index_select(0, numbers.rows)
+        greedy = len(states) - len(numbers.drawn.rows)
+        if greedy < len(states):
+            drawn = draw_tokens(source, most_likely, numbers.drawn)
+            chosen = torch.cat([chosen[:greedy], torch.where(chosen[greedy:] >= 0, drawn, -1)])
+        if self._ranks is not None:  # their logits are equal, but exponentials need not round alike on every device
+            self._ranks.take_first(chosen)
+        if counting:
+            assert self._counts is not None
+            self._counts.add(numbers.count_rows, chosen.index_select(0, numbers.counting))
+        finite = best.index_select(0, numbers.rows) >= 0
+        return best.index_copy(0, numbers.rows, torch.where(finite, chosen, -1))
+
+    def _edited(self, logits: Tensor, states: Sequence[SamplingState], numbers: _Numbers) -> Tensor:
+        """Scores [L, V] float32 of the rows with these states."""
+        scores = logits.index_select(0, numbers.rows).float()
+        add_biases(scores, [state.params.biases for state in states])
+        if len(numbers.counting):
+            assert self._counts is not None
+            some = scores.index_select(0, numbers.counting)
+            counts = self._counts.counts.index_select(0, numbers.count_rows)
+            scores.index_copy_(0, numbers.counting, penalised(some, counts, *numbers.penalties))
+        for place, state in enumerate(states):
+            for processor in state.params.logits_processors:
+                scores[place : place + 1] = _processed(processor, state, scores[place : place + 1])
+        guided = {place: state.guide for place, state in enumerate(states) if state.guide is not None}
+        if guided:
+            forbid_others(scores, guided)
+        return scores
+
+    def _counts_for(self, logits: Tensor) -> TokenCounts:
+        if self._counts is None:
+            self._counts = TokenCounts(logits.shape[-1], logits.device)
+        return self._counts
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None = None) -> list[SampledToken]:
+    """`Sampler.choose` for once, and wait for the tokens.
+
+    Raises:
+        NonFiniteLogitsError: some row is NaN, +inf or all -inf; no state has advanced.
+        ValueError: as `Sampler.choose`.
+    """
+    if not states:
+        return []
+    _check(logits)
+    if len(logits) != len(states):
+        raise ValueError(f"states: got {len(states)} for {len(logits)} rows of logits; allowed: one per row; pass logits[:N]")
+    tokens = Sampler().choose(logits, dict(enumerate(states)), best).wait().sampled
+    if bad := [row for row, token in enumerate(tokens) if token is None]:
+        for state in states:
+            state.num_chosen -= 1
+        raise NonFiniteLogitsError(bad)
+    return [token for token in tokens if token is not None]
+
+
+def best_tokens(logits: Tensor) -> Tensor:
+    """logits [N, V] -> [N] int64: the most likely token of each row, -1 where the row is not finite. Nothing waits for the device."""
+    if logits.is_cuda and has_triton():
+        from paged_attn.backends.sampling.greedy import best_token, serves
+
+        if serves(logits):
+            return best_token(logits)
+    best = logits.argmax(-1, keepdim=True)  # NaN counts as the largest, so the largest value tells of every bad row
+    return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
+
+
+class _Numbers(NamedTuple):
+    """The settings of some rows on the device, from one copy."""
+
+    rows: Tensor
+    counting: Tensor  # places among the rows that have penalties
+    count_rows: Tensor
+    penalties: tuple[Tensor, Tensor, Tensor]
+    drawn: DrawnRows
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[int], states: Sequence[SamplingState], counting: Sequence[int], count_rows: Sequence[int], edited: bool,
+        logits: Tensor,
+    ) -> _Numbers:  # fmt: skip
+        """`edited`: tokens are drawn from scores that have these rows only, and not from the logits."""
+        vocab = logits.shape[-1]
+        drawn = [state for state in states if not state.params.is_greedy]
+        params, counted = [state.params for state in drawn], [states[place].params for place in counting]
+        greedy, num_drawn, num_counting = len(states) - len(drawn), len(drawn), len(counting)
+        packed = PackedInts(
+            (len(rows), num_counting, num_counting, *(num_drawn,) * 4), (*(num_counting,) * 3, *(num_drawn,) * 2), logits.device
+        )
+        host = packed.host
+        host[0][:], host[1][:], host[2][:] = rows, counting, count_rows
+        host[3][:] = range(greedy, len(rows)) if edited else rows[greedy:]
+        host[4][:] = [vocab - min(p.top_k or vocab, vocab) for p in params]
+        host[5].view(np.float64)[:] = [state.uniform for state in drawn]
+        host[6].view(np.float64)[:] = _tails([p.top_p for p in params])
+        reals: list[list[float]] = [
+            [max(p.repetition_penalty, SMALLEST) for p in counted],  # float32 would make it 0
+            [p.frequency_penalty for p in counted],
+            [p.presence_penalty for p in counted],
+            [p.temperature for p in params],
+            [p.min_p for p in params],
+        ]
+        for memory, values in zip(host[7:], reals, strict=True):
+            memory.view(np.float32)[:] = np.clip(values, -LARGEST, LARGEST)
+        on = packed.to_device()
+        repetition, frequency, presence, temperature, min_p = (tensor.view(torch.float32) for tensor in on[7:])
+        settings = DrawnRows(
+            on[3],
+            temperature,
+            on[5].view(torch.float64),
+            min_p if any(p.min_p for p in params) else None,
+            on[4] if any(p.top_k for p in params) else None,
+            on[6].view(torch.float64) if any(p.top_p < 1.0 for p in params) else None,
+            sum(not p.has_limit for p in params),
+        )
+        return cls(on[0], on[1], on[2], (repetition, frequency, presence), settings)
+
+
+def _tails(top_p: Sequence[float]) -> NDArray[np.float64]:
+    """The largest sums that count as no more than 1 - top_p: it is rounded to float32 from float64, and so is the sum, as in transformers.
+    Negative for top-p 1, which must not leave out tokens whose probability underflowed."""
+    whole = np.array(top_p)
+    tails = (1.0 - whole).astype(np.float32)
+    return np.where(whole < 1.0, (tails.astype(np.float64) + np.nextafter(tails, np.float32(2.0)).astype(np.float64)) / 2, -1.0)
+
+
+def _kind(state: SamplingState) -> int:
+    return 0 if state.params.is_greedy else 1 + state.params.has_limit
+
+
+def _processed(processor: object, state: SamplingState, scores: Tensor) -> Tensor:
+    """What a processor of transformers makes of scores [1, V]."""
+    assert callable(processor)
+    tokens = torch.tensor([state.tokens], dtype=torch.int64, device=scores.device)
+    result = processor(tokens, scores.clone())
+    if not isinstance(result, Tensor) or result.shape != scores.shape:
+        got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
+        raise ValueError(
+            f"the logits processor {processor!r} returned {got}; allowed: scores of shape {tuple(scores.shape)}, as it got: "
+            "processor(input_ids [1, T], scores [1, V]) -> scores [1, V]"
+        )
+    return result
+
+
+def _on_device(rows: Sequence[int], device: torch.device) -> Tensor:
+    packed = PackedInts((len(rows),), (), device)
+    packed.host[0][:] = rows
+    return packed.to_device()[0]
+
+
+def _check(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[-1] == 0 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits: got shape {tuple(logits.shape)}, {logits.dtype}; allowed: [N, V] with V >= 1, floating point;"
+            " pass the last position's logits"
+        )

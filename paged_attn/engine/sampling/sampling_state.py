@@ -1,0 +1,56 @@
+"""What sampling knows of one request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from paged_attn.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from paged_attn.engine.sampling.structured.guides import Guide
+
+GOLDEN = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
+
+
+class SamplingState:
+    """One request's settings, its tokens so far and its place in its own sequence of random numbers.
+
+    Args:
+        tokens: the request's own list, which grows as tokens become known; what it holds now is the prompt.
+        guide: says which tokens may come next; whoever adds to `tokens` tells it.
+
+    Attributes:
+        seed: the seed in use, drawn from entropy when `params.seed` is None.
+        num_chosen: how often `Sampler.choose` got this state, which need not be while it `is_simple`. The next random number depends on it
+            and on the seed alone, so that a step which failed can be done again: set it back.
+        edits_logits: something is done to the logits before a token is chosen.
+        is_plain: the most likely token is the one, whatever came before.
+        is_simple: that, and nobody asks for log-probabilities.
+        counts_tokens: some penalty asks which tokens there were.
+    """
+
+    def __init__(self, params: SamplingParams, tokens: Iterable[int] = (), guide: Guide | None = None) -> None:
+        self.params, self.guide = params, guide
+        self.tokens = tokens if isinstance(tokens, list) else list(tokens)
+        self.num_prompt = len(self.tokens)
+        self.seed = int.from_bytes(os.urandom(8)) if params.seed is None else params.seed
+        self.num_chosen = 0
+        self.counts_tokens = params.has_penalty
+        self.edits_logits = self.counts_tokens or bool(params.logit_bias) or params.needs_host
+        self.is_plain = params.is_greedy and not self.edits_logits
+        self.is_simple = self.is_plain and params.logprobs is None
+
+    @property
+    def uniform(self) -> float:
+        """The request's next random number in [0, 1), by SplitMix64 (Steele et al., 2014) at a place of its own."""
+        return (_mixed(_mixed(self.seed + GOLDEN) + (self.num_chosen + 1) * GOLDEN) >> 11) * 2.0**-53
+
+
+def _mixed(value: int) -> int:
+    value &= MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
+    return value ^ (value >> 31)

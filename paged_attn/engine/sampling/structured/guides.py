@@ -1,0 +1,221 @@
+"""Answers that follow a JSON schema, a regular expression or a grammar: which tokens may come next."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.sampling.structured.compile_process import error_of, read_matcher
+from paged_attn.engine.sampling.structured.limits import check_size
+from paged_attn.engine.sampling.structured.trials import GuideTrials
+from paged_attn.engine.sampling_params import SamplingParams
+
+T = TypeVar("T")
+INSTALL = "pip install 'paged-attn[structured]'"
+MAX_KEPT = 64
+MAX_KEPT_BYTES = 256 << 20
+STACK_BYTES = 64 << 20  # many times what a trial has: what overflows no stack there does not here
+NO_TOKEN = "<|paged_attn: no token|>"
+BITS = 32
+_STACK_SIZE = threading.Lock()  # of threads that are made: one setting for all
+
+
+class GuideError(ValueError):
+    """No answer can be found any more that follows what was asked for."""
+
+
+class Guide:
+    """What one request's answer may go on with.
+
+    Args:
+        matcher: an `LLMatcher` of llguidance at the beginning of an answer, of nobody else.
+        what: the parameter that asks for it, for messages.
+        vocabulary: of the matcher.
+        nbytes: about how much memory it takes, all copies together.
+    """
+
+    def __init__(self, matcher: Any, what: str, vocabulary: _Vocabulary, nbytes: int) -> None:
+        self.matcher, self.what, self.vocabulary, self.nbytes = matcher, what, vocabulary, nbytes
+
+    def copy(self) -> Guide:
+        """One that goes on from here by itself."""
+        return Guide(self.matcher.deep_copy(), self.what, self.vocabulary, self.nbytes)
+
+    def goes_on_after(self, token_id: int) -> bool:
+        """Take in the answer's next token; whether another may follow."""
+        self.matcher.consume_token(token_id)
+        return bool(self.matcher.is_error() or not self.matcher.is_stopped())  # an error is told by the next mask
+
+    @property
+    def error(self) -> str | None:
+        """Why no answer can be found, if so."""
+        return f"{self.what}: {error_of(self.matcher)}" if self.matcher.is_error() else None
+
+
+class _Vocabulary(NamedTuple):
+    """A tokenizer as llguidance has read it.
+
+    tokens: the `LLTokenizer`; size: how many tokens masks are of; never: one that may not be chosen whatever a matcher says, if any.
+    """
+
+    tokens: Any
+    size: int
+    never: int | None
+
+
+class Guides:
+    """Makes guides for one model; may be used from several threads.
+
+    Args:
+        tokenizer: what tokens are as text; None refuses all guides.
+        vocab_size: of the model, if it is known; eos_token_ids: what the model ends an answer with.
+
+    Grammars are read by llguidance: first in a process of its own, which may die of them, and then here. What was read last is kept, and
+    what somebody still holds.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int | None, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, sorted(eos_token_ids)
+        self._vocabulary: _Vocabulary | None = None
+        self._trials: GuideTrials | None = None
+        self._kept: OrderedDict[tuple[str, str], Guide] = OrderedDict()
+        self._held: weakref.WeakValueDictionary[tuple[str, str], Guide] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()  # never for long: an engine's thread takes it
+        self._reading = threading.Lock()
+
+    def guide(self, params: SamplingParams) -> Guide | None:
+        """The guide that the params ask for, if any. The first one reads the vocabulary, which takes a second.
+
+        Raises:
+            UnsupportedError: llguidance is not installed, or there is no tokenizer that it can read.
+            ValueError: it can not read the schema, expression or grammar; in its own words. Or that takes too much stack, memory or time.
+        """
+        found = self.prototype(params)
+        if found is None:
+            return None
+        with self._lock:
+            return found.copy()
+
+    def prototype(self, params: SamplingParams) -> Guide | None:
+        """What `guide` makes copies of. While somebody holds it, `guide` gives one at once. Raises as `guide` does."""
+        asked = params.guide
+        if asked is None:
+            return None
+        if (found := self._find(asked)) is None:
+            with self._reading:
+                if (found := self._find(asked)) is None:
+                    found = self._read(*asked)
+                    self._keep(asked, found)
+        return found
+
+    def close(self) -> None:
+        """End the process that reads, also while it does; the next guide starts another."""
+        if self._trials is not None:
+            self._trials.close()
+
+    def _find(self, asked: tuple[str, str]) -> Guide | None:
+        with self._lock:
+            if asked in self._kept:
+                self._kept.move_to_end(asked)
+            return self._held.get(asked)
+
+    def _keep(self, asked: tuple[str, str], guide: Guide) -> None:
+        with self._lock:
+            self._kept[asked] = self._held[asked] = guide
+            while len(self._kept) > MAX_KEPT or (len(self._kept) > 1 and sum(g.nbytes for g in self._kept.values()) > MAX_KEPT_BYTES):
+                self._kept.popitem(last=False)
+
+    def _read(self, what: str, source: str) -> Guide:
+        if importlib.util.find_spec("llguidance") is None:
+            raise UnsupportedError(f"{what} needs llguidance, which is not installed: {INSTALL}")
+        if self._vocabulary is None or self._trials is None:
+            self._vocabulary, self._trials = self._read_vocabulary(what)
+        tokens = self._vocabulary.tokens
+        check_size(what, source)
+        try:
+            trial = self._trials.run(what, source)
+            matcher = _on_a_large_stack(lambda: read_matcher(tokens, what, source))
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}; got {_shortened(source)}") from error
+        return Guide(matcher, what, self._vocabulary, trial.nbytes)
+
+    def _read_vocabulary(self, what: str) -> tuple[_Vocabulary, GuideTrials]:
+        from llguidance.hf import from_tokenizer
+
+        if self._tokenizer is None:
+            raise UnsupportedError(f"{what} needs the model's tokenizer: LLM(model, tokenizer=...)")
+        tokenizer, eos, never = self._tokenizer, self._eos, None
+        if not eos:  # then answers end when nothing can follow, and llguidance, which wants one, gets one that is never allowed
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.add_special_tokens({"eos_token": NO_TOKEN})
+            eos = [never] = [tokenizer.eos_token_id]
+        size = max(len(tokenizer), self._vocab_size or 0)
+        try:
+            vocabulary = _Vocabulary(from_tokenizer(tokenizer, n_vocab=size, eos_token=eos), size, never)
+        except ValueError as error:
+            raise UnsupportedError(f"{what} needs a tokenizer that llguidance can read; of this one it says: {error}") from error
+        return vocabulary, GuideTrials(tokenizer, size, eos)
+
+
+def _on_a_large_stack(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, on a thread of its own."""
+    with ThreadPoolExecutor(1, "paged-attn-guide") as pool:
+        with _STACK_SIZE:
+            before = threading.stack_size(STACK_BYTES)
+            done = pool.submit(work)  # starts the thread
+            threading.stack_size(before)
+        return done.result()
+
+
+@functools.cache
+def _executor() -> Any:
+    """Threads of the process that work out masks side by side."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+def allowed_next(guides: Sequence[Guide]) -> NDArray[np.int32]:
+    """The tokens that may come next by N guides of one model [N, words]: token i is bit i % 32 of word i // 32; none after an error."""
+    _, size, never = guides[0].vocabulary
+    masks = np.zeros((len(guides), -(-size // BITS)), np.int32)
+    _executor().unsafe_compute_mask_ptr(
+        [(guide.matcher, row) for row, guide in enumerate(guides)], masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
+    )
+    if never is not None:
+        masks.view(np.uint32)[:, never // BITS] &= ~np.uint32(1 << never % BITS)
+    masks[[guide.matcher.is_error() for guide in guides]] = 0
+    return masks
+
+
+def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
+    """scores [N, V], in place: -inf for the tokens that the guides of some rows do not allow."""
+    vocabulary = scores.shape[-1]
+    words = -(-vocabulary // BITS)
+    allowed = allowed_next(list(guides.values()))[:, :words]
+    packed = PackedInts((len(guides),), (len(guides) * words,), scores.device)
+    packed.host[0][:] = list(guides)
+    packed.host[1].reshape(len(guides), words)[:, : allowed.shape[1]] = allowed
+    rows, masks = packed.to_device()
+    octets = masks.view(torch.uint8).unsqueeze(-1)
+    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
+    forbidden = bits.view(len(guides), -1)[:, :vocabulary] == 0
+    scores[rows] = scores[rows].masked_fill_(forbidden, float("-inf"))
+
+
+def _shortened(source: str, most: int = 80) -> str:
+    return repr(source if len(source) <= most else source[: most - 3] + "...")

@@ -1,0 +1,121 @@
+"""Trying out in another process what an answer shall follow, before it is read in this one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from paged_attn.engine.sampling.structured import compile_process
+from paged_attn.engine.sampling.structured.compile_process import Limits
+
+LIMITS = Limits()
+DEEP = "too many definitions or rules lead from one to the next"
+
+
+class Trial(NamedTuple):
+    """What reading a source took: memory, and CPU seconds of the slowest of its masks."""
+
+    nbytes: int
+    mask_seconds: float
+
+
+class GuideTrials:
+    """One process that reads guides, each in a fork of its own; it starts with the first one. For one thread at a time.
+
+    Who reads it here afterwards has a stack many times as large.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        vocab_size, eos: as llguidance's `LLTokenizer` takes them.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: list[int], limits: Limits = LIMITS) -> None:
+        backend = copy.copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        self._given = {"tokenizer": backend.to_str(), "vocab_size": vocab_size, "eos": eos, "limits": limits._asdict()}
+        self.limits = limits
+        self._process: subprocess.Popen[str] | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def run(self, what: str, source: str) -> Trial:
+        """Read a source where that can harm nobody.
+
+        Raises:
+            ValueError: it can not be read, or not within the limits.
+            RuntimeError: the process that reads could not be started, or was ended from outside.
+        """
+        process = self._running()
+        told = _ask(process, {"what": what, "source": source})
+        if "error" in told:
+            raise ValueError(told["error"])
+        if "killed_by" in told:
+            raise ValueError(f"{self._died_of(told['killed_by'])}; simplify it")
+        trial = Trial(**told)
+        if trial.mask_seconds > self.limits.mask_seconds:
+            raise ValueError(f"finding out which token may come next takes more than {self.limits.mask_seconds:g} s; simplify it")
+        return trial
+
+    def close(self) -> None:
+        """End the process; the next trial starts another."""
+        self._end()
+        self._process = None
+
+    def _died_of(self, number: int) -> str:
+        """In words, what a fork did that was ended by a signal."""
+        if number in (signal.SIGSEGV, signal.SIGBUS):
+            return DEEP
+        if number == signal.SIGABRT:
+            return f"reading it takes more than {self.limits.memory_bytes >> 20} MiB"
+        if number == signal.SIGALRM:
+            return f"reading it takes more than {self.limits.wall_seconds:g} s on a machine as busy as this one is now"
+        if number in (signal.SIGXCPU, signal.SIGKILL):
+            return f"reading it takes more than {self.limits.cpu_seconds} s"
+        return f"reading it ends the process that does so with signal {number}"
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            # As this process would import: a checkout, a venv, a PYTHONPATH. -P: names of our files are not names of modules.
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
+            command = [sys.executable, "-P", compile_process.__file__]
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                env=environment, start_new_session=True,  # Ctrl-C is not for it, and it can be ended with what it forks
+            )  # fmt: skip
+            self._process, self._end = process, weakref.finalize(self, _end, process)
+            _ask(process, self._given)
+        return self._process
+
+
+def _ask(process: subprocess.Popen[str], message: dict[str, Any]) -> dict[str, Any]:
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(message) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    if not line:
+        _end(process)
+        raise RuntimeError(f"the process that reads schemas and grammars ended with status {process.returncode}; try again")
+    told: dict[str, Any] = json.loads(line)
+    return told
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with what it forked
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # what was still buffered
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,91 @@
+"""Which tokens each request had, on the device, for penalties."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.engine.sampling.sampling_state import SamplingState
+
+IN_PROMPT = 1 << 30  # the bits below it count how often the output has the token
+FIRST_ROWS = 8
+
+
+class TokenCounts:
+    """A row [vocabulary] int32 per request that needs one; 0 for tokens that were never there.
+
+    Rows are filled from the host when a request is first seen, and then follow what is chosen without the host.
+    """
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.vocabulary, self.device = vocabulary, device
+        self.counts = torch.zeros(FIRST_ROWS, vocabulary, dtype=torch.int32, device=device)
+        self._rows: dict[SamplingState, int] = {}
+        self._free = list(range(FIRST_ROWS))
+
+    def rows_of(self, states: Sequence[SamplingState]) -> list[int]:
+        """Their rows of `counts`, up to date.
+
+        Raises:
+            ValueError: a token that the vocabulary does not have.
+        """
+        new = [state for state in states if state not in self._rows]
+        if new:
+            self._fill(new)
+        return [self._rows[state] for state in states]
+
+    def add(self, rows: Tensor, tokens: Tensor) -> None:
+        """Count one more token [N] for each of some rows [N], all different; negative ones do not count."""
+        flat = self.counts.view(-1)
+        places = rows * self.vocabulary + tokens.clamp(min=0)
+        flat[places] = flat[places] + (tokens >= 0)
+
+    def forget(self, state: SamplingState) -> None:
+        """The request ended, or what was counted for it was not kept."""
+        if (row := self._rows.pop(state, None)) is not None:
+            self._free.append(row)
+
+    def _fill(self, states: Sequence[SamplingState]) -> None:
+        counted = [self._counted(state) for state in states]
+        while len(self._free) < len(states):
+            old = len(self.counts)
+            self.counts = torch.cat([self.counts, torch.zeros_like(self.counts)])
+            self._free += range(old, 2 * old)
+        rows = [self._free.pop() for _ in states]
+        sizes = [len(each) for each in counted]
+        packed = PackedInts((len(rows), sum(sizes)), (sum(sizes),), self.device)
+        fresh, places, values = packed.host
+        fresh[:] = rows
+        places[:] = np.repeat(rows, sizes) * self.vocabulary + [token for each in counted for token in each]
+        values[:] = [value for each in counted for value in each.values()]
+        fresh_on, places_on, values_on = packed.to_device()
+        self.counts.index_fill_(0, fresh_on, 0)
+        self.counts.view(-1)[places_on] = values_on
+        self._rows.update(zip(states, rows, strict=True))
+
+    def _counted(self, state: SamplingState) -> Counter[int]:
+        counted = Counter(state.tokens[state.num_prompt :])
+        for token in set(state.tokens[: state.num_prompt]):
+            counted[token] += IN_PROMPT
+        if counted and not 0 <= min(counted) <= max(counted) < self.vocabulary:
+            wrong = next(token for token in counted if not 0 <= token < self.vocabulary)
+            raise ValueError(f"tokens so far: got id {wrong}; allowed: 0 to {self.vocabulary - 1}, what the model's logits are of")
+        return counted
+
+
+def penalised(scores: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
+    """scores, counts [N, V] and penalties [N] -> scores [N, V] float32.
+
+    A score may become -inf, but not inf. Repetition as in transformers 5.23 (`RepetitionPenaltyLogitsProcessor`: prompt and output); then
+    frequency and presence as OpenAI documents them, of the output alone.
+    """
+    repetition = repetition.unsqueeze(-1)
+    repeated = torch.where(scores < 0, scores * repetition, (scores / repetition).clamp(max=torch.finfo(scores.dtype).max))
+    scores = torch.where(counts != 0, repeated, scores)
+    output = counts & (IN_PROMPT - 1)
+    return scores - output * frequency.unsqueeze(-1) - (output > 0) * presence.unsqueeze(-1)

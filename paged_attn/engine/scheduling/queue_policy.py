@@ -1,0 +1,146 @@
+"""Requests of one namespace and priority that wait, and which of them is next: the policies "fcfs" and "lpm"."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable
+from typing import Protocol
+
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.requests.request import Request
+
+
+class Line(Protocol):
+    """Requests that wait for each other. What is `next` stays so until the line or the prefix cache changes."""
+
+    def __len__(self) -> int: ...
+
+    def push(self, request: Request) -> None:
+        """Add a request; it stands where its arrival says."""
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that left otherwise than by its turn."""
+
+    def next(self) -> Request:
+        """Whose turn it is, in a line that is not empty."""
+
+    def take(self, request: Request) -> None:
+        """Remove the request that `next` gave: it had its turn."""
+
+
+class ArrivalLine:
+    """First come, first served. O(log n) for each change, amortised: who leaves stays in the heap until it comes up."""
+
+    _SLACK = 64
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+        self._tickets: dict[Request, int] = {}  # request -> the ticket of its one valid entry
+        self._next_ticket = 0
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._tickets
+
+    def push(self, request: Request) -> None:
+        self._tickets[request] = self._next_ticket
+        heapq.heappush(self._heap, (request.arrival, self._next_ticket, request))
+        self._next_ticket += 1
+
+    def remove(self, request: Request) -> None:
+        del self._tickets[request]
+        if len(self._heap) > 2 * len(self._tickets) + self._SLACK:
+            self._heap = [entry for entry in self._heap if self._tickets.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def next(self) -> Request:
+        while self._tickets.get(self._heap[0][2]) != self._heap[0][1]:
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def take(self, request: Request) -> None:
+        self.remove(request)
+
+
+class PrefixLine:
+    """Longest cached prefix first, among the `WINDOW` that came first; who came first of all is passed over `PATIENCE` times at most.
+
+    So the request at place k of the line has its turn after (PATIENCE + 1) * (k + 1) turns at most. `next` looks up `LOOKUPS` prefixes
+    at most, and none if pages did not change hands since the last time; for the others of the window it goes by what it knew.
+    """
+
+    WINDOW = 64
+    PATIENCE = 64
+    LOOKUPS = 16
+
+    def __init__(self, kv: KVManager) -> None:
+        self._kv = kv
+        self._rest = ArrivalLine()
+        self._window: list[Request] = []  # by arrival
+        self._cached: dict[Request, int] = {}  # tokens of those in the window, as far as known
+        self._passed = 0  # how often the first of the window was passed over
+        self._cursor = 0  # of the window: whose prefix is looked up next
+        self._seen = -1  # the version of the pages at the last look
+        self._choice: Request | None = None
+
+    def __len__(self) -> int:
+        return len(self._window) + len(self._rest)
+
+    def push(self, request: Request) -> None:
+        self._choice = None
+        if not self._window or request.arrival > self._window[-1].arrival:
+            self._rest.push(request)
+            return
+        bisect.insort(self._window, request, key=lambda r: r.arrival)
+        if len(self._window) > self.WINDOW:
+            last = self._window.pop()
+            self._cached.pop(last, None)
+            self._rest.push(last)
+
+    def remove(self, request: Request) -> None:
+        if request in self._rest:
+            self._rest.remove(request)
+            return
+        self._choice = None
+        position = self._window.index(request)
+        if position == 0:
+            self._passed = 0
+        del self._window[position]
+        self._cached.pop(request, None)
+
+    def take(self, request: Request) -> None:
+        self._passed += 1  # `remove` makes it 0 again if it was the first
+        self.remove(request)
+
+    def next(self) -> Request:
+        if self._choice is not None and self._seen == self._kv.version:
+            return self._choice
+        while self._rest and len(self._window) < self.WINDOW:
+            request = self._rest.next()
+            self._rest.take(request)
+            self._window.append(request)
+        self._look_up()
+        if self._passed >= self.PATIENCE:
+            self._choice = self._window[0]
+        else:
+            self._choice = max(self._window, key=lambda r: self._cached.get(r, 0))  # the first one of equals
+        return self._choice
+
+    def _look_up(self) -> None:
+        fresh = [request for request in self._window if request not in self._cached][: self.LOOKUPS]
+        again = min(self.LOOKUPS - len(fresh), len(self._window)) if self._seen != self._kv.version else 0
+        for request in fresh:
+            self._cached[request] = self._kv.cached_tokens(request)
+        for _ in range(again):
+            self._cursor = (self._cursor + 1) % len(self._window)
+            request = self._window[self._cursor]
+            self._cached[request] = self._kv.cached_tokens(request)
+        self._seen = self._kv.version
+
+
+def line_maker(policy: str, kv: KVManager) -> Callable[[], Line]:
+    """What makes the lines of a policy. Without a prefix cache all policies are "fcfs"."""
+    return (lambda: PrefixLine(kv)) if policy == "lpm" and kv.tree is not None else ArrivalLine

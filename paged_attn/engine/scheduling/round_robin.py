@@ -1,0 +1,53 @@
+"""Lines that take turns."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.scheduling.queue_policy import Line
+
+
+class Turns:
+    """A line that is made of lines, one for each key, which have one turn each, round and round. What it is made of may be `Turns` again.
+
+    Args:
+        key: whose line a request belongs to.
+        make_line: makes a line of its own for a key; a line that is empty is forgotten.
+    """
+
+    def __init__(self, key: Callable[[Request], Hashable], make_line: Callable[[], Line]) -> None:
+        self._key, self._make_line = key, make_line
+        self._lines: OrderedDict[Hashable, Line] = OrderedDict()  # whose turn it is first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def push(self, request: Request) -> None:
+        key = self._key(request)
+        if key not in self._lines:
+            self._lines[key] = self._make_line()
+        self._lines[key].push(request)
+
+    def next(self) -> Request:
+        return next(iter(self._lines.values())).next()
+
+    def take(self, request: Request) -> None:
+        """Remove who is `next`; then it is the turn of the next key."""
+        key = self._key(request)
+        self._lines[key].take(request)
+        self._lines.move_to_end(key)
+        self._drop_empty(key)
+
+    def remove(self, request: Request) -> None:
+        key = self._key(request)
+        self._lines[key].remove(request)
+        self._drop_empty(key)
+
+    def _drop_empty(self, key: Hashable) -> None:
+        if not self._lines[key]:
+            del self._lines[key]

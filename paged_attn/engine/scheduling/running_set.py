@@ -1,0 +1,78 @@
+"""The requests that run, the most urgent and oldest first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.requests.request_rows import RequestRows
+
+
+class RunningSet:
+    """Requests by priority and arrival. Finding and removing one is O(1); adding one is, too, unless it goes before others.
+
+    Attributes:
+        rows: where requests have their numbers and pages while they run.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        self.rows = RequestRows(max_requests)
+        self._requests: dict[Request, None] = {}
+        self._in_order: tuple[list[Request], NDArray[np.int64]] | None = None  # made when it is asked for
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def last(self) -> Request:
+        """The least urgent, and the newest of those: who is preempted first."""
+        return next(reversed(self._requests))
+
+    def from_last(self) -> Iterator[Request]:
+        """In the order of preemption."""
+        return reversed(self._requests)
+
+    def in_order(self) -> tuple[list[Request], NDArray[np.int64]]:
+        """All requests, and where each is in `rows` [requests]; to be read only."""
+        if self._in_order is None:
+            requests = list(self._requests)
+            self._in_order = requests, _places(requests)
+        return self._in_order
+
+    def places(self, requests: list[Request]) -> NDArray[np.int64]:
+        """Where some requests are in `rows`."""
+        everyone, places = self.in_order()
+        return places if requests == everyone else _places(requests)
+
+    def without(self, left_out: Collection[Request]) -> list[Request]:
+        """All but some, in order."""
+        return [request for request in self._requests if request not in left_out] if left_out else self.in_order()[0]
+
+    def add(self, request: Request) -> None:
+        in_order = not self._requests or _rank(self.last) <= _rank(request)
+        request.move_to(self.rows)
+        self._requests[request] = self._in_order = None
+        if not in_order:
+            self._requests = dict.fromkeys(sorted(self._requests, key=_rank))
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request]
+        request.move_to(RequestRows(1))
+        self._in_order = None
+
+
+def _places(requests: list[Request]) -> NDArray[np.int64]:
+    return np.array([request.row for request in requests], np.int64)
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival

@@ -1,0 +1,205 @@
+"""Which tokens of which requests the next step computes: decodes first, then prefill chunks, then new requests."""
+
+from __future__ import annotations
+
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.scheduling.queue_policy import line_maker
+from paged_attn.engine.scheduling.running_set import RunningSet
+from paged_attn.engine.scheduling.scheduler_stats import SchedulerStats
+from paged_attn.engine.scheduling.shared_prefills import SharedPrefills
+from paged_attn.engine.scheduling.step_plan import Scheduled, ScheduledStep, StepPlan
+from paged_attn.engine.scheduling.waiting_queue import WaitingQueue
+
+__all__ = ["Scheduled", "ScheduledStep", "Scheduler"]
+
+HELD_PER_STEP = 32  # requests that one step sets aside at most, so that a flood of equal prompts does not hold it up
+
+
+class Scheduler:
+    """Admits requests by priority, then one of each namespace in turn, then by the policy, under a token budget per step (chunked
+    prefill, mixed with decodes).
+
+    When pages run out, the least urgent and of these the newest running request is preempted: its pages go (its finished ones to the
+    prefix cache), and it is recomputed from prompt and output, before new requests of its priority, so that its tokens stay the same.
+    A request is preempted, too, to admit a more urgent one. No decision depends on the time: equal calls give equal steps.
+
+    Attributes:
+        wants_drain: the next `schedule` can do more if all steps are collected before it.
+    """
+
+    def __init__(self, config: EngineConfig, kv: KVManager) -> None:
+        self.config, self.kv = config, kv
+        self.waiting = WaitingQueue(line_maker(config.policy, kv))
+        self.running = RunningSet(config.max_requests)
+        self.stats = SchedulerStats()
+        self.wants_drain = False
+        self._prefills = SharedPrefills(kv, config.prefix_wait_tokens)
+        self._blocked: tuple[Request, int] | None = None  # who could not be admitted for want of pages, and `kv.version` then
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.stats.preemptions
+
+    def schedule(self, drained: bool = True) -> ScheduledStep:
+        """The next step, by priority and arrival with decodes first; pages are reserved.
+
+        Args:
+            drained: no launched step is still to be collected. If one is, nothing is preempted: what lacks pages is left out and
+                `wants_drain` is set.
+        """
+        self.wants_drain = False
+        for request in self._prefills.share():
+            self.waiting.bring_back(request)
+        plan = StepPlan(self.config.step_tokens)
+        for request in self._add_decodes(plan, drained):
+            if plan.budget <= 0:
+                break
+            if (urgency := self.waiting.urgency) is not None and urgency < request.priority:
+                self._admit(plan, drained, request.priority)
+            if plan.budget <= 0 or request not in self.running:  # an earlier one may have preempted it
+                continue
+            count = self._count(request, plan.budget)
+            if self._reserve(request, request.num_cached + count, plan, drained):
+                plan.add_chunk(request, count)
+        self._admit(plan, drained)
+        # A step of few decodes costs as much as one with those that could join it once this step's tokens are there.
+        if self._prefills.num_waiting_for(plan) > len(plan.decodes):
+            self.wants_drain = True
+        return plan.scheduled()
+
+    def _add_decodes(self, plan: StepPlan, drained: bool) -> list[Request]:
+        """Plan the running requests that need one token; returns those that need more. Only the exceptions are looked at one by one."""
+        requests, places = self.running.in_order()
+        rows = self.running.rows
+        cached, tokens = rows.num_cached[places], rows.num_tokens[places]
+        needs_one = tokens - cached == 1
+        may_decode = needs_one & (tokens < rows.token_limit[places])  # the last token may not be known yet
+        lacks_page = cached >= rows.num_pages[places] * self.kv.page_size
+        left_out = {requests[index] for index in (~may_decode).nonzero()[0].tolist()}
+        lacking = (may_decode & lacks_page).nonzero()[0]
+        if len(lacking) and not self.kv.add_page_each(rows, places[lacking]):
+            for index in lacking.tolist():
+                request = requests[index]
+                if request in self.running and not self._reserve(request, request.num_cached + 1, plan, drained):
+                    left_out.add(request)
+        plan.add_decodes(self.running.without(left_out))
+        prefilling = [requests[index] for index in (~needs_one).nonzero()[0].tolist()] if left_out else []
+        return [request for request in prefilling if request in self.running]  # a decode may have preempted it
+
+    @staticmethod
+    def _count(request: Request, budget: int) -> int:
+        """As many tokens as there are left, as the budget allows, and as lie before the next point at which a state is to be kept."""
+        count = min(request.num_remaining, budget)
+        return min(count, request.snapshot_points[0] - request.num_cached) if request.snapshot_points else count
+
+    def _reserve(self, request: Request, num_tokens: int, plan: StepPlan, drained: bool) -> bool:
+        while not self.kv.reserve(request, num_tokens):
+            if not drained:
+                self.wants_drain = True
+                return False
+            last = self.running.last
+            plan.drop(last)
+            self.preempt(last)
+            if last is request:
+                return False
+        return True
+
+    def _admit(self, plan: StepPlan, drained: bool, above: int | None = None) -> None:
+        """Let in those that wait, in their order, as long as there is room.
+
+        Args:
+            above: only those that are more urgent than this priority.
+        """
+        held = 0
+        while plan.budget > 0 and not self.wants_drain and held < HELD_PER_STEP:
+            urgency = self.waiting.urgency
+            if urgency is None or (above is not None and urgency >= above):
+                return
+            has_place = len(self.running) < self.config.max_requests and self.kv.can_admit
+            if not has_place and self.running.last.priority <= urgency:
+                return
+            request = self.waiting.next()
+            assert request is not None
+            if request.num_pending:
+                self.wants_drain = True
+                return
+            if self._blocked == (request, self.kv.version):
+                return
+            self.kv.adopt_prefix(request)
+            if (holder := self._prefills.holder_for(request)) is not None:
+                self._hold_back(request, holder, plan)
+                held += 1
+                continue
+            short = self.kv.allocator.pages_for(len(request.tokens)) - request.num_pages - self.kv.num_available
+            if has_place and short <= 0:
+                self._start(request, plan)
+                continue
+            self.kv.release(request, share=False)
+            if not self._preempt_for(request, short, plan, drained):
+                return
+
+    def _hold_back(self, request: Request, holder: Request, plan: StepPlan) -> None:
+        self.kv.release(request, share=False)
+        self.waiting.set_aside(request)
+        self._prefills.hold(request, holder)
+        self.stats.held_back += 1
+        if holder.snapshot_points:
+            plan.cut_chunk(holder, holder.snapshot_points[0])  # the first one may be new
+
+    def _start(self, request: Request, plan: StepPlan) -> None:
+        """Let a request run that has adopted its prefix and whose tokens fit."""
+        count = self._count(request, plan.budget)
+        reserved = self.kv.reserve(request, request.num_cached + count)
+        assert reserved, f"{count} tokens of {request.id!r} found no pages, though all of its tokens fitted"
+        self.kv.take_state_slot(request)
+        waited = self.waiting.take(request)
+        if waited is not None:
+            self.stats.count_admission(waited, len(request.tokens), request.num_cached)
+        if not request.num_sampled:
+            request.cached_tokens = request.num_cached
+        self._prefills.start(request)
+        self.running.add(request)
+        plan.add_chunk(request, count)
+
+    def _preempt_for(self, request: Request, short: int, plan: StepPlan, drained: bool) -> bool:
+        """Preempt less urgent requests to get one place and `short` pages; False, and none is, if that is not to be had, or not now."""
+        victims: list[Request] = []
+        gained = 0
+        for running in self.running.from_last():
+            if running.priority <= request.priority or (victims and gained >= short):
+                break
+            victims.append(running)
+            gained += running.num_pages - running.num_locked // self.kv.page_size
+        if not victims or gained < short:
+            self._blocked = request, self.kv.version
+            return False
+        if not drained:
+            self.wants_drain = True
+            return False
+        for victim in victims:
+            plan.drop(victim)
+            self.preempt(victim)
+        return True
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's pages and let it wait, before new ones of its priority; all its tokens must be known."""
+        assert not request.num_pending, f"request {request.id!r} has a token under way: collect the step before preempting it"
+        self._stop(request, share=request.num_sampled > 0)
+        self.running.remove(request)
+        self.waiting.append_preempted(request)
+        self.stats.preemptions += 1
+
+    def remove(self, request: Request, *, share: bool) -> None:
+        """Forget a request, running or waiting, and free what it holds."""
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        self._stop(request, share=share)
+
+    def _stop(self, request: Request, share: bool) -> None:
+        self.kv.release(request, share=share)
+        for waiting in self._prefills.forget(request):
+            self.waiting.bring_back(waiting)

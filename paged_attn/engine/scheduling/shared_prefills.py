@@ -1,0 +1,123 @@
+"""Requests that wait while another one computes the prefix that they have in common, so that it is computed once."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Hashable, Sequence
+
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.scheduling.step_plan import StepPlan
+
+MAX_WAITS = 3  # times that a request is held back at most, whatever becomes of those it waits for
+
+
+class SharedPrefills:
+    """Who computes which prefix now, and who waits for it.
+
+    A prefix is known by where the prefix cache ends on its way and by the next `min_tokens` tokens. The one who computes it holds it until
+    a token vouches for it, when all others can have its pages, or until it stops running, for whatever reason.
+
+    Args:
+        min_tokens: that two requests must have in common beyond the prefix cache for one to wait, in whole pages; 0: none waits.
+    """
+
+    def __init__(self, kv: KVManager, min_tokens: int) -> None:
+        self._kv = kv
+        self._length = -(-min_tokens // kv.page_size) * kv.page_size if kv.tree is not None else 0
+        self._holders: dict[Hashable, Request] = {}
+        self._prefixes: dict[Request, tuple[Hashable, int]] = {}  # of each holder: its key, and how many of its tokens were cached
+        self._held: dict[Request, dict[Request, None]] = {}  # by holder
+        self._waits_for: dict[Request, Request] = {}
+        self._times: dict[Request, int] = {}  # that it was held back
+
+    def holder_for(self, request: Request) -> Request | None:
+        """Whom a request that has just adopted its cached prefix should wait for.
+
+        With recurrent state the holder may get one more point at which its state is kept: see `Request.snapshot_points`.
+        """
+        key = self._key(request, len(request.tokens) - 1)
+        holder = self._holders.get(key) if key is not None else None
+        if holder is None or holder.priority > request.priority or self._times.get(request, 0) >= MAX_WAITS or self._is_shared(holder):
+            return None
+        return holder if self._kv.snapshots is None or self._will_keep_state_for(request, holder) else None
+
+    def hold(self, request: Request, holder: Request) -> None:
+        """Note that a request waits."""
+        self._times[request] = self._times.get(request, 0) + 1
+        self._waits_for[request] = holder
+        self._held.setdefault(holder, {})[request] = None
+
+    def start(self, request: Request) -> None:
+        """A request that has adopted its cached prefix begins to compute the rest."""
+        key = self._key(request, len(request.tokens))
+        if key is not None:
+            self._holders[key] = request
+            self._prefixes[request] = key, request.num_cached
+
+    def forget(self, request: Request) -> list[Request]:
+        """A request stops running or waiting; returns those that waited for it."""
+        self._times.pop(request, None)
+        if (holder := self._waits_for.pop(request, None)) is not None:
+            del self._held[holder][request]
+        key, _ = self._prefixes.pop(request, (None, 0))
+        if self._holders.get(key) is request:
+            del self._holders[key]
+        return self._release(request)
+
+    def share(self) -> list[Request]:
+        """Put what holders have computed into the prefix cache, where others wait for it; returns those."""
+        if not self._held:
+            return []
+        released = []
+        for holder in [holder for holder in self._held if self._is_shared(holder)]:
+            self._kv.share(holder)
+            released += self._release(holder)
+        return released
+
+    def num_waiting_for(self, plan: StepPlan) -> int:
+        """How many wait for somebody whose token comes with this step."""
+        return sum(len(waiting) for holder, waiting in self._held.items() if plan.chunks.get(holder) == holder.num_remaining)
+
+    def _release(self, holder: Request) -> list[Request]:
+        released = list(self._held.pop(holder, ()))
+        for request in released:
+            del self._waits_for[request]
+        return released
+
+    def _key(self, request: Request, end: int) -> Hashable:
+        """None if too little of the request is left up to `end`."""
+        start = request.num_cached
+        if not self._length or start + self._length > end:
+            return None
+        # An empty match has no node of its own.
+        where = request.lock if start else request.namespace
+        return where, start, tuple(request.tokens[start : start + self._length])
+
+    def _is_shared(self, holder: Request) -> bool:
+        """Whether logits vouch for some of what the holder computed since it was admitted."""
+        return holder.num_vouched > self._prefixes[holder][1]
+
+    def _will_keep_state_for(self, request: Request, holder: Request) -> bool:
+        """Whether the holder keeps its state far enough into what both have in common; if need be, it now does."""
+        size = self._kv.page_size
+        common = num_common(request.tokens[:-1], holder.tokens, request.num_cached) // size * size
+        kept = max((point for point in (*holder.snapshots, *holder.snapshot_points) if point <= common), default=0)
+        kept = max(kept, request.num_cached)
+        if common - kept >= self._length and common > holder.num_cached:
+            insort(holder.snapshot_points, common)
+            return True
+        return kept - request.num_cached >= self._length
+
+
+def num_common(a: Sequence[int], b: Sequence[int], start: int) -> int:
+    """How many leading tokens are equal; those before `start` are known to be."""
+    low, high = start, min(len(a), len(b))
+    probe = high
+    while low < high:  # slices are compared in C, and mostly one holds all of the other
+        if a[low:probe] == b[low:probe]:
+            low = probe
+        else:
+            high = probe - 1
+        probe = (low + high + 1) // 2
+    return low

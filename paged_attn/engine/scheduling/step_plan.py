@@ -1,0 +1,86 @@
+"""A step while it is being put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.engine.requests.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """`count` tokens of a request from its first uncached one on; `samples` if they reach its last token."""
+
+    request: Request
+    count: int
+    samples: bool
+
+
+class ScheduledStep(Sequence[Scheduled]):
+    """What a step computes, in columns: an object for each request would take longer to make than all that is done with it.
+
+    Attributes:
+        requests: in the order of the step; counts [requests] int64 and samples [requests] bool as in `Scheduled`.
+    """
+
+    def __init__(self, requests: list[Request], counts: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
+        self.requests, self.counts, self.samples = requests, counts, samples
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Scheduled: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Scheduled]: ...
+    def __getitem__(self, index: int | slice) -> Scheduled | list[Scheduled]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        return Scheduled(self.requests[index], self.counts.item(index), self.samples.item(index))
+
+
+class StepPlan:
+    """What a step will compute: `decodes` of one token, then `chunks`, each in order; `budget`: tokens that may still be added."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.decodes: list[Request] = []
+        self.chunks: dict[Request, int] = {}
+
+    def add_decodes(self, requests: list[Request]) -> None:
+        """As many as the budget allows."""
+        self.decodes = requests[: self.budget]
+        self.budget -= len(self.decodes)
+
+    def add_chunk(self, request: Request, count: int) -> None:
+        self.chunks[request] = count
+        self.budget -= count
+
+    def cut_chunk(self, request: Request, end: int) -> None:
+        """The chunk of a request, if it has one, goes no further than its first `end` tokens."""
+        count = self.chunks.get(request, 0)
+        cut = min(count, end - request.num_cached)
+        if cut < count:
+            self.chunks[request] = cut
+            self.budget += count - cut
+
+    def drop(self, request: Request) -> None:
+        """A request is not computed after all."""
+        if request in self.chunks:
+            self.budget += self.chunks.pop(request)
+        elif request in self.decodes:
+            self.budget += 1
+            self.decodes.remove(request)
+
+    def scheduled(self) -> ScheduledStep:
+        requests, first_chunk = [*self.decodes, *self.chunks], len(self.decodes)
+        counts, samples = np.ones(len(requests), np.int64), np.ones(len(requests), np.bool_)
+        if self.chunks:
+            counts[first_chunk:] = list(self.chunks.values())
+            samples[first_chunk:] = [count == request.num_remaining for request, count in self.chunks.items()]
+        return ScheduledStep(requests, counts, samples)

@@ -1,0 +1,136 @@
+"""All requests that wait: the most urgent priority first, in it those that ran before, then one of each tenant in turn."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.scheduling.queue_policy import ArrivalLine, Line
+from paged_attn.engine.scheduling.round_robin import Turns
+
+
+class PriorityClass:
+    """Those of one priority. Preempted ones are few, have come first once, and come first again, by arrival."""
+
+    def __init__(self, make_line: Callable[[], Line]) -> None:
+        self.preempted = ArrivalLine()
+        self.turns = Turns(lambda r: r.tenant, lambda: Turns(lambda r: r.namespace, make_line))
+
+    def __bool__(self) -> bool:
+        return bool(self.turns) or bool(self.preempted)
+
+    def next(self) -> Request:
+        return self.preempted.next() if self.preempted else self.turns.next()
+
+    def take(self, request: Request) -> None:
+        """Remove who is `next`; then it is the next tenant's turn."""
+        (self.preempted if request in self.preempted else self.turns).take(request)
+
+    def remove(self, request: Request) -> None:
+        (self.preempted if request in self.preempted else self.turns).remove(request)
+
+
+class WaitingQueue:
+    """Requests in the order in which they are to be admitted. No operation but iterating depends on how many there are, or only by
+    its logarithm.
+
+    Iterating gives them by priority and arrival, which need not be the order of admission.
+
+    Attributes:
+        count_of: how many of each tenant wait.
+    """
+
+    def __init__(self, make_line: Callable[[], Line]) -> None:
+        self.count_of: Counter[Hashable] = Counter()
+        self._make_line = make_line
+        self._since: dict[Request, float | None] = {}  # None: it ran before
+        self._aside: set[Request] = set()
+        self._classes: dict[int, PriorityClass] = {}
+        self._priorities: list[int] = []  # of classes that hold requests, the most urgent first
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._since
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(self._since, key=lambda r: (r.priority, r.arrival)))
+
+    def is_new(self, request: Request) -> bool:
+        """Whether it waits and has not run yet."""
+        return self._since.get(request) is not None
+
+    @property
+    def urgency(self) -> int | None:
+        """The priority of `next`; None if nobody can be next."""
+        return self._priorities[0] if self._priorities else None
+
+    def append(self, request: Request) -> None:
+        """Add a new request."""
+        self._since[request] = time.perf_counter()
+        self.count_of[request.tenant] += 1
+        self._enter(request)
+
+    def append_preempted(self, request: Request) -> None:
+        """Add a request that ran: it goes before all others of its priority that did not."""
+        self._since[request] = None
+        self.count_of[request.tenant] += 1
+        self._enter(request)
+
+    def next(self) -> Request | None:
+        """Who is to be admitted next; None if nobody waits, or only requests that were set aside."""
+        return self._classes[self._priorities[0]].next() if self._priorities else None
+
+    def take(self, request: Request) -> float | None:
+        """Remove who is `next`; returns the seconds that it waited, None if it ran before."""
+        self._leave(request, had_turn=True)
+        since = self._forget(request)
+        return None if since is None else time.perf_counter() - since
+
+    def set_aside(self, request: Request) -> None:
+        """Who is `next` shall wait for something else, until `bring_back`."""
+        self._leave(request, had_turn=True)
+        self._aside.add(request)
+
+    def bring_back(self, request: Request) -> None:
+        """A request that was set aside takes its place by arrival again."""
+        self._aside.remove(request)
+        self._enter(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, wherever it waits."""
+        self._forget(request)
+        if request in self._aside:
+            self._aside.remove(request)
+        else:
+            self._leave(request, had_turn=False)
+
+    def _forget(self, request: Request) -> float | None:
+        self.count_of[request.tenant] -= 1
+        if not self.count_of[request.tenant]:
+            del self.count_of[request.tenant]
+        return self._since.pop(request)
+
+    def _enter(self, request: Request) -> None:
+        if request.priority not in self._classes:
+            self._classes[request.priority] = PriorityClass(self._make_line)
+            bisect.insort(self._priorities, request.priority)
+        of_priority = self._classes[request.priority]
+        if self._since[request] is None:
+            of_priority.preempted.push(request)
+        else:
+            of_priority.turns.push(request)
+
+    def _leave(self, request: Request, had_turn: bool) -> None:
+        of_priority = self._classes[request.priority]
+        if had_turn:
+            of_priority.take(request)
+        else:
+            of_priority.remove(request)
+        if not of_priority:
+            del self._classes[request.priority]
+            self._priorities.remove(request.priority)

@@ -1,0 +1,154 @@
+"""How each shape of a model's steps is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.capabilities import GraphSupport
+from paged_attn.capture.graphs.graph_set import GraphKey, Recipe
+from paged_attn.capture.split.split_ops import is_split_op, split_ops
+from paged_attn.engine.runners.runner import Runner
+from paged_attn.engine.steps.capture_settings import CaptureSettings
+from paged_attn.engine.steps.future_tokens import TokenFeed
+from paged_attn.engine.steps.one_row_check import check_one_row
+from paged_attn.recurrent.run import RecurrentRunner
+
+Tail = Callable[[Tensor], Tensor]
+Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and the tokens [N] that the tail chooses
+INSIDE_FULL_GRAPHS = frozenset({UNIFIED_ATTENTION, BATCH_POSITIONS})
+
+
+@dataclass(frozen=True)
+class FullState:
+    """What a replay of a full graph needs: the backend and plan that it was captured with. The batch holds what the plan points to."""
+
+    backend: AttentionBackend
+    plan: Any
+    batch: Batch
+
+
+def logits_and_tail(runner: Runner, batch: Batch, tail: Tail | None, feed: TokenFeed) -> Output:
+    """A step, under its context. It takes from the feed what the host did not know, and leaves there what the tail chose."""
+    feed.fill_in(batch.input_ids)
+    logits = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)
+    if tail is None:
+        return logits, None
+    tokens = tail(logits)
+    feed.put(tokens)
+    return logits, tokens
+
+
+def full_shape(size: int) -> StepShape:
+    """Rows, logits and requests are one number: dummies fill it."""
+    return StepShape(size, size, size)
+
+
+def extend_shape(size: int, settings: CaptureSettings) -> StepShape:
+    """As many logits as rows, up to those that all requests together want."""
+    return StepShape(size, max(2, min(size, settings.max_requests)))
+
+
+@dataclass(frozen=True)
+class CaptureRecipes:
+    """`pieces` and `full` are what `GraphSet.capture` prepares a shape with."""
+
+    runner: Runner
+    settings: CaptureSettings
+    pool: KVPool
+    backend: AttentionBackend
+    buffers: StepBuffers
+    recurrent: RecurrentRunner | None
+    tail: Tail | None
+    feed: TokenFeed
+
+    @property
+    def why_not_full(self) -> str:
+        """Why decode steps are not captured whole, or ""."""
+        if not self.settings.full:
+            return "not asked for"
+        if self.backend.graph_support("decode") is GraphSupport.NEVER:
+            return f"{self.backend.name}{' in deterministic mode' * self.backend.deterministic} can not be captured"
+        if self.runner.recurrent:
+            return "recurrent layers run between the graphs"
+        if not all(layer.by_backend for layer in self.runner.layers):
+            return "attention from history runs between the graphs"
+        return ""
+
+    def full_keys(self) -> list[GraphKey]:
+        """Shapes of whole decode steps in the order of their capture; none if they can not be captured."""
+        if self.why_not_full:
+            return []
+        return [
+            GraphKey("full", size, variant)
+            for size in self.settings.decode_order()
+            for variant in range(len(self.backend.graph_lengths(size, self._max_context, self.pool)))
+        ]
+
+    @contextmanager
+    def pieces(self, key: GraphKey) -> Iterator[Recipe]:
+        """Any step of `key.size` rows: attention between the graphs, on a made-up prompt."""
+        size, ops = key.size, split_ops()
+        shape = extend_shape(size, self.settings)
+        batch = Batch.build(self._prompts(size), self.pool.page_size, self.runner.device, shape, self.buffers)
+        with ForwardContext(batch, self.pool, self.backend, self.recurrent):
+            yield Recipe(
+                lambda: logits_and_tail(self.runner, batch, self.tail, self.feed), lambda op: is_split_op(op, ops), self._kept(batch)
+            )
+
+    @contextmanager
+    def full(self, key: GraphKey) -> Iterator[Recipe]:
+        """A decode step of `key.size` requests, attention included."""
+        size, device = key.size, self.runner.device
+        if size == 1:
+            check_one_row(self.runner.served(), self.pool, self.backend)
+        batch = Batch.build([], self.pool.page_size, device, full_shape(size), self.buffers)
+        length = self.backend.graph_lengths(size, self._max_context, self.pool)[key.variant]
+        backend = self.backend.for_graph(size, size * self.buffers.max_pages)
+        planned = replace(batch, seq_lens_host=(length,) * size)
+        plan, ops = backend.plan(planned, self.pool), split_ops() - INSIDE_FULL_GRAPHS
+
+        def run() -> Any:
+            backend.plan_in_graph(plan)
+            return logits_and_tail(self.runner, batch, self.tail, self.feed)
+
+        with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
+            yield Recipe(run, lambda op: is_split_op(op, ops), self._kept(batch), FullState(backend, plan, batch))
+
+    def _kept(self, batch: Batch) -> list[Tensor]:
+        return [
+            *self.runner.owned.values(),
+            batch.input_ids,
+            batch.positions,
+            batch.slots,
+            batch.logits_rows,
+            self.pool.storage,
+            self.feed.tokens,
+        ]
+
+    def _prompts(self, tokens: int) -> list[BatchRequest]:
+        """Prompts of that many tokens together, none longer than the model's positions, all on page 1."""
+        longest = min(self._max_context, tokens)
+        requests: list[BatchRequest] = []
+        while tokens:
+            count = min(longest, tokens)
+            slot = len(requests) + 1 if self.recurrent is not None else 0  # whatever they leave there, no request starts from
+            requests.append(BatchRequest([0] * count, [1] * -(-count // self.pool.page_size), state_slot=slot))
+            tokens -= count
+        return requests
+
+    @property
+    def _max_context(self) -> int:
+        room = self.buffers.max_pages * self.pool.page_size
+        return room if self.runner.max_positions is None else min(room, self.runner.max_positions)

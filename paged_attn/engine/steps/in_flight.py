@@ -1,0 +1,138 @@
+"""A step that was launched, and whose tokens the host does not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.attn_ops.batch.requests import RequestColumns
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.requests.request_rows import RequestRows
+from paged_attn.engine.sampling.sampler_output import Chosen, ChosenTokens, SampledToken
+from paged_attn.engine.sampling.sampling_state import SamplingState
+from paged_attn.engine.scheduling.step_plan import ScheduledStep
+from paged_attn.engine.steps.future_tokens import place
+
+NONE_UNDER_WAY = -1
+
+Landed = tuple[Request, int, int, SampledToken | None, bool]
+
+
+class Parts(NamedTuple):
+    """Of each request of a step the tokens from `starts` to `ends` are computed; for those `sampling` the next one is chosen.
+
+    Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `places` says where in `rows` the
+    requests are while the step is launched. `states`: of those sampling that are not simple, by their place among them. Of the tokens
+    `num_of_prompts` are of requests for which nothing was chosen yet.
+    """
+
+    requests: list[Request]
+    rows: RequestRows
+    places: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    sampling: list[Request]
+    samples: NDArray[np.bool_] | slice
+    states: dict[int, SamplingState]
+    num_of_prompts: int
+
+
+def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64], under_way: int) -> tuple[Parts, RequestColumns]:
+    """What each request's share of a step is, and what the batch is made of; the requests are at `places` [requests] in `rows`, and the
+    host has all tokens but those of the flight that is `under_way` (its number)."""
+    requests, counts, samples = step.requests, step.counts, step.samples
+    starts = rows.num_cached[places]
+    ends = starts + counts
+    num_pages, is_prompt = rows.num_pages[places], rows.num_tokens[places] == rows.num_prompt[places]
+    columns = RequestColumns(
+        tokens=_tokens(step, starts, place(rows.feed_row[places]), rows.chosen_by[places] == under_way),
+        page_table=rows.pages.take(places, axis=0)[:, : num_pages.max(initial=0)],
+        num_pages=num_pages,
+        num_cached=starts,
+        num_new=counts,
+        num_logits=samples.astype(np.int64),
+        state_slots=rows.state_slot[places],
+    )
+    num_of_prompts = int(counts[is_prompt].sum())
+    picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples
+    sampling = requests if isinstance(picked, slice) else list(compress(requests, samples.tolist()))
+    others = (rows.is_simple[places[picked]] == 0).nonzero()[0].tolist()
+    states = {row: sampling[row].sampling for row in others}
+    return Parts(requests, rows, places, starts, ends, sampling, picked, states, num_of_prompts), columns
+
+
+def _tokens(
+    step: ScheduledStep, starts: NDArray[np.int64], stand_ins: NDArray[np.int64], is_under_way: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """The tokens of all requests from `starts` on, one after another; one that `is_under_way` is the only one of its request."""
+    if is_under_way.all():
+        return stand_ins
+    tokens, is_known = stand_ins.repeat(step.counts), ~is_under_way
+    known: list[int] = []
+    ends = starts + step.counts
+    for request, start, end in zip(
+        compress(step.requests, is_known.tolist()), starts[is_known].tolist(), ends[is_known].tolist(), strict=True
+    ):
+        known += request.tokens[start:end]
+    tokens[is_known.repeat(step.counts)] = known
+    return tokens
+
+
+class Flight:
+    """A step that runs. Its requests count it as done from now on.
+
+    Args:
+        chosen: a row for each part that samples, in order; None if none does.
+        number: above 0, and that of no other flight.
+    """
+
+    def __init__(self, parts: Parts, chosen: Chosen | None, number: int) -> None:
+        self.number = number
+        self.chosen = chosen
+        self.parts = parts
+        self.requests = parts.requests
+        self._landing: Iterator[Landed] | None = None
+        rows, sampling = parts.rows, parts.places[parts.samples]
+        rows.num_cached[parts.places] = parts.ends
+        num_tokens = rows.num_tokens[sampling] + 1
+        rows.num_tokens[sampling] = num_tokens
+        rows.feed_row[sampling] = np.arange(len(sampling))
+        rows.chosen_by[sampling] = number
+        is_inner = (num_tokens > rows.num_prompt[sampling] + 1) & (num_tokens < rows.token_limit[sampling])
+        self._goes_on = is_inner & (rows.is_plain[sampling] > 0)
+
+    def wait(self) -> None:
+        """Until the tokens are there."""
+        if self._landing is None:
+            tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([], [])
+            ends = self.parts.ends[self.parts.samples]
+            self._landing = zip(self.parts.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the tokens are there, and some may have been taken in."""
+        return self._landing is not None
+
+    def land(self) -> Iterator[Landed]:
+        """Each request that samples, once: what an exception of the caller leaves over comes at the next call. With it come up to where it
+        was computed, its token (-1: logits were not finite), the token with log-probabilities if it asks for them, and whether the token is
+        neither its first nor its last one and it `is_plain`."""
+        self.wait()
+        assert self._landing is not None
+        return self._landing
+
+    def undo(self) -> list[Request]:
+        """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""
+        assert not self.has_come
+        for request in self.parts.sampling:
+            request.num_tokens -= 1
+        for state in self.parts.states.values():
+            state.num_chosen -= 1
+        for request, start in zip(self.requests, self.parts.starts.tolist(), strict=True):
+            if request.finish_reason is None:
+                request.num_cached = min(request.num_cached, start)
+        return [request for request in reversed(self.requests) if request.finish_reason is None]

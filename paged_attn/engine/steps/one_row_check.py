@@ -1,0 +1,85 @@
+"""Whether a graph that was traced for two rows and more computes the same for one.
+
+Its operations are those of any number of rows, and no guard of the trace asks for two; but torch, while it traces, takes for granted that a
+size is neither 0 nor 1. So it is tried on numbers, with what runs: compiled pieces and all, each piece from the same inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.errors import CaptureError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.check.runs.boundaries import Boundary
+from paged_attn.check.runs.served import Served, VisitBoundary
+from paged_attn.check.runs.truth import LOGITS
+from paged_attn.tolerances import rounding, row_errors, worst
+
+TOKENS = ((2, 3), (3, 1), (1, 2), (4, 3))  # of a request, tried in turn; models are traced with such ids, too
+ROUNDINGS = 16  # what one piece or attention may differ by: a few dozen operations on rows in another place of the batch
+
+
+def check_one_row(served: Served, pool: KVPool, backend: AttentionBackend) -> None:
+    """Compare a decode step of one request in one row with the same step in two, in page 1, which nobody may use yet: every value between
+    two pieces, what every attention gives, and the logits. Where a router may choose otherwise, some of the tries agree.
+
+    Raises:
+        CaptureError: something differs in every try, or one row can not be run.
+    """
+    least: dict[str, float] = {}
+    for tokens in TOKENS:
+        for name, error in _errors(served, pool, backend, tokens).items():
+            least[name] = min(error, least.get(name, error))
+    limit = ROUNDINGS * rounding(served.kv_dtype)
+    for name, error in least.items():
+        if not error <= limit:
+            raise CaptureError(f"one row alone gives {name} that are off by {error:.2g} of their size (allowed {limit:.2g})")
+
+
+def _errors(served: Served, pool: KVPool, backend: AttentionBackend, tokens: tuple[int, int]) -> dict[str, float]:
+    pages = [1] * -(-len(tokens) // pool.page_size)  # the pool may have no other
+    first, second = (BatchRequest([token], pages, cached) for cached, token in enumerate(tokens))
+    beside: dict[str, Tensor] = {}
+    errors: dict[str, float] = {}
+
+    def keep(boundary: Boundary, value: Tensor) -> Tensor:
+        beside[boundary.original] = value.clone()
+        return value
+
+    def compare(boundary: Boundary, value: Tensor) -> Tensor:
+        expected = _first_row(beside[boundary.original], value)
+        if expected is None:
+            return value
+        errors[f"values ({boundary.original})"] = worst(row_errors(expected.reshape(1, -1), value.reshape(1, -1)))
+        return expected.reshape(value.shape)
+
+    _run(served, pool, backend, first, None, lambda _, value: value)
+    in_two = _run(served, pool, backend, second, StepShape(MIN_ROWS, MIN_ROWS, MIN_ROWS), keep)
+    try:
+        alone = _run(served, pool, backend, second, StepShape(1, 1, 1), compare)
+    except (RuntimeError, AssertionError, IndexError, ValueError, TypeError) as error:  # whatever compiled code meets in such a size
+        raise CaptureError(f"one row can not be run: {type(error).__name__}: {error}") from error
+    errors[LOGITS.removeprefix("the ")] = worst(row_errors(in_two[:1], alone[:1]))
+    return errors
+
+
+def _run(
+    served: Served, pool: KVPool, backend: AttentionBackend, request: BatchRequest, shape: StepShape | None, visit: VisitBoundary
+) -> Tensor:
+    """Logits [N, vocabulary], the request's first."""
+    batch = Batch.build([request], pool.page_size, pool.device, shape)
+    with ForwardContext(batch, pool, backend), torch.no_grad():
+        return served.run(batch, visit)
+
+
+def _first_row(two: Tensor, one: Tensor) -> Tensor | None:
+    """The first of two rows, along the one axis in which the shapes differ; None if there is none."""
+    axes = [axis for axis in range(two.dim()) if two.shape[axis] != one.shape[axis]]
+    if len(axes) != 1 or one.shape[axes[0]] != 1:
+        return None
+    return two.narrow(axes[0], 0, 1)

@@ -1,0 +1,227 @@
+"""Runs the engine's steps: through captured graphs where one fits, and otherwise as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, RequestColumns
+from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepBuffers
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.capture.graphs.buckets import Ladder
+from paged_attn.capture.graphs.graph_set import Captured, GraphKey, GraphSet
+from paged_attn.capture.graphs.pointer_check import Addresses
+from paged_attn.capture.graphs.recorder import Recorder
+from paged_attn.engine.runners.runner import Runner
+from paged_attn.engine.steps.capture_report import CaptureReport
+from paged_attn.engine.steps.capture_settings import CaptureSettings
+from paged_attn.engine.steps.capture_specs import CaptureRecipes, Output, Tail, extend_shape, full_shape, logits_and_tail
+from paged_attn.engine.steps.future_tokens import TokenFeed
+from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.tolerances import logits_apart
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch, and the graphs that run it; None: it runs uncaptured. `num_logits` are wanted."""
+
+    batch: Batch
+    captured: Captured | None
+    num_logits: int
+
+
+class StepOutput(NamedTuple):
+    """logits [num_logits, vocabulary], and the tail's tokens [num_logits]; the next step of the same runner overwrites both."""
+
+    logits: Tensor
+    tail: Tensor | None
+
+
+class StepRunner:
+    """Steps of one model, of one thread at a time.
+
+    Args:
+        recorder: makes the graphs; None captures nothing.
+        page_size, max_pages: of the pool, and of one request.
+        tail: chooses a token for each row of logits [N, vocabulary], -1 for none, in the graphs, too; they go to `feed`.
+
+    Attributes:
+        feed: the tokens of the last step, for whoever launches the next before knowing them (`token_feed.place`). Who chooses otherwise
+            than the tail puts those tokens there.
+
+    Raises:
+        UnsupportedError: `settings.verify` for a model with recurrent state.
+
+    Captured steps read their inputs from `buffers`; logits of a captured step are overwritten by the next one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: CaptureSettings,
+        recorder: Recorder | None,
+        page_size: int,
+        max_pages: int,
+        recurrent: RecurrentRunner | None = None,
+        tail: Tail | None = None,
+    ) -> None:
+        if settings.verify and recurrent is not None:
+            raise UnsupportedError(
+                f"graph_verify runs every step twice, and {type(runner.model).__name__} has recurrent state, which would advance twice; "
+                "leave graph_verify off"
+            )
+        self.runner, self.settings, self.recurrent, self.tail = runner, settings, recurrent, tail
+        self.page_size = page_size
+        self.feed = TokenFeed(max(settings.max_requests, MIN_ROWS), runner.device)
+        self.pool: KVPool | None = None
+        self.backend: AttentionBackend | None = None
+        self.graphs: GraphSet | None = None
+        self.buffers: StepBuffers | None = None
+        self._addresses: Addresses | None = None
+        self._pieces, self._full = Ladder(), Ladder()
+        self.why_not_full = ""
+        if recorder is not None:
+            self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict, agree=runner.ranks.all_say if runner.ranks else bool)
+            most = settings.max_requests + (settings.max_requests < 2)
+            self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device)
+            self._addresses = Addresses(runner.model, runner.owned.values())
+
+    def use(self, pool: KVPool, backend: AttentionBackend) -> None:
+        """Steps read and write this pool from now on. Full graphs hold its addresses: capture them afterwards."""
+        self.pool, self.backend = pool, backend
+
+    def capture_pieces(self, progress: Callable[[Any, int], Any]) -> None:
+        """Record the graphs between the split ops, which know no pool: any pool of the same layers will do."""
+        if self.graphs is None:
+            return
+        keys = [GraphKey("pieces", size) for size in self.settings.extend_order()]
+        for _ in progress(self.graphs.capture(keys, self._recipes().pieces), len(keys)):
+            pass
+        self._pieces = Ladder(self.graphs.sizes("pieces"))
+
+    def full_bytes(self) -> int:
+        """What all full graphs will take, measured on the largest and the smallest with the pool at hand; those are not kept."""
+        recipes = self._recipes()
+        keys = recipes.full_keys()
+        if self.graphs is None or not keys:
+            return 0
+        trial = GraphSet(
+            self.graphs.recorder,
+            max(self.graphs.budget - self.graphs.nbytes, 1),
+            self.settings.strict,
+            unsafe=self.graphs.unsafe,
+            agree=self.graphs.agree,
+        )
+        mark = trial.recorder.mark()
+        for _ in trial.capture([keys[0], *keys[1:][-1:]], recipes.full):
+            pass
+        sizes = [captured.nbytes for captured in trial.captured.values()]
+        trial.recorder.rollback(mark)
+        return sizes[0] + sizes[-1] * (len(keys) - 1) if sizes else 0
+
+    def capture_full(self, progress: Callable[[Any, int], Any]) -> None:
+        """Record whole decode steps on the pool in use."""
+        if self.graphs is None:
+            return
+        recipes = self._recipes()
+        keys, self.why_not_full = recipes.full_keys(), recipes.why_not_full
+        for _ in progress(self.graphs.capture(keys, recipes.full), len(keys)) if keys else ():
+            pass
+        self._full = Ladder(self.graphs.sizes("full"))
+
+    def prepare(self, requests: Sequence[BatchRequest]) -> Step:
+        """Lay the requests out for the smallest captured shape that holds them, or as they are."""
+        columns = RequestColumns.of(requests)
+        agree = self.runner.ranks.compare_step(columns) if self.runner.ranks is not None else None
+        num_logits = int(columns.num_logits.sum())
+        step = self._prepared(columns, num_logits) if self.graphs is not None and self.graphs.captured else None
+        step = step or Step(Batch.build(columns, self.page_size, self.runner.device), None, num_logits)
+        if agree is not None:
+            agree()
+        return step
+
+    def _prepared(self, requests: RequestColumns, num_logits: int) -> Step | None:
+        """The step for a captured shape, or None if none holds it."""
+        assert self.graphs is not None and self.backend is not None and self.pool is not None
+        device = self.runner.device
+        size = self._full.fit(len(requests))
+        if size is not None and requests.all_decode:
+            batch = Batch.build(requests, self.page_size, device, full_shape(size), self.buffers)
+            key = GraphKey("full", size, self.backend.graph_variant(batch, self.pool))
+            if key in self.graphs.captured:
+                return Step(batch, self.graphs.captured[key], num_logits)
+        size = self._pieces.fit(len(requests.tokens))
+        if size is None or num_logits > (shape := extend_shape(size, self.settings)).logits:
+            return None
+        batch = Batch.build(requests, self.page_size, device, shape, self.buffers)
+        return Step(batch, self.graphs.captured[GraphKey("pieces", size)], num_logits)
+
+    def run(self, step: Step) -> StepOutput:
+        """Logits [num_logits, vocabulary], and what `tail` makes of them.
+
+        Raises:
+            CaptureError: a tensor of the model moved; or, with `verify`, a replay gave other logits than the model uncaptured.
+        """
+        if step.captured is None:
+            output = self._uncaptured(step.batch)
+        else:
+            assert self._addresses is not None
+            self._addresses.check()
+            output = self._replay(step.batch, step.captured)
+            if self.settings.verify and step.num_logits:
+                self._verify(step, output[0])
+        logits, tail = output
+        return StepOutput(logits[: step.num_logits], None if tail is None else tail[: step.num_logits])
+
+    def report(self) -> CaptureReport:
+        """Which mode serves which steps, and what that cost."""
+        return CaptureReport.of(self.graphs, self.settings, self.runner.runs_as, self.why_not_full)
+
+    def close(self) -> None:
+        """Free all graphs; later steps run uncaptured."""
+        if self.graphs is not None:
+            self._pieces, self._full = Ladder(), Ladder()
+            self.graphs.clear()
+
+    def _recipes(self) -> CaptureRecipes:
+        assert self.pool is not None and self.backend is not None and self.buffers is not None
+        return CaptureRecipes(self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.feed)
+
+    def _replay(self, batch: Batch, captured: Captured) -> Output:
+        assert self.pool is not None and self.backend is not None
+        segments, backend, plan = captured.segments, self.backend, None
+        if captured.key.mode == "full":
+            backend, plan = captured.state.backend, captured.state.plan
+            backend.refresh(plan, batch)
+            if not segments.num_calls:
+                segments.replay()
+                output: Output = segments.output
+                return output
+        with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
+            segments.replay()
+        output = segments.output
+        return output
+
+    def _uncaptured(self, batch: Batch) -> Output:
+        assert self.pool is not None and self.backend is not None
+        with ForwardContext(batch, self.pool, self.backend, self.recurrent):
+            return logits_and_tail(self.runner, batch, self.tail, self.feed)
+
+    def _verify(self, step: Step, logits: Tensor) -> None:
+        """KV is written twice, with the same numbers."""
+        assert step.captured is not None
+        replayed = logits[: step.num_logits].clone()
+        expected = self._uncaptured(step.batch)[0][: step.num_logits]
+        error, limit = logits_apart(expected, replayed, self.runner.dtype)
+        if not error <= limit:
+            raise CaptureError(
+                f"verify: the graph {step.captured.key} gave logits that are off by {error:.2g} of their size (allowed {limit:g}) for a "
+                f"step of {step.batch.num_tokens} tokens; something in the model changed since the capture, or can not be captured. "
+                "Set graphs='off' and please report it."
+            )

@@ -1,0 +1,120 @@
+"""Modules that torch.compile can not trace, as one op each while the rest of the model is captured.
+
+A mixture of experts that loops over the experts that got a token has no one graph. Where the trace fails inside the forward of a
+submodule on a number that only the data knows, all modules of that class become `module_with_output` and the trace is tried again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.ops.module import MODULE, register_module
+from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.engine.tracing.trace_failure import NotTraced
+
+logger = logging.getLogger("paged_attn")
+
+
+def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[nn.Module] | None:
+    """The class of the innermost submodule in whose forward Dynamo met a number that depends on data; None for other failures."""
+    if "data-dependent" not in str(failure):
+        return None
+    classes = {type(module) for name, module in model.named_modules() if name}
+    codes = {inspect.unwrap(kind.forward).__code__: kind for kind in classes}
+    for frame in reversed(getattr(failure, "real_stack", None) or ()):
+        for code, kind in codes.items():
+            last = max((line for _, _, line in code.co_lines() if line is not None), default=code.co_firstlineno)
+            if (frame.filename, frame.name) == (code.co_filename, code.co_name) and code.co_firstlineno <= frame.lineno <= last:
+                return kind
+    return None
+
+
+@contextmanager
+def modules_as_ops(model: nn.Module, classes: Sequence[type[nn.Module]], inputs: Callable[[int], dict[str, Any]]) -> Iterator[None]:
+    """Inside, while torch.compile traces, every module of these classes is one op; afterwards the model is as it was.
+
+    Args:
+        inputs: those of a call of so many tokens.
+
+    Raises:
+        NotTraced: such a module is given or returns something else than tensors, or its output has no shape of an input's.
+    """
+    with ExitStack() as undo:
+        if classes:
+            shapes = _watch(model, tuple(classes), inputs)
+            for module, call in shapes.items():
+                undo.enter_context(replaced_forward(module, _emitter(module, call)))
+        yield
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The names of a module's tensor arguments in order (None for positional ones), the keywords that are given None, and which of the
+    tensors its output is shaped like."""
+
+    names: tuple[str | None, ...]
+    nothing: tuple[str, ...]
+    like: int
+    dtype: torch.dtype
+
+    def run(self, module: nn.Module, given: Sequence[Tensor]) -> Tensor:
+        positional = [value for name, value in zip(self.names, given, strict=True) if name is None]
+        named = {name: value for name, value in zip(self.names, given, strict=True) if name is not None}
+        result: Tensor = module(*positional, **named, **dict.fromkeys(self.nothing))
+        return result
+
+
+def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, _Call]:
+    """How each of the modules is called, from runs of the model on two lengths."""
+    seen: dict[nn.Module, set[_Call]] = {}
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        nothing = tuple(name for name, value in kwargs.items() if value is None)
+        keywords = {name: value for name, value in kwargs.items() if value is not None}
+        names: tuple[str | None, ...] = (*[None] * len(args), *keywords)
+        given = [*args, *keywords.values()]
+        alike = [
+            i for i, value in enumerate(given) if isinstance(value, Tensor) and isinstance(output, Tensor) and value.shape == output.shape
+        ]
+        if not all(isinstance(value, Tensor) for value in given) or not alike:
+            raise NotTraced(
+                f"{type(module).__name__} can not be traced, and can not be called as one op: it is given "
+                f"{', '.join(type(v).__name__ for v in given)} and returns {type(output).__name__}; known are tensors, and an "
+                "output that is shaped like one of them."
+            )
+        seen.setdefault(module, set()).add(_Call(names, nothing, alike[0], output.dtype))
+
+    with ExitStack() as undo, torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, classes):
+                undo.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+        for length in (5, 8):
+            model(**inputs(length))
+    several = [type(module).__name__ for module, calls in seen.items() if len(calls) > 1]
+    if several:
+        raise NotTraced(f"{several[0]} can not be traced, and is called in several ways, so that it can not be called as one op.")
+    return {module: next(iter(calls)) for module, calls in seen.items()}
+
+
+def _emitter(module: nn.Module, call: _Call) -> Callable[..., Tensor]:
+    original, number = module.forward, register_module(module, call.run)
+    like, dtype, expected = call.like, call.dtype, call.names
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            result: Tensor = original(*args, **kwargs)
+            return result
+        given = [*args, *[kwargs[name] for name in expected if name is not None]]
+        output = torch.empty_like(given[like], dtype=dtype)
+        MODULE(given, output, number)
+        return output
+
+    return forward

@@ -1,0 +1,57 @@
+"""Traces that fail: what is said of them, and what need not make one fail."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.hf.patch import can_be_hooked
+
+_LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \w+\n\s*(\S.*)')
+
+
+class NotTraced(UnsupportedError):
+    """torch.compile makes no one graph of the model."""
+
+
+def not_traced(model: nn.Module, failure: Exception) -> NotTraced:
+    """The words for a failure of Dynamo's: what it says, and first where the number of tokens became a constant, if that is it."""
+    name, frames = type(model).__name__, _FRAME.findall(str(failure))
+    if isinstance(failure, ConstraintViolationError) and frames:
+        file, line, code = frames[-1]
+        why = (
+            f": the number of tokens becomes a constant at {file}:{line} (`{code[:80]}`), so that the graph would hold for calls of one "
+            "length. Python loops and lists over the tokens, and libraries that compile for each shape, do that; arange and comparisons "
+            f"of tensors do not. torch.compile says:\n{failure}\n"
+        )
+    else:
+        why = f"; torch.compile says:\n{failure}\n"
+    return NotTraced(f"{name} can not be captured as one graph, which serving needs{why}")
+
+
+def lacks_fake(failure: BaseException | None) -> bool:
+    """Whether Dynamo met a custom op of which it does not know what shapes it gives."""
+    return any(words in str(failure) for words in ("does not support running with fake tensors", "no fake impl registered"))
+
+
+def with_advice(model: nn.Module, refusal: NotTraced) -> NotTraced:
+    """The same refusal, with the other road where the model's attention can be reached on it."""
+    if not can_be_hooked(model):
+        return refusal
+    return NotTraced(f"{refusal} LLM(model, compile=False), which traces nothing, may serve it.")
+
+
+def messages() -> set[Callable[..., Any]]:
+    """What tells people something and returns nothing: torch.compile leaves such calls out of its graph."""
+    logger = logging.Logger
+    names = [name for name in dir(logger) if name.split("_")[0] in _LEVELS and callable(getattr(logger, name))]
+    return {*(getattr(logger, name) for name in names), warnings.warn, builtins.print}

@@ -1,0 +1,202 @@
+"""Capturing a model once as one graph with a symbolic number of tokens."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.calling.call_signature import plain_inputs, takes
+from paged_attn.calling.evaluating import as_served
+from paged_attn.calling.hf_configs import attention_implementation
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.dynamo_backend import unwrapped_refusals
+from paged_attn.engine.model.model_output import logits_in
+from paged_attn.engine.tracing.opaque_modules import modules_as_ops, untraceable_class
+from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
+from paged_attn.engine.tracing.plain_buffers import plain_buffers
+from paged_attn.engine.tracing.trace_failure import lacks_fake, messages, not_traced
+from paged_attn.passes.fx.model_facts import max_positions
+
+logger = logging.getLogger("paged_attn")
+TRACE_TOKENS = 6
+LONGEST_TRACE = 1 << 20
+LONGEST_TRIED = 4096  # tokens of a call that is made to see whether the model runs it, and for nothing else
+
+
+class _Captured(Exception):
+    """Ends the traced call before it computes anything."""
+
+
+def capture_model(model: nn.Module, options: CompileOptions, positions: bool = True) -> tuple[CompiledGraph, list[Any]]:
+    """Trace with T and the number of logits rows symbolic; returns the graph and the flat inputs of the traced call.
+
+    A model whose attention is set to another implementation (eager, which writes the softmax out) is traced with SDPA instead where
+    transformers offers that, and set back; the self-check compares with the model as it was found.
+
+    Args:
+        positions: give position_ids where forward takes them; without, the model counts its own, which become the batch's.
+
+    Raises:
+        UnsupportedError: no single graph, an attention that can not be proved, or a forward that needs more than tokens and positions.
+    """
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    try:
+        return _capture_with_opaque_modules(model, options, positions)
+    except UnsupportedError as refusal:
+        if implementation == "sdpa" or not hasattr(model, "set_attn_implementation"):
+            raise
+        try:
+            with attention_implementation(model, "sdpa"):
+                logger.info("tracing with attn_implementation='sdpa' instead of %r", implementation)
+                return _capture_with_opaque_modules(model, options, positions)
+        except (UnsupportedError, ValueError, ImportError):
+            raise refusal from None
+
+
+def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
+    """Modules whose forward branches on its data are called as one op each; custom ops that torch knows too little of run by themselves."""
+    opaque: list[type[nn.Module]] = []
+    unknown: OpsWithoutFakes | None = None
+
+    def inputs(length: int) -> dict[str, Any]:
+        return _trace_inputs(model, length, positions)
+
+    while True:
+        try:
+            with as_served(model), modules_as_ops(model, opaque, inputs), unknown.told() if unknown else nullcontext():
+                return _capture_all_lengths(model, options, positions)
+        except UnsupportedError as refusal:
+            if unknown is None and lacks_fake(refusal.__cause__):
+                with as_served(model):
+                    unknown = OpsWithoutFakes(model, inputs)
+                logger.info("custom ops without a fake run by themselves: %s", ", ".join(map(str, unknown.calls)))
+                continue
+            kind = untraceable_class(model, refusal.__cause__)
+            if kind is None or kind in opaque:
+                raise
+            logger.info("%s branches on its data: it runs as one op, between the captured pieces", kind.__name__)
+            opaque.append(kind)
+
+
+def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
+    """A trace that holds for short calls only (a model that builds no mask below its window) is made again beyond that length.
+
+    A model that can not run beyond it has no more positions (it asserts that, or slices a table), and its short trace is all there is.
+    """
+    length, limited = TRACE_TOKENS, False
+    best: tuple[CompiledGraph, list[Any]] | None = None  # holds as far as a table of the model goes
+    while True:
+        try:
+            compiled, args = _capture(model, options, length, positions, limited)
+        except UnsupportedError as refusal:
+            if best is not None:
+                _say_limit(model, length - 2, positions, refusal)
+                return best
+            if length == TRACE_TOKENS:
+                raise
+            logger.info("%s can only be captured for up to %d positions: %s", type(model).__name__, length - 2, refusal)
+            return _capture(model, options, TRACE_TOKENS, positions, limited=True)
+        bound = compiled.rewrite.form.max_tokens
+        if best is not None and compiled.split is None and bound is None:
+            return best
+        if bound is None or bound >= LONGEST_TRACE or limited:
+            return compiled, args
+        if compiled.split is not None:
+            if (stated := max_positions(model)) is not None and stated <= bound:
+                return compiled, args
+            best = compiled, args  # a table that ends there may be one that grows in forward, which a longer trace shows
+        elif not _runs(model, bound + 1, positions):
+            length, limited = min(length, bound), True
+            continue
+        length = bound + 2
+
+
+def _say_limit(model: nn.Module, bound: int, positions: bool, refusal: UnsupportedError) -> None:
+    """A trace ends with a table of the model, which is all the positions that it has, unless it runs longer calls itself."""
+    longer = bound <= LONGEST_TRIED and _runs(model, bound + 1, positions)
+    more = " though it runs longer ones itself" if longer else ""
+    log = logger.warning if longer else logger.info
+    log("%s is served for up to %d positions, where a table of it ends,%s: %s", type(model).__name__, bound, more, refusal)
+
+
+def _runs(model: nn.Module, length: int, positions: bool) -> bool:
+    """Whether the model itself takes that many tokens."""
+    try:
+        with as_served(model):
+            model(**_trace_inputs(model, length, positions))
+    except (AssertionError, ValueError, IndexError, RuntimeError) as error:
+        logger.info("%s has no more than %d positions: %s", type(model).__name__, length - 1, error)
+        return False
+    return True
+
+
+def call_model(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """The logits of a call, whatever the model wraps them in."""
+    logits: Tensor = logits_in(model(**inputs))
+    return logits
+
+
+def only_device(model: nn.Module) -> torch.device:
+    """The one device of a model's tensors; UnsupportedError if there are several, or none that holds data."""
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise UnsupportedError(
+            f"the model lies on {sorted(map(str, devices)) or 'no device'}; an engine needs all of it on one device: model.to(device)"
+        )
+    return devices.pop()
+
+
+def _capture(
+    model: nn.Module, options: CompileOptions, length: int, positions: bool, limited: bool = False
+) -> tuple[CompiledGraph, list[Any]]:
+    captured: list[tuple[CompiledGraph, list[Any]]] = []
+    wanted = [(model, options, limited)]  # emptied below: Dynamo keeps every backend that it was ever given, and all that it refers to
+
+    def stop(*_: Any) -> NoReturn:
+        raise _Captured
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        captured.append((CompiledGraph.of_trace(gm, example_inputs, *wanted[0]), list(example_inputs)))
+        return stop
+
+    # Dynamo counts recompiles per code object; a copy keeps engines from using up each other's limit.
+    target = types.FunctionType(call_model.__code__.replace(), call_model.__globals__)
+    # What other models in this process looked like must not make this one's numbers symbolic.
+    settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
+    try:
+        with as_served(model), plain_buffers(model), settings, unwrapped_refusals():
+            torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
+    except _Captured:
+        return captured.pop()
+    except torch._dynamo.exc.BackendCompilerFailed:
+        raise
+    except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as failure:
+        raise not_traced(model, failure) from failure
+    finally:
+        wanted.clear()
+    raise UnsupportedError(f"{type(model).__name__}.forward computes nothing that torch.compile can capture")
+
+
+def _trace_inputs(model: nn.Module, length: int, positions: bool = True) -> dict[str, Any]:
+    """Inputs of a call of `length` tokens with T marked; with position_ids where forward may take them and `positions` says so."""
+    device = only_device(model)
+    rows = torch.arange(length, device=device)
+    inputs = plain_inputs(model, rows % TRACE_TOKENS, positions)
+    for tensor in inputs.values():
+        torch._dynamo.mark_dynamic(tensor, 1)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs["logits_to_keep"] = torch.tensor([0, 2, length - 1], device=device)
+        torch._dynamo.mark_dynamic(inputs["logits_to_keep"], 0)
+    if takes(model, "use_cache"):
+        inputs["use_cache"] = False
+    return inputs

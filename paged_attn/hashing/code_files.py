@@ -1,0 +1,51 @@
+"""The Python files whose code a trace went through, and a hash of what each of them holds now."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import types
+from collections.abc import Iterable
+
+from torch._guards import TracingContext
+
+from paged_attn.hashing.code_text import versioned
+from paged_attn.hashing.stable_hasher import Describer, Indescribable
+
+# The installed packages, which the key lists; transformers keeps them in an order that changes from process to process.
+_IN_THE_KEY = frozenset({"PACKAGE_DISTRIBUTION_MAPPING"})
+_GENERATED = "<string>"  # a dataclass's methods: made from the class, which lies in one of the files
+
+
+def traced_files() -> frozenset[str] | None:
+    """Names of all files that Dynamo's trace, in whose backend we are called, has read code from, without torch's and Python's own.
+
+    None outside of a trace, or where torch does not say.
+    """
+    codes = TracingContext.get_traced_code() if hasattr(TracingContext, "get_traced_code") else None
+    if codes is None:
+        return None
+    return frozenset(code.co_filename for code in codes if not versioned(code.co_filename) and code.co_filename != _GENERATED)
+
+
+def modules_of(files: Iterable[str]) -> list[str]:
+    """Names of the imported modules that lie in these files, sorted; code that lies in no module is indescribable."""
+    found: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and isinstance(file := getattr(module, "__file__", None), str):
+            found.setdefault(file, name)
+    if homeless := sorted(set(files) - found.keys()):
+        raise Indescribable(f"code in {homeless[0]}, which is no imported module")
+    return sorted(found[file] for file in files if found[file].partition(".")[0] != "paged_attn")  # ours are hashed as sources
+
+
+def module_digest(name: str) -> str | None:
+    """A hash of a module's functions, classes and values as they are now, replaced ones included; None if it is not imported."""
+    module = sys.modules.get(name)
+    if module is None:
+        return None
+    describer = Describer({}, strict=False, inside=name)
+    # Names with two underscores are Python's own, and those that Dynamo puts there while it traces.
+    names = [key for key in sorted(vars(module)) if not key.startswith("__") and key not in _IN_THE_KEY]
+    lines = [f"{key}={describer.text(vars(module)[key])}" for key in names]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,234 @@
+"""Live Python values as text that is equal in two processes exactly if the values are."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import pathlib
+import re
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+
+from paged_attn.hashing.code_text import code_digest
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    type(Ellipsis), type(NotImplemented), range, pathlib.PosixPath,
+)  # fmt: skip
+_SETS = (set, frozenset)
+_CONTENT: dict[type, Callable[[Any], Any]] = {  # what a subclass holds, without running code of its own
+    dict: lambda value: {key: dict.__getitem__(value, key) for key in dict.__iter__(value)},
+    list: lambda value: list(list.__iter__(value)), tuple: lambda value: tuple(tuple.__iter__(value)),
+    set: lambda value: set(set.__iter__(value)), frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    str: str.__str__, int: int.__int__, float: float.__float__,
+}  # fmt: skip
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
+# What transformers notes by the way: a number that is another in each process, and answers that it found when it was asked.
+_NOTES = ("_original_object_hash", "_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value")
+MOST_BYTES = 1 << 20  # of a tensor whose values count
+_MOST_VALUES = 500_000
+
+
+class Indescribable(Exception):
+    """A value of which no text says all."""
+
+
+class Describer:
+    """Describes values one after the other; what was described before is named by its number.
+
+    Args:
+        modules: the model's modules by id, with their paths. Any other module is indescribable.
+        strict: raise for what can not be described. Otherwise its type stands for it: for the globals of a Python file, of which
+            code reads few.
+        inside: a Python module; of classes and functions from elsewhere only the name and own code count.
+    """
+
+    def __init__(self, modules: Mapping[int, str], strict: bool, inside: str | None = None) -> None:
+        self.modules, self.strict, self.inside = modules, strict, inside
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # what has a number must not die: another value would get its id
+
+    def text(self, value: Any) -> str:
+        """Raises Indescribable, when strict; also for more than half a million values."""
+        if type(value) in _PLAIN:
+            return f"{type(value).__name__} {value!r}"
+        if isinstance(value, enum.Enum):
+            return f"enum {type(value).__module__}.{type(value).__qualname__}.{value.name}"
+        if isinstance(value, types.ModuleType):
+            return f"module {value.__name__}"
+        if type(value) in (tuple, frozenset):  # which equal ones are one object depends on how the code was loaded
+            return self._container(value)
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return f"#{number}"
+        if len(self._kept) >= _MOST_VALUES:
+            raise Indescribable(f"more than {_MOST_VALUES:,} values")
+        self._numbers[id(value)] = len(self._kept)
+        self._kept.append(value)
+        return self._compound(value)
+
+    def _compound(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            path = self.modules.get(id(value))
+            return f"submodule {path}" if path is not None else self._unknown(value)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, OpOverload | OpOverloadPacket):
+            return f"op {value}"
+        if isinstance(value, types.MethodType):
+            return f"method({self.text(value.__self__)}, {self.text(value.__func__)})"
+        if isinstance(value, _BUILTIN):
+            return self._builtin(value)
+        if type(value) in (list, dict, types.MappingProxyType, set):
+            return self._container(value)
+        if (parts := _parts(value)) is not None:
+            return f"{type(value).__name__}({', '.join(map(self.text, parts))})"
+        return self._instance(value)
+
+    def _container(self, value: Any) -> str:
+        if isinstance(value, Mapping):
+            items = ", ".join(f"{self.text(key)}: {self.text(each)}" for key, each in value.items())
+            return f"{{{items}}}"
+        if isinstance(value, _SETS):
+            if not all(type(each) in _PLAIN for each in value):
+                return self._unknown(value)  # they would be numbered in another order next time
+            return f"set({', '.join(sorted(map(self.text, value)))})"
+        return f"{type(value).__name__}({', '.join(map(self.text, value))})"
+
+    def _tensor(self, value: Tensor) -> str:
+        facts = f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)} {value.layout} {value.requires_grad}"
+        if isinstance(value, nn.Parameter) or type(value) is not Tensor or value.device.type == "meta":
+            return self._unknown(value) if self.strict else facts
+        if value.layout != torch.strided or value.nbytes > MOST_BYTES:
+            return self._unknown(value) if self.strict else facts
+        return f"{facts} {tensor_digest(value)}"
+
+    def _function(self, value: types.FunctionType) -> str:
+        name = f"function {value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"
+        if self._is_elsewhere(value):
+            return name
+        cells = []
+        for cell in value.__closure__ or ():
+            try:
+                cells.append(self.text(cell.cell_contents))
+            except ValueError:  # not yet filled
+                cells.append("empty")
+        return f"{name} {self.text(value.__defaults__)} {self.text(value.__kwdefaults__)} [{', '.join(cells)}]"
+
+    def _builtin(self, value: Any) -> str:
+        owner = getattr(value, "__self__", None)
+        if owner is not None and not isinstance(owner, types.ModuleType | type):
+            return f"bound {value.__name__} of {self.text(owner)}"
+        return f"builtin {getattr(value, '__module__', None)}.{value.__qualname__}"
+
+    def _class(self, value: type) -> str:
+        name = f"class {value.__module__}.{value.__qualname__}"
+        if _versioned_class(value) or self._is_elsewhere(value):
+            return name
+        outer, self.strict = self.strict, False  # of a class that is not the model's own, few things are read
+        try:
+            bases = ", ".join(map(self.text, value.__bases__))
+            return f"{name}({bases}) {self._named(class_items(value))}"
+        finally:
+            self.strict = outer
+
+    def _instance(self, value: Any) -> str:
+        kind = type(value)
+        content = next((base for base in _CONTENT if isinstance(value, base)), None)
+        attributes = dict(_attributes(value))
+        if content is None and (_versioned_class(kind) or not attributes):  # a lock, a logger, an object() that marks something
+            return self._unknown(value)
+        held = "" if content is None else self.text(_CONTENT[content](value))
+        return f"instance({self.text(kind)} {held} {self._named(attributes.items())})"
+
+    def _is_elsewhere(self, value: Any) -> bool:
+        return self.inside is not None and value.__module__ != self.inside
+
+    def _named(self, items: Any) -> str:
+        return "{" + ", ".join(f"{name}={self.text(each)}" for name, each in items if name not in _NOTES) + "}"
+
+    def _unknown(self, value: Any) -> str:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if self.strict:
+            raise Indescribable(f"a {kind}")
+        return f"some {kind}"
+
+
+def class_items(kind: type) -> Iterator[tuple[str, Any]]:
+    """What a class itself defines, by name; of names with two underscores, where Python keeps notes of its own, only code."""
+    for name, value in kind.__dict__.items():
+        if name in _NOTES:
+            continue
+        if not name.startswith("__") or isinstance(value, types.FunctionType | staticmethod | classmethod | property):
+            yield name, value
+
+
+def tensor_bytes(value: Tensor) -> bytes:
+    """A dense tensor's values, row by row."""
+    return value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def tensor_digest(value: Tensor) -> str:
+    """A hash of a dense tensor's values."""
+    return hashlib.sha256(tensor_bytes(value)).hexdigest()
+
+
+def _parts(value: Any) -> tuple[Any, ...] | None:
+    """What says all of a wrapper, or None if it is no known one."""
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, staticmethod | classmethod):
+        return (value.__func__,)
+    if isinstance(value, property):
+        return value.fget, value.fset
+    if isinstance(value, functools.cached_property):
+        return (value.func,)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return (value.__wrapped__,)
+    if isinstance(value, re.Pattern):
+        return value.pattern, value.flags
+    if isinstance(value, inspect.Signature):
+        return (str(value),)
+    mesh: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)  # torch may be built without
+    if mesh is not None and isinstance(value, mesh):
+        groups = [group.group_name for group in value.get_all_groups()]
+        return value.device_type, value.mesh.tolist(), value.mesh_dim_names, value.get_coordinate(), groups
+    return None
+
+
+def _versioned_class(kind: type) -> bool:
+    """Whether it comes with torch or Python, whose versions say all."""
+    root = kind.__module__.partition(".")[0]
+    return root in ("torch", "builtins") or root in sys.stdlib_module_names
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Of an instance, without running code of its class."""
+    names = [name for base in type(value).__mro__ for name in _slots(base)] + ["default_factory"] * isinstance(value, defaultdict)
+    for name in names:
+        try:
+            yield name, object.__getattribute__(value, name)
+        except AttributeError:
+            pass  # a slot that is empty
+    try:
+        yield from object.__getattribute__(value, "__dict__").items()
+    except AttributeError:
+        pass
+
+
+def _slots(kind: type) -> list[str]:
+    names = kind.__dict__.get("__slots__", ())
+    return [name for name in ((names,) if isinstance(names, str) else names) if not name.startswith("__")]

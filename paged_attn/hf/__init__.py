@@ -1,0 +1,3 @@
+"""Hugging Face models without torch.compile: `patch.py` hooks their attention, `cache.py` gives their
+`generate` paged KV.
+"""

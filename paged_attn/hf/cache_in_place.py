@@ -1,0 +1,144 @@
+"""Steps of `generate` that attend to the pages where they lie, without a gather, under `paged_attn.patch`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.hf.patch import Patched
+from paged_attn.hf.shared_table import SharedTable
+from paged_attn.passes.fx.model_facts import model_dtype, text_config
+
+_KNOWN = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
+_dispatching: weakref.WeakSet[Any] = weakref.WeakSet()  # patches whose model's forward asks the cache first
+_MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+class CacheInPages(Protocol):
+    """A `PagedCache`, as far as a step in place needs it."""
+
+    table: SharedTable
+
+    def get_seq_length(self) -> int: ...
+
+    def advance(self, count: int) -> None: ...
+
+
+class InPlace:
+    """Runs a patched model's calls that have a PagedCache of this object as one ragged row, where that is the same computation.
+
+    That is: all inputs by keyword; one new token per row, or one row; a past; no padding, positions that count on, no gradients, and
+    no output but logits. Any other call runs as it is, on gathered K and V.
+    """
+
+    def __init__(self, patched: Patched) -> None:
+        if not patched._modules:
+            raise UnsupportedError("this patch is not active; make the PagedCache inside `with paged_attn.patch(model) as patched:`")
+        self.patched = patched
+        self.backend: Any = None
+        if patched not in _dispatching:
+            _dispatching.add(patched)
+            patched._undo.callback(_dispatching.discard, patched)
+            patched._undo.enter_context(replaced_forward(patched.model, _dispatch(patched.model.forward)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InPlace:
+        return self
+
+    def layers(self, layout: tuple[AttentionSpec, ...], indices: list[int]) -> tuple[tuple[AttentionSpec, ...], list[int]]:
+        """The specs for the pool, and the id among them of each cache layer that keeps K and V.
+
+        Args:
+            layout: what those layers keep.
+            indices: which layers of the cache they are.
+        """
+        specs: tuple[AttentionSpec, ...] = self.patched.layers
+        modules: list[Any] = self.patched._modules
+        owners = [i for i, spec in enumerate(specs) if spec.kv_layer == i]
+        found = [(modules[i].layer_idx, specs[i].num_kv_heads, specs[i].qk_head_dim, specs[i].v_head_dim) for i in owners]
+        kept = [(i, s.num_kv_heads, s.qk_head_dim, s.v_head_dim) for i, s in zip(indices, layout, strict=True)]
+        if found != kept:
+            raise UnsupportedError(
+                f"the cache keeps (layer, heads, K dim, V dim) {kept}, but its attention was patched as {found}; use PagedCache(model), "
+                "which gathers"
+            )
+        return specs, owners
+
+    def run(self, cache: CacheInPages, forward: Any, inputs: dict[str, Any]) -> Any:
+        """The model's output for `forward(**inputs)` with the cache advanced; None if the call must run as it is."""
+        ids, length = inputs.get("input_ids"), cache.get_seq_length()
+        if ids is None or not length or not self._fits(ids, inputs) or not _counts_on(ids, inputs, length):
+            return None
+        rows, new = ids.shape
+        keep = inputs.get("logits_to_keep")
+        wanted = min(keep or new, new)
+        cache.table.prepare(rows, length, length + new)
+        pool = cache.table.pages.pool
+        if self.backend is None:
+            self.backend = select_for_pool("auto", pool, model_dtype(self.patched.model)).backend
+        row_pages: list[Any] = cache.table.row_pages()
+        requests = [BatchRequest([0] * new, pages, length, wanted) for pages in row_pages]
+        batch = Batch.build(requests, pool.page_size, pool.device)
+        tokens = batch.input_ids.clone()
+        tokens[: rows * new] = ids.flatten()
+        some = {} if keep is None else {"logits_to_keep": batch.logits_rows[: batch.num_logits]}
+        with ForwardContext(batch, pool, self.backend):
+            output = forward(input_ids=tokens[None], position_ids=batch.positions[None], use_cache=False, return_dict=True, **some)
+        logits = output.logits if some else output.logits[:, : rows * new]
+        output["logits"] = logits.reshape(rows, -1, logits.shape[-1])
+        output["past_key_values"] = cache
+        cache.advance(new)
+        return output
+
+    def _fits(self, ids: Tensor, inputs: dict[str, Any]) -> bool:
+        model: Any = self.patched.model
+        return (
+            bool(self.patched._modules)
+            and ids.ndim == 2
+            and 1 in ids.shape
+            and not torch.is_grad_enabled()
+            and all(value is None or name in _KNOWN or (name in _MORE_OUTPUTS and value is False) for name, value in inputs.items())
+            and inputs.get("return_dict") is not False
+            and inputs.get("use_cache") is not False
+            and isinstance(inputs.get("logits_to_keep", 0), int)
+            and not any(getattr(c, name, False) for c in (model.config, text_config(model)) for name in _MORE_OUTPUTS)
+            and bool(model.config.return_dict)
+        )
+
+
+def _counts_on(ids: Tensor, inputs: dict[str, Any], length: int) -> bool:
+    """Whether no row has padding and the new tokens' positions are length, length + 1, ...; waits for the device once."""
+    (rows, new), mask, positions = ids.shape, inputs.get("attention_mask"), inputs.get("position_ids")
+    checks = []
+    if mask is not None:
+        if mask.shape != (rows, length + new):
+            return False
+        checks.append((mask == 1).all())
+    if positions is not None:
+        if positions.shape not in ((rows, new), (1, new)):
+            return False
+        checks.append((positions == torch.arange(length, length + new, device=positions.device)).all())
+    return not checks or bool(torch.stack(checks).all())
+
+
+def _dispatch(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def dispatching(*args: Any, **inputs: Any) -> Any:
+        cache: Any = inputs.get("past_key_values")
+        in_place = getattr(cache, "in_place", None)
+        if not args and isinstance(in_place, InPlace):
+            output = in_place.run(cache, forward, inputs)
+            if output is not None:
+                return output
+        return forward(*args, **inputs)
+
+    return dispatching

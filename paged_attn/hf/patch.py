@@ -1,0 +1,330 @@
+"""`paged_attn.patch(model)`: the Hugging Face hook, for models that can not be traced.
+
+The second road to paged attention: transformers' AttentionInterface and AttentionMaskInterface, without torch.compile. Every
+layer's spec is proved on entry, the patched model is compared with the original on a ragged probe, and the model is restored on exit.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.calling.hf_configs import attention_configs, attention_implementation
+from paged_attn.calling.plain_modes import in_plain_modes
+from paged_attn.check.hooked import Watch, check_hooked
+from paged_attn.check.runs.steps import ProbeSettings, probe_prompts
+from paged_attn.hf.mask import ProvedMask, prove_mask_function
+from paged_attn.passes.fx.model_facts import max_positions, model_device, text_config
+from paged_attn.passes.prove.config_claims import check_declared
+from paged_attn.passes.prove.mask_family import MaskFamily
+from paged_attn.recurrent.refuse import refuse_recurrent
+
+NAME = "paged_attn"
+# Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.
+_SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+           "output_router_logits", "position_embeddings", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
+_patched: weakref.WeakKeyDictionary[nn.Module, tuple[Patched, int]] = weakref.WeakKeyDictionary()
+_implementations: dict[int, str] = {}  # by the id of a patched model's config: what it had before
+_recording = threading.local()
+_watching = threading.local()
+
+
+class Patched:
+    """`with patch(model) as patched:` - `patched.layers` are the specs for a KVPool; the model runs paged under a forward context.
+
+    Outside a forward context the patched model computes what it did before, with the attention implementation that it had.
+    """
+
+    def __init__(self, model: nn.Module, self_check: bool = True, settings: ProbeSettings | None = None) -> None:
+        if not hasattr(model, "set_attn_implementation"):
+            raise UnsupportedError(
+                f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; "
+                "use torch.compile(model, backend='paged_attn')"
+            )
+        self.model, self.self_check, self.settings = model, self_check, settings
+        self.layers: tuple[AttentionSpec, ...] = ()
+        self._sinks: dict[int, Tensor] = {}
+        self._modules: list[nn.Module] = []
+        self._undo = ExitStack()
+
+    @in_plain_modes
+    def __enter__(self) -> Patched:
+        _register()
+        if any(config._attn_implementation_internal == NAME for config in attention_configs(self.model)):
+            raise ContextError("this model is patched already; leave the first patch before entering another")
+        with ExitStack() as undo:
+            undo.callback(self._forget)
+            prompts = self._probe() if self.self_check else []
+            original = self._run_alone(prompts)
+            undo.callback(_forget_implementations, self._remember_implementations())
+            undo.enter_context(attention_implementation(self.model, NAME))
+            self._check_switched()
+            self._record_layers()
+            if prompts:
+                self._check(prompts, original)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._undo.close()
+
+    def _remember_implementations(self) -> list[int]:
+        before = {id(config): config._attn_implementation for config in attention_configs(self.model)}
+        _implementations.update(before)
+        return list(before)
+
+    def _check_switched(self) -> None:
+        if not _is_switched(self.model):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} does not let its attention be replaced through transformers' AttentionInterface; "
+                "use torch.compile(model, backend='paged_attn')"
+            )
+
+    def _record_layers(self) -> None:
+        """Run a few tokens so that each attention layer says what it computes; the numbers do not matter."""
+        found: dict[nn.Module, AttentionSpec] = {}
+        names = {module: name for name, module in self.model.named_modules()}
+        _recording.state = (self.model, names, found, [])
+        tokens = torch.arange(1, 1 + min(8, max_positions(self.model) or 8), device=model_device(self.model))[None]
+        try:
+            with torch.no_grad():
+                self.model(input_ids=tokens, position_ids=tokens - 1, use_cache=False)
+        finally:
+            _recording.state = None
+        expected = getattr(text_config(self.model), "num_hidden_layers", "an unknown number of")
+        if len(found) != expected:
+            refuse_recurrent(self.model, "paged_attn.patch")
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were "
+                "given: the others compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
+            )
+        self._modules, self.layers = list(found), tuple(found.values())
+        for index, module in enumerate(self._modules):
+            _patched[module] = (self, index)
+
+    def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """[T, vocabulary] of token ids and positions [T], int64."""
+        logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
+        return logits
+
+    def sinks(self, layer_id: int) -> Tensor | None:
+        """Of a layer, as of its last watched call."""
+        return self._sinks.get(layer_id)
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
+        _watching.watch = watch
+        try:
+            yield
+        finally:
+            _watching.watch = None
+
+    def _run_alone(self, prompts: list[Tensor]) -> list[Tensor]:
+        try:
+            with torch.no_grad():
+                return [self.logits(p, torch.arange(len(p), device=p.device)) for p in prompts]
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} itself can not run a few tokens given as input_ids and position_ids, which is all that a "
+                f"paged batch has: {error}"
+            ) from error
+
+    def _check(self, prompts: list[Tensor], alone: list[Tensor]) -> None:
+        """Raises UnsupportedError if the patched model disagrees with the original."""
+        known = {id(prompt): logits for prompt, logits in zip(prompts, alone, strict=True)}
+        try:
+            check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
+        except UnsupportedError:
+            refuse_recurrent(self.model, "paged_attn.patch")
+            raise
+
+    def _probe(self) -> list[Tensor]:
+        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        if not isinstance(getattr(table, "num_embeddings", None), int):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} reads its tokens from a {type(table).__name__}, and paged_attn.patch knows a model with one "
+                "table of token ids; use torch.compile(model, backend='paged_attn')"
+            )
+        return probe_prompts(model_device(self.model), table.num_embeddings, max_positions(self.model))
+
+    def _forget(self) -> None:
+        for module in self._modules:
+            _patched.pop(module, None)
+        self._modules = []
+
+
+def patch(model: nn.Module, *, self_check: bool = True) -> Patched:
+    """Make a Hugging Face model's attention paged under forward contexts, without torch.compile.
+
+    Use as a context manager: `with paged_attn.patch(model) as patched: pool = KVPool(patched.layers, ...)`.
+
+    Raises (on entry, with the model restored):
+        UnsupportedError: a layer does not go through the interface, has a mask that can not be proved or a keyword that is not
+            known; or the self-check on a ragged probe fails.
+        ContextError: the model is patched already.
+    """
+    return Patched(model, self_check)
+
+
+def can_be_hooked(model: nn.Module) -> bool:
+    """Whether the model takes another attention through transformers' interface; `patch` may refuse it yet for what it computes."""
+    if not hasattr(model, "set_attn_implementation"):
+        return False
+    _register()
+    try:
+        with attention_implementation(model, NAME):
+            return _is_switched(model)
+    except (ValueError, ImportError):
+        return False
+
+
+def _is_switched(model: nn.Module) -> bool:
+    return all(config._attn_implementation == NAME for config in attention_configs(model))
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+
+
+def _forget_implementations(configs: list[int]) -> None:
+    for config in configs:
+        _implementations.pop(config, None)
+
+
+def _implementation(config: Any) -> str:
+    """What the patched model used before, for calls outside forward contexts."""
+    if id(config) not in _implementations:
+        raise ContextError(f"a {type(config).__name__} is set to {NAME!r}, but belongs to no patched model; enter paged_attn.patch(model)")
+    return _implementations[id(config)]
+
+
+def _mask(**arguments: Any) -> Any:
+    """What transformers' create_*_mask call in place of sdpa_mask or eager_mask."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    if getattr(_recording, "state", None) is not None:
+        return ProvedMask(prove_mask_function(arguments["mask_function"], "a mask that the model builds"))
+    if current_context() is not None:
+        return None
+    original = ALL_MASK_ATTENTION_FUNCTIONS.get(_implementation(arguments["config"]))
+    return original(**arguments) if original is not None else None
+
+
+def _original_attention(module: nn.Module) -> Callable[..., Any]:
+    """The function that an attention module called before; the eager one is a global of the model's own file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    original: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(_implementation(module.config), eager)
+    if original is None:
+        raise ContextError(f"{type(module).__name__} names no eager attention; call the patched model under a forward context only")
+    return original
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What attention layers call: q [1, heads, T, dim] -> [1, T, heads, v_dim]."""
+    if getattr(_recording, "state", None) is not None:
+        return _record(module, query, key, value, attention_mask, keywords), None
+    if getattr(_watching, "watch", None) is not None:
+        return _watched(_watching.watch, module, query, key, value, attention_mask, keywords), None
+    if current_context() is None:
+        result: tuple[Tensor, Tensor | None] = _original_attention(module)(module, query, key, value, attention_mask, **keywords)
+        return result
+    if module not in _patched:
+        raise ContextError(f"{type(module).__name__} is not part of a patched model; enter paged_attn.patch(model) first")
+    return _paged(module, query, key, value, keywords), None
+
+
+def _paged(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keywords: dict[str, Any]) -> Tensor:
+    """[1, T, heads, v_dim] for the context's batch."""
+    patched, layer_id = _patched[module]
+    rows, keys, values = (t[0].transpose(0, 1) for t in (query, key, value))
+    output = rows.new_empty(rows.shape[0], rows.shape[1], values.shape[-1])
+    UNIFIED_ATTENTION(rows, keys, values, output, layer_id, patched.layers[layer_id].kv_layer == layer_id, sinks=keywords.get("s_aux"))
+    return output[None]
+
+
+def _watched(watch: Watch, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
+    """The same, or outside contexts what the module computed before it was patched, with `watch` at both ends."""
+    patched, layer_id = _patched[module]
+    dtype = query.dtype
+    query, key, value = watch.given(layer_id, query, key, value)
+    if isinstance(sinks := keywords.get("s_aux"), Tensor):
+        patched._sinks[layer_id] = sinks
+    if watch.without_attention:
+        output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    elif current_context() is not None:
+        output = _paged(module, query, key, value, keywords)
+    else:
+        if watch.wide is not None:
+            query, key, value = (tensor.to(watch.wide) for tensor in (query, key, value))
+            mask = mask.to(watch.wide) if isinstance(mask, Tensor) and mask.is_floating_point() else mask
+        output = _original_attention(module)(module, query, key, value, mask, **keywords)[0]
+    return watch.output(layer_id, output).to(dtype)
+
+
+def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
+    model, names, found, given = _recording.state
+    where = names.get(module, type(module).__name__)
+    if module in found:
+        raise UnsupportedError(
+            f"layer at {where} attends more than once in one forward, and paged_attn.patch keeps one KV for each layer; "
+            "use torch.compile(model, backend='paged_attn')"
+        )
+    scaling, window = keywords.pop("scaling", None), keywords.pop("sliding_window", None)
+    softcap, sinks = keywords.pop("softcap", None), keywords.pop("s_aux", None)
+    causal = keywords.pop("is_causal", None)
+    if keywords.pop("dropout", 0.0):
+        raise UnsupportedError(f"layer at {where} has attention dropout; call model.eval() first")
+    unknown = sorted(name for name, value in keywords.items() if value is not None and name not in _SILENT)
+    if unknown:
+        raise UnsupportedError(
+            f"layer at {where} passes {', '.join(unknown)} to its attention; paged_attn does not know what that changes and never drops it"
+        )
+    if mask is not None and not isinstance(mask, ProvedMask):
+        raise UnsupportedError(
+            f"layer at {where} builds its own mask instead of using transformers' mask interface; "
+            "use torch.compile(model, backend='paged_attn')"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise UnsupportedError(
+            f"layer at {where}: {query.shape[2]} queries attend to {key.shape[2]} keys, so the call brings a cache or another sequence of "
+            "its own (prefix tuning, an encoder), which a paged batch does not have"
+        )
+    own = causal if causal is not None else getattr(module, "is_causal", True)
+    family = mask.family if mask is not None else MaskFamily(bool(own))
+    if window is not None and window != family.window:
+        raise UnsupportedError(f"layer at {where} asks for a sliding window of {window}, but its mask is {family.describe()}")
+    check_declared(model, where, family, mask is not None)
+    given.append((key, key._version, value, value._version))  # kept alive, so that an identity is one tensor
+    owner = next(i for i, other in enumerate(given) if _same_tensors(other, given[-1]))
+    found[module] = AttentionSpec(
+        num_q_heads=query.shape[1], num_kv_heads=key.shape[1], qk_head_dim=query.shape[3], v_head_dim=value.shape[3],
+        scale=float(scaling) if scaling is not None else query.shape[3] ** -0.5, causal=family.causal, sliding_window=family.window,
+        chunk=family.chunk, softcap=softcap, has_sinks=sinks is not None, kv_layer=owner, module=where,
+    )  # fmt: skip
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _same_tensors(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two layers got the same keys and values (Gemma 3n's last layers read those of an earlier one), not written to in between."""
+    return one[0] is other[0] and one[2] is other[2] and (one[1], one[3]) == (other[1], other[3])

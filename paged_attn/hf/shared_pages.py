@@ -1,0 +1,101 @@
+"""A KV pool whose pages several rows and caches can hold at once: reference counts, copy on write, growth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.page_allocator import OutOfPages, PageAllocator
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+
+Pages = NDArray[np.int64]
+
+
+class CacheFull(OutOfPages):
+    """A `PagedCache` with a fixed number of pages has too few free; nothing was written."""
+
+    def __str__(self) -> str:
+        return (
+            f"needed {self.needed} more KV pages, but only {self.free} of this PagedCache's are free; give it more num_pages, or none, "
+            "so that the pool grows; or use fewer rows or beams, or drop or reset() other caches on the same pool"
+        )
+
+
+class SharedPages:
+    """The pages of one pool with the number of holders of each. Page 0 marks "no page" in page tables and is never held.
+
+    Args:
+        layers: what a page holds, as for KVPool.
+        num_pages: page 0 included; None lets the pool grow as needed, into a larger allocation to which it is copied.
+    """
+
+    def __init__(
+        self, layers: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, num_pages: int | None
+    ) -> None:
+        self.page_size, self.grows = page_size, num_pages is None
+        number = 2 if num_pages is None else num_pages
+        with torch.inference_mode(False):  # the pool outlives the mode it is made in
+            self.pool = KVPool(layers, number, page_size, dtype, device)
+        self._allocator = PageAllocator(number, page_size)
+        self._holders = np.zeros(number, np.int64)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedPages:
+        return self  # copied caches hold the same pages
+
+    @property
+    def num_used(self) -> int:
+        """Pages that somebody holds, each counted once."""
+        return self._allocator.num_usable - self._allocator.num_free
+
+    def take(self, count: int) -> Pages:
+        """`count` pages that nobody holds, now held once.
+
+        Raises:
+            CacheFull: too few are free and the pool does not grow; none was taken.
+        """
+        if (missing := count - self._allocator.num_free) > 0:
+            if not self.grows:
+                raise CacheFull(count, self._allocator.num_free)
+            self._grow(missing)
+        pages = np.array(self._allocator.allocate(count), np.int64)
+        self._holders[pages] = 1
+        return pages
+
+    def hold(self, pages: Pages) -> None:
+        """One more holder for each page in `pages`, as often as it is listed."""
+        np.add.at(self._holders, pages[pages > 0], 1)
+
+    def drop(self, pages: Pages) -> None:
+        """One holder less, as often as a page is listed; pages without any become free."""
+        pages = pages[pages > 0]
+        np.subtract.at(self._holders, pages, 1)
+        distinct = np.unique(pages)
+        self._allocator.free(distinct[self._holders[distinct] == 0].tolist())
+
+    def surplus(self, pages: Pages) -> NDArray[np.bool_]:
+        """Which entries of `pages` [n] need a page of their own before all are written: all but the last that has no other holder."""
+        left, needs = {int(p): int(self._holders[p]) for p in pages}, np.zeros(len(pages), np.bool_)
+        for index, page in enumerate(pages.tolist()):
+            needs[index] = left[page] > 1
+            left[page] -= int(needs[index])
+        return needs
+
+    def copy(self, source: Pages, target: Pages) -> None:
+        """What the pages `source` [n] hold, of all layers, goes to the pages `target` [n]."""
+        rows = self.pool.storage.view(self.pool.num_pages, -1)
+        rows[torch.from_numpy(target).to(rows.device)] = rows[torch.from_numpy(source).to(rows.device)]
+
+    def _grow(self, missing: int) -> None:
+        old, before = self.pool, self._allocator
+        number = old.num_pages + max(missing, old.num_pages // 2)
+        with torch.inference_mode(False):
+            self.pool = KVPool(old.layers, number, self.page_size, old.dtype, old.device)
+            self.pool.storage[: old.storage.numel()] = old.storage
+        self._allocator = PageAllocator(number, self.page_size)
+        self._allocator.free([p for p in self._allocator.allocate(old.num_pages - 1) if not before.is_allocated(p)])
+        self._holders = np.concatenate([self._holders, np.zeros(number - old.num_pages, np.int64)])

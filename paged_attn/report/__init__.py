@@ -1,0 +1,1 @@
+"""What `explain` and `attention_layers` tell, as data and as text."""

@@ -1,0 +1,124 @@
+"""`attention_layers` and `explain`: what was rewritten in a model, how it was proved, and which backend runs it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.selection.select import select
+from paged_attn.calling.call_signature import takes, token_argument
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
+from paged_attn.dynamo_backend import add_graphs, graphs_of, unwrapped_refusals
+from paged_attn.passes.fx.model_facts import model_device, model_dtype
+from paged_attn.report.explanation import Explanation, GraphExplanation
+
+if TYPE_CHECKING:
+    from paged_attn.engine.engine import Engine
+    from paged_attn.engine.llm import LLM
+
+TRACE_TOKENS = 6
+PAGE_SIZE = 16  # the engine's default; a bare compiled model has none of its own
+
+
+def attention_layers(compiled: nn.Module | LLM | Engine) -> tuple[AttentionSpec, ...]:
+    """One spec per attention layer in layer-id order: what `KVPool` is allocated for.
+
+    Args:
+        compiled: what `torch.compile(model, backend="paged_attn")` returned, the model itself, an `LLM` or an `Engine`. A compiled
+            model that has not seen a paged batch yet is traced here, once, and later batches share that compile.
+
+    Raises:
+        UnsupportedError: the model can not run paged batches, or was compiled by another backend.
+    """
+    target = _engine_or_model(compiled)
+    if not isinstance(target, nn.Module):
+        return target.runner.layers
+    model, graphs = _graphs(target)
+    paged = [graph for graph in graphs if graph.split is not None]
+    (paged or graphs)[-1].refuse_recurrent()
+    if not paged:
+        raise UnsupportedError(f"{type(model).__name__} can not run paged batches: {graphs[-1].rewrite.not_paged}")
+    return paged[-1].specs
+
+
+def explain(compiled: nn.Module | LLM | Engine) -> str:
+    """Text for people: every layer with its proof, the backend and why, pieces, passes, and graphs that are not paged.
+
+    Args and errors as in `attention_layers`, but a model whose calls can not be paged is explained, not refused.
+    """
+    return explanation(compiled).text()
+
+
+def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
+    """The same as data."""
+    from paged_attn.engine.runners.model_runner import ModelRunner
+
+    target = _engine_or_model(compiled)
+    if not isinstance(target, nn.Module):
+        runner, selection = target.runner, target.selection
+        graph = GraphExplanation.of(runner.compiled) if isinstance(runner, ModelRunner) else GraphExplanation.of_hooked(runner)
+        name, capture = type(runner.model).__name__, tuple(target.steps.report().lines())
+        return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture)
+    model, graphs = _graphs(target)
+    backend, reason = _auto_backend(model, graphs)
+    return Explanation(type(model).__name__, tuple(map(GraphExplanation.of, graphs)), backend, reason)
+
+
+def _engine_or_model(compiled: object) -> Engine | nn.Module:
+    from paged_attn.engine.engine import Engine
+    from paged_attn.engine.llm import LLM
+
+    if isinstance(compiled, LLM):
+        return compiled.engine
+    if isinstance(compiled, (Engine, nn.Module)):
+        return compiled
+    raise TypeError(f"got {type(compiled).__name__}; allowed are a (compiled) nn.Module, an LLM or an Engine")
+
+
+def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
+    """The model and its graphs, at least one of them; traces a paged call if no graph is one."""
+    model: nn.Module = getattr(compiled, "_orig_mod", compiled)
+    graphs = graphs_of(model)
+    if any(graph.split is not None for graph in graphs):
+        return model, graphs
+    if compiled is model and getattr(model, "_compiled_call_impl", None) is None:
+        from paged_attn.engine.runners.model_runner import ModelRunner
+
+        return model, [*graphs, ModelRunner(model, CompileOptions()).compiled]
+    _trace(compiled, model)
+    graphs = graphs_of(model)
+    if not graphs:
+        raise UnsupportedError(
+            f"{type(model).__name__} was not compiled by paged_attn, or torch.compile is switched off; "
+            'compile it with torch.compile(model, backend="paged_attn")'
+        )
+    return model, graphs
+
+
+def _trace(compiled: nn.Module, model: nn.Module) -> None:
+    """Call it as `compiled(**batch.model_inputs())` is called later: any other form would be a second compile."""
+    device = model_device(model)
+    batch = Batch.build([BatchRequest(range(1, 1 + TRACE_TOKENS), [1])], PAGE_SIZE, device)
+    token, given = token_argument(model), batch.model_inputs()
+    inputs = {name: value for name, value in given.items() if name != "input_ids" and takes(model, name)}
+    with torch.no_grad(), unwrapped_refusals(), recorded_graphs() as ran:
+        compiled(**{token: given["input_ids"]}, **inputs)
+    add_graphs(model, ran)
+
+
+def _auto_backend(model: nn.Module, graphs: list[CompiledGraph]) -> tuple[str | None, str]:
+    specs = next((graph.specs for graph in reversed(graphs) if graph.split is not None), None)
+    if specs is None:
+        return None, "none is needed: no graph is paged"
+    dtype = model_dtype(model)
+    try:
+        selection = select("auto", specs, dtype, dtype, PAGE_SIZE, model_device(model))
+    except UnsupportedError as error:
+        return None, str(error)
+    return selection.backend.name, f"{selection.describe()} [what 'auto' picks for page size {PAGE_SIZE}]"

@@ -1,0 +1,1 @@
+"""OpenAI's routes: bodies in, answers out, whole or streamed."""

@@ -1,0 +1,179 @@
+"""Bodies of requests: the fields that completions and chats share, and the engine's parameters that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from paged_attn.engine.sampling_params import MAX_PENALTY, SEED_LIMIT, SamplingParams
+from paged_attn.server.api.bounds import Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens, within
+from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.shown import shown
+
+MAX_LOGPROBS = 20
+MAX_DIGITS = 12
+MAX_N = 128  # OpenAI's
+MAX_TOP_K = 2**31 - 1  # above any vocabulary
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+PROMPTS: list[Any] = [_TEXT, _IDS, {"type": "array", "items": _TEXT, "minItems": 1}, {"type": "array", "items": _IDS, "minItems": 1}]
+NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+# Fields of OpenAI's that change nothing here.
+IGNORED = frozenset({"user", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
+# Fields that would change the answer: only the values that ask for nothing.
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((None, 1), "use n with logprobs and compare"),
+    "echo": (NOTHING, "put the prompt in front yourself"),
+    "suffix": (NOTHING, "put the model's own fill-in-the-middle tokens into the prompt"),
+    "tools": (NOTHING, "leave it out"),
+    "tool_choice": ((None, "none", "auto"), "leave it out"),
+    "parallel_tool_calls": ((None, False, True), "leave it out"),
+    "functions": (NOTHING, "leave it out"),
+    "function_call": ((None, "none", "auto"), "leave it out"),
+    "response_format": ((None, {"type": "text"}), "only chats have it; give json_schema, regex or grammar"),
+    "modalities": ((None, ["text"]), "leave it out"),
+    "audio": (NOTHING, "leave it out"),
+    "prediction": (NOTHING, "leave it out"),
+    "reasoning_effort": (NOTHING, "use chat_template_kwargs if the model's template knows it"),
+    "verbosity": (NOTHING, "leave it out"),
+    "web_search_options": (NOTHING, "leave it out"),
+    "store": (NOTHING, "leave it out"),
+}
+
+
+class StreamOptions(Closed):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Body(Closed):
+    """What both kinds of requests share. `null` is the default, as with OpenAI."""
+
+    ignored = IGNORED | set(NEUTRAL)
+    default_max_tokens: ClassVar[int | None] = None
+    logprobs_name: ClassVar[str] = "logprobs"
+
+    model: Name | None = Field(None, description="the served model's name, or none")
+    max_tokens: int | None = Field(None, json_schema_extra=within(0))
+    temperature: float | None = Field(None, description="default: 1; 0 is greedy", json_schema_extra=within(0, 10))
+    top_p: float | None = Field(None, json_schema_extra=within(0.001, 1))
+    top_k: int | None = Field(None, description="extension; 0 turns it off", json_schema_extra=within(0))
+    min_p: float | None = Field(None, description="extension", json_schema_extra=within(0, 1))
+    repetition_penalty: float | None = Field(None, description="extension", json_schema_extra=within(0.01, 100))
+    frequency_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))
+    presence_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))
+    seed: int | None = Field(None, json_schema_extra=within(0, SEED_LIMIT - 1))
+    logit_bias: Biases | None = Field(None, description="token ids, as texts, and what is added to their logits")
+    n: int | None = Field(None, description="how many answers to each prompt; default 1", json_schema_extra=within(1, MAX_N))
+    stop: Stop | None = None
+    stop_token_ids: StopTokens | None = Field(None, description="extension")
+    ignore_eos: bool | None = Field(None, description="extension")
+    json_schema: Schema | None = Field(None, description="extension: the answer is JSON of this schema")
+    regex: GuideText | None = Field(None, description="extension: the answer matches this regular expression")
+    grammar: GuideText | None = Field(None, description="extension: the answer follows this grammar, in llguidance's dialect of Lark")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="extension: token_ids and prompt_token_ids in the answer")
+    priority: int | None = Field(None, description="extension, where the server allows it: a lower one is more urgent; default 0")
+    cache_salt: Salt | None = Field(None, description="extension: prefixes are shared only with requests of the same salt")
+    timeout_seconds: float | None = Field(
+        None, description="extension: the request ends with 504 after so long; at most the server's own", json_schema_extra=within(0.001)
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _neutral_only(cls, values: Any) -> Any:
+        for name, (allowed, hint) in NEUTRAL.items() if isinstance(values, dict) else ():
+            value = values.get(name)
+            if name in cls.model_fields or any(value == each and isinstance(value, bool) <= isinstance(each, bool) for each in allowed):
+                continue
+            raise ApiError(400, f"{name}={shown(value)} is not supported; {hint}", param=name, code="unsupported_value")
+        return values
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage.
+
+        Raises:
+            ApiError: 400 for stream_options without a stream.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: allowed only with stream=true", param="stream_options")
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_answers(self) -> int:
+        """Of each prompt.
+
+        Raises:
+            ApiError: 400 for too few or too many.
+        """
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_N:
+            raise ApiError(400, f"n: got {shown(n)}; allowed: 1 to {MAX_N}", param="n")
+        return n
+
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    def wanted_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer shall follow, if any."""
+        return self.json_schema
+
+    def sampling_params(self, room: int) -> SamplingParams:
+        """The engine's parameters, for one answer.
+
+        Args:
+            room: the most new tokens that the model and its pool have room for, for requests that give no limit.
+
+        Raises:
+            ApiError: 400 in the words of SamplingParams.
+        """
+        given: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens(room), "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p, "top_k": None if self.top_k is None else min(self.top_k, MAX_TOP_K), "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty, "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty, "seed": self.seed, "stop": self._stops(), "ignore_eos": self.ignore_eos,
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids), "logprobs": self._logprobs(),
+            "logit_bias": self._biases(), "json_schema": self.wanted_schema(), "regex": self.regex, "grammar": self.grammar,
+        }  # fmt: skip
+        try:
+            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        except (ValueError, TypeError) as error:
+            name = str(error).partition(":")[0]
+            api = {"max_new_tokens": "max_tokens"}.get(name, name)
+            raise bad_request(ValueError(str(error).replace(name, api, 1)), api) from error
+
+    def max_new_tokens(self, room: int) -> int:
+        return self.max_tokens if self.max_tokens is not None else self.default_max_tokens or room
+
+    def _logprobs(self) -> int | None:
+        count = self.num_logprobs()
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            name = self.logprobs_name
+            raise ApiError(400, f"{name}: got {shown(count)}; allowed: 0 to {MAX_LOGPROBS}", param=name)
+        return count
+
+    def _biases(self) -> dict[int, float] | None:
+        biases = self.logit_bias or {}
+        if bad := [token for token in biases if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS)]:
+            raise ApiError(400, f"logit_bias: got {shown(bad[0])}; allowed: token ids, written as texts", param="logit_bias")
+        return {int(token): bias for token, bias in biases.items()} or None
+
+    def _stops(self) -> tuple[str, ...] | None:
+        return ((self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())) or None
+
+
+class CompletionBody(Body):
+    """The body of POST /v1/completions."""
+
+    default_max_tokens = 16  # OpenAI's
+    prompt: Any = Field(
+        description="a text, a list of texts, a list of token ids, or a list of such lists", json_schema_extra={"anyOf": PROMPTS}
+    )
+    logprobs: int | None = Field(None, json_schema_extra=within(0, MAX_LOGPROBS))
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs

@@ -1,0 +1,103 @@
+"""Types of fields that are counted before anything is built from them, and models that end at the first field they do not know."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+from paged_attn.server.http.errors import ApiError, unknown_field
+
+MAX_NAME = 256  # characters: of a model, a role, a name
+MAX_SALT = 4096
+MAX_STOPS, MAX_STOP = 64, 1024  # strings, and characters of each
+MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024
+MAX_MESSAGES, MAX_PARTS = 4096, 4096
+MAX_SETTINGS, MAX_SETTINGS_TEXT = 1024, 64 << 10  # of chat_template_kwargs: values, and characters of all of them
+MAX_SCHEMA_TEXT = 256 << 10
+
+
+def within(low: float, high: float | None = None) -> dict[str, Any]:
+    """For /openapi.json: a range that the engine checks, in its own words."""
+    return {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+
+
+def too_many(name: str, got: int, most: int, what: str) -> ApiError:
+    return ApiError(400, f"{name}: got {got:,} {what}; allowed: at most {most:,}", param=name)
+
+
+def _at_most(most: int, what: str) -> BeforeValidator:
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, (str, list, dict)) and len(value) > most:
+            raise too_many(str(info.field_name), len(value), most, "characters" if isinstance(value, str) else what)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _stops(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, list) and len(value) > MAX_STOPS:
+        raise too_many("stop", len(value), MAX_STOPS, "strings")
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and len(text) > MAX_STOP:
+            raise too_many("stop", len(text), MAX_STOP, "characters in one string")
+    return value
+
+
+def _bounded_json(most_values: int, most_text: int) -> BeforeValidator:
+    """For what is handed on as it is: values of any kind, counted until there are too many."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        name, left, values, text = str(info.field_name), [value], 0, 0
+        while left:
+            each = left.pop()
+            values += 1
+            text += len(each) if isinstance(each, str) else sum(map(len, each)) if isinstance(each, dict) else 0
+            if values > most_values:
+                raise too_many(name, values, most_values, "values or more")
+            if text > most_text:
+                raise too_many(name, text, most_text, "characters or more")
+            if isinstance(each, (dict, list)):
+                if len(each) > most_values:
+                    raise too_many(name, len(each), most_values, "values or more")
+                left.extend(each.values() if isinstance(each, dict) else each)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _text(most: int) -> tuple[BeforeValidator, Any]:
+    """A limit that is told in the schema, too. Pydantic's own would refuse texts that no UTF-8 can hold, and not say why."""
+    return _at_most(most, ""), Field(json_schema_extra={"maxLength": most})
+
+
+Name = Annotated[str, *_text(MAX_NAME)]
+Salt = Annotated[str, *_text(MAX_SALT)]
+GuideText = Annotated[str, *_text(MAX_SCHEMA_TEXT)]
+_OneStop = Annotated[str, Field(json_schema_extra={"maxLength": MAX_STOP})]
+Stop = Annotated[_OneStop | Annotated[list[_OneStop], Field(max_length=MAX_STOPS, fail_fast=True)], BeforeValidator(_stops)]
+StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), _at_most(MAX_STOP_TOKENS, "ids")]
+Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), _at_most(MAX_BIASES, "tokens")]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), _at_most(MAX_MESSAGES, "messages")]
+Settings = Annotated[dict[str, Any], _bounded_json(MAX_SETTINGS, MAX_SETTINGS_TEXT)]
+Schema = Annotated[dict[str, Any], _bounded_json(MAX_SCHEMA_TEXT // 2, MAX_SCHEMA_TEXT)]
+
+
+class Closed(BaseModel):
+    """Only the fields that it has, of exactly their types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    ignored: ClassVar[Set[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_only(cls, values: Any) -> Any:
+        """Before pydantic makes an error of each of them."""
+        if not isinstance(values, dict):
+            return values
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        if (unknown := next((name for name in values if name not in known and name not in cls.ignored), None)) is not None:
+            raise unknown_field(unknown)
+        return {name: value for name, value in values.items() if name in known}

@@ -1,0 +1,49 @@
+"""The routes for operators: whether the process lives, whether it serves, and numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from paged_attn.server.work.status import Status
+
+if TYPE_CHECKING:
+    from paged_attn.server.state import ServerState
+
+router = APIRouter()
+NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "not now; the body says why"}}
+ALIVE = (Status.LOADING, Status.READY, Status.DRAINING)
+
+
+@router.get("/health/live", responses=NOT_NOW)
+async def live(request: Request) -> Response:
+    """200 as long as a restart would not help: while the model loads, requests are served, or the server drains."""
+    return _answer(request, ALIVE)
+
+
+@router.get("/health/ready", responses=NOT_NOW)
+async def ready(request: Request) -> Response:
+    """200 while requests are served; otherwise 503 with the reason."""
+    return _answer(request, (Status.READY,))
+
+
+@router.get("/health", responses=NOT_NOW)
+async def health(request: Request) -> Response:
+    """As /health/ready."""
+    return _answer(request, (Status.READY,))
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    state: ServerState = request.app.state.server
+    return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _answer(request: Request, good: tuple[Status, ...]) -> Response:
+    state: ServerState = request.app.state.server
+    thread = state.thread
+    return JSONResponse({"status": str(thread.status), "reason": thread.describe()}, 200 if thread.status in good else 503)

@@ -1,0 +1,143 @@
+"""Answers in OpenAI's JSON: whole, or chunk by chunk."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from paged_attn.engine.requests.request import Completion, TokenEvent
+from paged_attn.server.api.bodies import Body
+from paged_attn.server.http.errors import ApiError
+from paged_attn.server.work.job import Job
+from paged_attn.server.work.texts import Texts
+
+# A new token, its log-probability, the likeliest tokens with theirs.
+Known = tuple[int, float, Sequence[tuple[int, float]]]
+
+
+class Reply:
+    """The answer to one job.
+
+    Args:
+        model: its name, as the client knows it.
+    """
+
+    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, job: Job, body: Body, texts: Texts, model: str) -> None:
+        self.job, self.body, self.texts = job, body, texts
+        self.head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises ApiError if a request failed."""
+        choices = [self.choice(i, completion) for i, completion in enumerate(await self.job.completions())]
+        return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage()}
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The data of the server-sent events; an error after the beginning is the last but one."""
+        extra = {"usage": None} if self.body.includes_usage else {}
+        try:
+            for choice in self.openings():
+                yield self._line([choice], extra)
+            async for index, event in self.job.events():
+                for choice in self.parts(index, event):
+                    yield self._line([choice], extra)
+            if extra:
+                yield self._line([], {"usage": self.job.usage()})
+        except ApiError as error:
+            yield json.dumps(error.payload())
+        yield "[DONE]"
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        known = None if completion.logprobs is None else [_known(s) for s in self.job.requests[index].known]
+        ids = {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids} if self.body.return_token_ids else {}
+        return {
+            "index": index, **self.content(completion.text), "logprobs": None if known is None else self.logprobs(index, known),
+            "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason, **ids,
+        }  # fmt: skip
+
+    def openings(self) -> list[dict[str, Any]]:
+        return []
+
+    def parts(self, index: int, event: TokenEvent) -> list[dict[str, Any]]:
+        """The chunks of one event; none if it brings nothing to tell."""
+        logprobs = None
+        if event.logprob is not None and event.token_id is not None:
+            logprobs = self.logprobs(index, [(event.token_id, event.logprob, event.top_logprobs or ())])
+        wants_ids = bool(self.body.return_token_ids) and event.token_id is not None
+        if not (event.text or logprobs or wants_ids or event.finish_reason):
+            return []
+        part = {"index": index, **self.delta(event.text), "logprobs": logprobs, "finish_reason": event.finish_reason}
+        if event.finish_reason:
+            part["stop_reason"] = self.job.requests[index].stop_reason
+        return [{**part, **({"token_ids": [event.token_id]} if wants_ids else {})}]
+
+    def content(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def delta(self, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
+        """Called once per choice, or with one token after the other."""
+        raise NotImplementedError
+
+    def _line(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> str:
+        # ASCII: some clients end a line at U+2028 or U+0085.
+        return json.dumps({**self.head, "object": self.chunk_kind, "choices": choices, **extra})
+
+
+class CompletionReply(Reply):
+    def __init__(self, job: Job, body: Body, texts: Texts, model: str) -> None:
+        super().__init__(job, body, texts, model)
+        self._offsets = [0] * job.size
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    delta = content
+
+    def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
+        texts = [self.texts.of_token(token) for token, _, _ in known]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        top = [{self.texts.of_token(token): value for token, value in likely} for _, _, likely in known]
+        # As with OpenAI, the sampled token is among them even if it is not one of the likeliest.
+        top = [{**likely, text: value} for likely, text, (_, value, _) in zip(top, texts, known, strict=True)]
+        return {"tokens": texts, "token_logprobs": [value for _, value, _ in known], "top_logprobs": top, "text_offset": offsets}
+
+
+class ChatReply(Reply):
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def openings(self) -> list[dict[str, Any]]:
+        opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [{"index": index, **opening} for index in range(self.job.size)]
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
+        return {
+            "content": [
+                {**self._token(token, value), "top_logprobs": [self._token(*each) for each in likely]} for token, value, likely in known
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, value: float) -> dict[str, Any]:
+        text = self.texts.of_token(token)
+        whole = text != f"token_id:{token}"
+        return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
+
+
+def _known(sampled: Any) -> Known:
+    return sampled.token_id, sampled.logprob, sampled.top_logprobs or ()

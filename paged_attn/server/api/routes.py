@@ -1,0 +1,206 @@
+"""OpenAI's routes, and one that ends a request by its id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.sampling.structured.guides import Guide
+from paged_attn.engine.sampling_params import SEED_LIMIT, SamplingParams
+from paged_attn.server.api.bodies import Body, CompletionBody
+from paged_attn.server.api.chat_body import ChatBody
+from paged_attn.server.api.replies import ChatReply, CompletionReply, Reply
+from paged_attn.server.http.callers import Caller
+from paged_attn.server.http.disconnect import ClientGone, EventStream
+from paged_attn.server.http.error_reply import ERRORS
+from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.server.work.call import Call
+from paged_attn.server.work.job import Job, Prompt
+from paged_attn.server.work.texts import Texts, listed
+from paged_attn.shown import shown
+
+if TYPE_CHECKING:
+    from paged_attn.server.state import ServerState
+
+router = APIRouter(responses=ERRORS)
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "the answer; with stream=true its parts as events",
+        "content": {"text/event-stream": {}},
+    }
+}
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [_model(_state(request))]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    state = _state(request)
+    _check_model(state, name)
+    return JSONResponse(_model(state))
+
+
+@router.post(COMPLETIONS, responses=ANSWERS)
+async def completions(request: Request, body: CompletionBody) -> Response:
+    """Complete one or several prompts."""
+    state, engine, texts = _ready(request, body)
+    _check_count(len(listed(body.prompt)) * body.num_answers, engine, state)
+    return await _answer(request, body, lambda: texts.prompts(body.prompt, _caller(request).tenant), CompletionReply)
+
+
+@router.post(CHATS, responses=ANSWERS)
+async def chat_completions(request: Request, body: ChatBody) -> Response:
+    """The next message of a conversation."""
+    _, _, texts = _ready(request, body)
+
+    async def prompts() -> list[Prompt]:
+        return [await texts.chat(body.plain_messages(), body.chat_template_kwargs or {}, _caller(request).tenant)]
+
+    return await _answer(request, body, prompts, ChatReply)
+
+
+@router.post("/v1/requests/{request_id:path}/cancel")
+async def cancel(request: Request, request_id: str) -> Response:
+    """End the requests that this key has sent with this x-request-id; each of them gets an error of status 499."""
+    count = _state(request).calls.cancel(_caller(request), request_id)
+    if not count:
+        raise ApiError(404, f"there is no request {shown(request_id)} of this key under way", param="request_id")
+    return JSONResponse({"id": request_id, "cancelled": count})
+
+
+async def _answer(
+    request: Request,
+    body: Body,
+    prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]],
+    make_reply: Callable[[Job, Body, Texts, str], Reply],
+) -> Response:
+    """Run the job. It is cancelled when the client leaves, when its time is over, or by its id, however far it is."""
+    state, call = _state(request), _call(request)
+    call.caller = _caller(request)
+    state.calls.enter(call)
+    _set_deadline(call, body, state)
+
+    async def run() -> Response:
+        job = call.job = await _job(await prompts(), body, request)
+        state.thread.submit(job)
+        await job.accepted()
+        reply = make_reply(job, body, _texts(state), state.settings.model_name)
+        if body.stream:
+            return EventStream(reply.lines(), lambda: state.thread.cancel(job))
+        return JSONResponse(await reply.whole())
+
+    answer: Response | None = None
+    try:
+        answer = await call.unless_ended(request.receive, run())
+        return ClientGone() if answer is None else answer
+    finally:
+        if call.job is not None and not isinstance(answer, EventStream):
+            state.thread.cancel(call.job)
+
+
+async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
+    state, call, caller = _state(request), _call(request), _caller(request)
+    engine = state.thread.refuse_unless_ready()
+    if body.priority and not state.settings.allow_priority:
+        raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
+    params = body.sampling_params(_room(engine, prompts))
+    guide = await _checked(params, engine, state, caller)
+    answers = [_with_seed(params, number) for number in range(body.num_answers)]
+    namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
+    return Job(
+        prompts, answers, namespace, tenant=caller.tenant, priority=body.priority or 0, text_at_end=not body.stream, guide=guide,
+        arrived=call.arrived,
+    )  # fmt: skip
+
+
+def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
+    """The params of one of several answers: with a seed each has its own."""
+    return params if params.seed is None or number == 0 else params.with_seed((params.seed + number) % SEED_LIMIT)
+
+
+async def _checked(params: SamplingParams, engine: Engine, state: ServerState, caller: Caller) -> Guide | None:
+    """What the engine would refuse, said of the field at fault. What an answer shall follow is read here, beside the engine.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        engine.limits.check_biases(params.biases)
+    except ValueError as error:
+        raise bad_request(error, "logit_bias") from error
+    if params.guide is None:
+        return None
+    try:
+        return await state.guide_pool.run(caller.tenant, lambda: engine.new_requests.guides.prototype(params))
+    except ValueError as error:  # UnsupportedError is one
+        raise bad_request(error, params.guide[0]) from error
+
+
+def _set_deadline(call: Call, body: Body, state: ServerState) -> None:
+    given, most = body.timeout_seconds, state.settings.request_seconds
+    if given is not None and not 0 < given < float("inf"):
+        raise ApiError(400, f"timeout_seconds: got {given}; allowed: a finite number above 0", param="timeout_seconds")
+    if (seconds := min((each for each in (given, most) if each is not None), default=None)) is not None:
+        call.fail_after(seconds, ApiError(504, f"the request did not end within {seconds:g} s and was cancelled", code="request_timeout"))
+
+
+def _check_count(count: int, engine: Engine, state: ServerState) -> None:
+    """Before any of the prompts is tokenized."""
+    most = engine.config.max_requests + state.settings.max_queue
+    if count > most:
+        limit = f"{most}: {engine.config.max_requests} that run and {state.settings.max_queue} that wait"
+        raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
+
+
+def _state(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+def _call(request: Request) -> Call:
+    call: Call = request.state.call
+    return call
+
+
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
+def _texts(state: ServerState) -> Texts:
+    assert state.texts is not None
+    return state.texts
+
+
+def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
+    """Raises ApiError: 503 while nothing is served, 404 for another model, 400 for a body that contradicts itself."""
+    state = _state(request)
+    engine = state.thread.refuse_unless_ready()
+    if body.model is not None:
+        _check_model(state, body.model)
+    _ = body.includes_usage, body.num_answers
+    return state, engine, _texts(state)
+
+
+def _check_model(state: ServerState, name: str) -> None:
+    if name != (mine := state.settings.model_name):
+        raise ApiError(404, f"there is no model {shown(name)}; this server has {mine!r}", param="model", code="model_not_found")
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    engine = state.thread.engine
+    limit = engine.limits.max_positions if engine is not None else None
+    return {"id": state.settings.model_name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
+
+
+def _room(engine: Engine, prompts: Sequence[Prompt]) -> int:
+    """New tokens that there is room for after the longest prompt; at least 1, so that a prompt that is too long gets the engine's words."""
+    return max(engine.new_requests.room - max(len(prompt.token_ids) for prompt in prompts) + 1, 1)

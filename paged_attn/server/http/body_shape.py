@@ -1,0 +1,64 @@
+"""How many values a body of JSON holds and how deep they lie in each other, counted while its bytes come in."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.server.http.errors import ApiError
+
+MAX_VALUES = 1 << 20  # a prompt of a million token ids
+MAX_DEPTH = 100
+_QUOTE, _OPEN, _CLOSE, _COMMA, _BACKSLASH, _ZERO = range(1, 7)
+_KINDS = np.zeros(256, np.int8)
+for _characters, _kind in ((b'"', _QUOTE), (b"[{", _OPEN), (b"]}", _CLOSE), (b",", _COMMA), (b"\\", _BACKSLASH), (b"\0", _ZERO)):
+    _KINDS[list(_characters)] = _kind
+
+
+class BodyShape:
+    """Reads JSON without building any of it. What is no JSON it may count as it likes."""
+
+    def __init__(self) -> None:
+        self.values = 1
+        self.depth = 0
+        self._in_string = False
+        self._escapes = False  # the last byte is a backslash that escapes the next one
+
+    def feed(self, part: bytes) -> None:
+        """Take in the next bytes.
+
+        Raises:
+            ApiError: 400 for too many values, for values that lie too deep, or for bytes that no UTF-8 JSON has.
+        """
+        every_kind = _KINDS[np.frombuffer(part, np.uint8)]
+        places = np.flatnonzero(every_kind)
+        kinds = every_kind[places]
+        if (kinds == _ZERO).any():
+            raise ApiError(400, "the body holds a zero byte; send JSON in UTF-8")
+        quotes = kinds == _QUOTE
+        if self._escapes or (kinds == _BACKSLASH).any():
+            quotes &= ~self._escaped(places, kinds, len(part))
+        outside = (np.cumsum(quotes) + self._in_string) % 2 == 0
+        self._in_string ^= bool(quotes.sum() % 2)
+        opens, closes = outside & (kinds == _OPEN), outside & (kinds == _CLOSE)
+        depths = self.depth + np.cumsum(opens.astype(np.int64) - closes)
+        self.values += int(opens.sum() + (outside & (kinds == _COMMA)).sum())
+        self.depth = int(depths[-1]) if len(depths) else self.depth
+        if self.values > MAX_VALUES:
+            raise ApiError(400, f"the body holds more than {MAX_VALUES:,} values; send long prompts as text, or in several requests")
+        if depths.max(initial=0) > MAX_DEPTH:
+            raise ApiError(400, f"the body nests values more than {MAX_DEPTH} deep; allowed are at most {MAX_DEPTH}")
+
+    def _escaped(self, places: NDArray[np.intp], kinds: NDArray[np.int8], size: int) -> NDArray[np.bool_]:
+        """Which of the bytes at these places follow an odd number of backslashes."""
+        if self._escapes:  # as if it stood at the beginning
+            places, kinds = np.concatenate([[-1], places]), np.concatenate([[_BACKSLASH], kinds])
+        is_backslash = kinds == _BACKSLASH
+        follows = np.concatenate([[False], is_backslash[:-1] & (np.diff(places) == 1)])
+        run_starts = np.maximum.accumulate(np.where(is_backslash & ~follows, places, -2))
+        is_odd = is_backslash & ((places - run_starts) % 2 == 0)
+        escaped: NDArray[np.bool_] = follows & np.concatenate([[False], is_odd[:-1]])
+        carried = int(self._escapes)
+        if size:
+            self._escapes = bool(len(places)) and places[-1] == size - 1 and bool(is_odd[-1])
+        return escaped[carried:]

@@ -1,0 +1,69 @@
+"""Work for a client that may leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paged_attn.server.http.errors import CLIENT_GONE
+
+T = TypeVar("T")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T | None:
+    """What `work` returns, or None, and `work` cancelled, if the client leaves first."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class ClientGone(Response):
+    """For a client that nobody can answer; the status is seen by the metrics alone."""
+
+    def __init__(self) -> None:
+        super().__init__(status_code=CLIENT_GONE)
+
+
+class EventStream(Response):
+    """Server-sent events. `close` is called at the end, whichever way it came.
+
+    Starlette's own StreamingResponse sees, with newer ASGI versions, that a client has left only when it sends the next part; a request
+    that waits in the queue sends none.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, lines: AsyncIterator[str], close: Callable[[], None]) -> None:
+        self.lines, self.close = lines, close
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(OSError):  # what `send` raises when the client is gone, with newer ASGI versions
+                await unless_gone(receive, self._send_all(send))
+        finally:
+            self.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for line in self.lines:
+            await send({"type": "http.response.body", "body": f"data: {line}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,125 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+
+from paged_attn.shown import shown
+
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+CODES = {
+    401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large", 429: "queue_full",
+}  # fmt: skip
+CLIENT_GONE = 499
+MAX_MESSAGE, MAX_PARAM = 1000, 100  # characters
+# What a library prints behind its message.
+_BACKTRACES = ("Traceback (most recent call last)", "Exception raised from", "stack backtrace", "Stack backtrace", "frame #", "<state>")
+
+
+class ApiError(Exception):
+    """An answer with an error status.
+
+    Args:
+        message: cut after `MAX_MESSAGE` characters, and before a backtrace.
+        param: the field of the body that is at fault.
+        retry_after: seconds, for statuses after which a client should come back.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.retry_after = status, _cut(without_backtrace(message), MAX_MESSAGE), retry_after
+        self.param = None if param is None else _cut(param, MAX_PARAM)
+        self.code = code if code is not None else CODES.get(status)
+        self.type = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+    def payload(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        headers = {"Retry-After": str(self.retry_after)} if self.retry_after is not None else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 504:
+            headers["x-should-retry"] = "false"  # OpenAI's clients would send it twice more
+        # ASCII: a message may quote a lone surrogate, which UTF-8 can not carry.
+        return Response(json.dumps(self.payload()), self.status, headers, "application/json")
+
+
+def bad_request(error: Exception, param: str | None = None) -> ApiError:
+    """400 with the engine's own words."""
+    return ApiError(400, "\n".join([str(error), *getattr(error, "__notes__", ())]), param=param)
+
+
+def without_backtrace(text: str) -> str:
+    """What stands before the first line that begins a backtrace."""
+    for mark in _BACKTRACES:
+        text = text.partition(mark)[0]
+    return text.rstrip()
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every error that the app can end in gets OpenAI's form."""
+    app.add_exception_handler(ApiError, _own)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+
+
+async def _own(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return told(request.scope, error)
+
+
+def told(scope: Scope, error: ApiError) -> Response:
+    """The answer; the log of the call knows of it, too."""
+    call = scope.get("state", {}).get("call")
+    if call is not None and call.failure is None:
+        call.failure = error
+    return error.response()
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return told(request.scope, _first_complaint(error))
+
+
+def _first_complaint(error: RequestValidationError) -> ApiError:
+    """About the body, with what it is about."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    where = ".".join(str(part) for part in first["loc"][1:])
+    if not where:
+        hint = "send a JSON object with the header Content-Type: application/json"
+        return ApiError(400, f"the body is not a JSON object: {first['msg']}; {hint}")
+    if first["type"] == "extra_forbidden":
+        return unknown_field(where)
+    got = "" if first["type"] == "missing" else f"; got {shown(first.get('input'))}"
+    return ApiError(400, f"{where}: {first['msg']}{got}", param=where)
+
+
+def unknown_field(where: str) -> ApiError:
+    return ApiError(400, f"unknown field {shown(where)}; this server does not support it", param=where, code="unknown_field")
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}"))
+
+
+def unforeseen(error: Exception) -> ApiError:
+    """The words of what nobody foresaw are for the log, and not for clients."""
+    what = f"the server failed: {type(error).__name__}; its log says why, under the x-request-id of this answer"
+    return ApiError(500, what, code="internal_error")

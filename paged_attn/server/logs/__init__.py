@@ -1,0 +1,1 @@
+"""What operators see: a line for each request, metrics, traces."""

@@ -1,0 +1,88 @@
+"""Around everything else: the id of a request, its line in the log, and its trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paged_attn.server.http.errors import CLIENT_GONE, told, unforeseen
+from paged_attn.server.logs.line_writer import LineWriter
+from paged_attn.server.logs.tracing import Tracing
+from paged_attn.server.work.call import Call, request_id
+
+logger = logging.getLogger("paged_attn")
+QUIET = ("/health", "/metrics")  # asked every few seconds
+
+
+class CallLog:
+    """ASGI middleware. Accepts and echoes `x-request-id`, and makes `request.state.call`.
+
+    Args:
+        log: takes a line of JSON for each request; None: nothing is written.
+        tracing: None: nothing is traced.
+    """
+
+    def __init__(self, app: ASGIApp, log: LineWriter | None, tracing: Tracing | None) -> None:
+        self.app, self.log, self.tracing = app, log, tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        call = Call(request_id(headers.get("x-request-id")), scope["method"], scope["path"])
+        state = scope.setdefault("state", {})
+        state["call"] = call
+
+        async def answering(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = call.id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, answering)
+        except Exception as error:  # nobody foresaw it: here, and not further out, the answer still gets its id, and its line
+            logger.exception("the request %s failed", call.id)
+            if call.status:
+                raise
+            await told(scope, unforeseen(error))(scope, receive, answering)
+        finally:
+            call.afterwards.close()
+            call.caller = state.get("caller")
+            facts = facts_of(call, scope.get("client"))
+            if self.tracing is not None and not call.path.startswith(QUIET):
+                self.tracing.record(call, facts, headers)
+            if self.log is not None and not call.path.startswith(QUIET):
+                self.log.write(json.dumps(facts))
+
+
+def facts_of(call: Call, client: tuple[str, int] | None) -> dict[str, Any]:
+    """What is known of a request when its answer has ended; what does not concern it is left out."""
+    facts: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(call.began // 10**9)) + f".{call.began // 10**6 % 1000:03}Z",
+        "request_id": call.id, "client": client[0] if client is not None else None,
+        "key": call.caller.key if call.caller is not None else None, "method": call.method[:20], "path": call.path[:200],
+        "status": call.status or CLIENT_GONE, "seconds": round(time.perf_counter() - call.arrived, 4),
+        "error": _error_of(call),
+    }  # fmt: skip
+    if call.job is not None:
+        job, counts = call.job, call.job.usage()
+        ends = sorted({str(request.finish_reason) for request in job.requests if request.finish_reason is not None})
+        first = job.first_token_at
+        facts |= {
+            "prompts": len(job.prompts), "answers": job.size, "finish_reasons": ends, "prompt_tokens": counts["prompt_tokens"],
+            "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"], "completion_tokens": counts["completion_tokens"],
+            "first_token_seconds": None if first is None else round(first - job.arrived, 4),
+        }  # fmt: skip
+    return {name: value for name, value in facts.items() if value not in (None, [])}
+
+
+def _error_of(call: Call) -> str | None:
+    failure = call.failure or (None if call.job is None else call.job.failure)
+    return None if failure is None else failure.code or failure.type

@@ -1,0 +1,344 @@
+"""The one thread that touches the engine: requests and cancels come in through a queue, events go out to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable
+from itertools import islice, product
+
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.requests.request import FinishReason, TokenEvent
+from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.server.work.job import Accepted, Job, Update
+from paged_attn.server.work.observer import Observer
+from paged_attn.server.work.snapshot import EngineSnapshot
+from paged_attn.server.work.status import Status, described, in_words
+from paged_attn.server.work.waiting_jobs import WaitingJobs, fair_share, made_room, waited_too_long
+
+logger = logging.getLogger("paged_attn")
+ADDS_PER_TURN = 64  # so that a flood of requests does not hold up those that run
+DOUBTFUL = 3  # failed steps in a row after which nothing new is let in until the engine is seen to work
+
+
+class EngineThread:
+    """Makes an engine in a thread of its own, and steps it there.
+
+    Args:
+        make_engine: called on the thread; may take minutes.
+        max_queue: prompts that may wait beyond those that can run. When so many do, tenants share the queue equally.
+        queue_seconds: how long one may wait; None: for ever.
+
+    A step that raises ends its requests with 500 and the reason; all others go on. After that, as soon as the engine
+    is idle, a probe of one token must run, or the engine counts as dead; one that does not recover is dead at once.
+    `submit`, `cancel` and `drain` are for the event loop's thread.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer, queue_seconds: float | None = None) -> None:
+        self.engine: Engine | None = None
+        self.error: BaseException | None = None
+        self.snapshot = EngineSnapshot()
+        self.max_queue, self.queue_seconds = max_queue, queue_seconds
+        self.raises_start_failure = False  # somebody tells the user why there is no engine
+        self._status = Status.LOADING
+        self._make_engine, self._observer = make_engine, observer
+        self._condition = threading.Condition()
+        self._adds: deque[Job] = deque()
+        self._cancels: deque[Job] = deque()
+        self._pending: Counter[Hashable] = Counter()  # prompts of each tenant that were submitted and are not in `snapshot` yet
+        self._beyond = 0  # prompts that were let into a full queue, for which others are to make room
+        self._blocked = False  # the last step left some waiting: whoever comes now has to wait, too
+        self._everything: ApiError | None = None  # cancel all that there is, for this reason
+        self._stopping = False
+        self._failures = 0  # steps in a row
+        self._probe_due = False
+        self._events_due = False  # a step failed: the next one brings the events that were due
+        self._owners: dict[str, tuple[Job, int]] = {}  # of the engine's requests, by id
+        self._started: set[str] = set()  # those with a first token
+        self._waiting = WaitingJobs(lambda request: self.engine is not None and self.engine.scheduler.waiting.is_new(request))
+        self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Load the engine and serve it; updates of jobs go to `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    def refuse_unless_ready(self) -> Engine:
+        """The engine, to read what never changes.
+
+        Raises:
+            ApiError: 503 with the reason why nothing is served.
+        """
+        if self._status is Status.READY and self.engine is not None:
+            return self.engine
+        raise ApiError(503, self.describe(), code=str(self._status), retry_after=5 if self._status is Status.LOADING else None)
+
+    def describe(self) -> str:
+        return described(self._status, self.error)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its updates follow.
+
+        Raises:
+            ApiError: 503 if the engine does not run, 429 if too many wait, 400 if so many prompts can never wait.
+        """
+        count = job.size
+        with self._condition:
+            config, now = self.refuse_unless_ready().config, self.snapshot
+            if count > config.max_requests + self.max_queue:
+                limit = f"{config.max_requests + self.max_queue}: {config.max_requests} that run and {self.max_queue} that wait"
+                raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
+            waiting = now.waiting + self._pending.total()
+            beyond = waiting + count - self.max_queue - self._idle(now.running, config.max_requests)
+            if beyond > 0:
+                waiting_of = Counter(now.waiting_of) + self._pending
+                if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
+                    state = f"{now.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
+                    raise ApiError(429, f"the queue is full: {state}; try again later", retry_after=1)
+                self._beyond += min(count, beyond)
+            self._adds.append(job)
+            self._pending[job.tenant] += count
+            self._condition.notify()
+
+    def _idle(self, running: int, max_requests: int) -> int:
+        """How many of those that wait will run with the next step."""
+        return 0 if self._blocked else max(max_requests - running, 0)
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job, wherever it is; nothing happens if it has ended."""
+        with self._condition:
+            job.cancelled = True
+            self._cancels.append(job)
+            self._condition.notify()
+
+    def drain(self) -> None:
+        """Take no new jobs; those that were taken go on."""
+        with self._condition:
+            if self._status in (Status.LOADING, Status.READY):
+                self._status = Status.DRAINING
+
+    def cancel_all(self) -> None:
+        """End all jobs with 503."""
+        with self._condition:
+            self._everything = ApiError(503, "the server shut down before the request was complete", code="shutting_down")
+            self._condition.notify()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """End all jobs, close the engine and end the thread; False if it still runs after `timeout` seconds."""
+        self.drain()
+        self.cancel_all()
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            engine = self._make_engine()
+            with self._condition:
+                self.engine = engine
+                if self._status is Status.LOADING:
+                    self._status = Status.READY
+            self._serve(engine)
+        except BaseException as error:  # the thread's last words: else every client would wait for ever
+            if self.engine is not None or not self.raises_start_failure:
+                logger.exception("the engine's thread ended")
+            self._end(Status.DEAD, error)
+        else:
+            self._end(Status.STOPPED, None)
+        if self.engine is not None:
+            self.engine.close()
+            self._publish(self.engine)
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            with self._condition:
+                while not (self._adds or self._cancels or self._everything or self._stopping or engine.has_work or self._probe_due):
+                    self._condition.wait()
+                cancels, self._cancels = list(self._cancels), deque()
+                everything, self._everything = self._everything, None
+                held_back = self._failures >= DOUBTFUL and self._probe_due
+                adds = [] if held_back else [self._adds.popleft() for _ in range(min(len(self._adds), ADDS_PER_TURN))]
+                if everything is not None:
+                    adds += self._adds
+                    self._adds.clear()
+                stopping = self._stopping
+            for job in cancels:
+                self._drop(engine, job, "cancelled")
+            if everything is None:
+                self._send(update for job in adds if (update := self._admit(engine, job)) is not None)
+            else:
+                running = self._fail(engine, {job for job, _ in self._owners.values()}, everything, "cancelled")
+                self._send([*running, *((job, everything) for job in adds)])
+            self._turn_away(engine)
+            self._publish(engine, adds)
+            if stopping:
+                return
+            if engine.has_work:
+                self._step(engine)
+                self._publish(engine, stepped=True)
+            elif self._probe_due:
+                self._probe(engine)
+
+    def _admit(self, engine: Engine, job: Job) -> tuple[Job, Update] | None:
+        if job.cancelled:
+            return None
+        try:
+            for prompt, params in product(job.prompts, job.answers):
+                request = engine.add_request(
+                    prompt.token_ids, params, namespace=job.namespace, tenant=job.tenant, prompt=prompt.text,
+                    priority=job.priority, text_at_end=job.text_at_end,
+                )  # fmt: skip
+                self._owners[request.id] = (job, len(job.requests))
+                job.requests.append(request)
+        except (ValueError, TypeError) as error:  # UnsupportedError is a ValueError
+            if len(job.prompts) > 1:
+                error.add_note(f"(prompt {len(job.requests) // len(job.answers)} of {len(job.prompts)})")
+            self._drop(engine, job, None)
+            return job, bad_request(error, "prompt")
+        self._waiting.add(job)
+        return job, Accepted()
+
+    def _turn_away(self, engine: Engine) -> None:
+        """Who has waited for too long, and who is too many, is told so."""
+        waiting = engine.scheduler.waiting
+        if self.queue_seconds is not None:
+            late = list(self._waiting.overdue(time.perf_counter(), self.queue_seconds))
+            self._send(self._fail(engine, late, waited_too_long(self.queue_seconds), "queue_timeout"))
+        with self._condition:
+            beyond, self._beyond = self._beyond, 0
+        if beyond:  # who was preempted and waits again pushes nobody out
+            for job in list(self._waiting.surplus(beyond, self.max_queue, waiting.count_of)):
+                self._send(self._fail(engine, [job], made_room(job), "turned_away"))
+
+    def _drop(self, engine: Engine, job: Job, outcome: str | None) -> None:
+        """Cancel what the engine still has of a job; `outcome` is counted, None is not."""
+        self._waiting.discard(job)
+        for request in job.requests:
+            if self._owners.pop(request.id, None) is not None:
+                self._started.discard(request.id)
+                engine.cancel(request.id)
+                if outcome is not None:
+                    self._observer.ended(outcome, time.perf_counter() - job.arrived)
+
+    def _fail(self, engine: Engine, jobs: Iterable[Job], error: ApiError, outcome: str) -> list[tuple[Job, Update]]:
+        jobs = list(jobs)
+        for job in jobs:
+            self._drop(engine, job, outcome)
+        return [(job, error) for job in jobs]
+
+    def _step(self, engine: Engine) -> None:
+        started, steps = time.perf_counter(), engine.stats.steps
+        try:
+            events = engine.step()
+        except Exception as error:  # whatever it is, the server goes on and says so
+            if not engine.recovers:
+                raise
+            logger.exception("a step of the engine failed")
+            self._failures += 1
+            self._probe_due = self._events_due = True
+            self._observer.step_failed()
+            self._send(self._fail(engine, self._hit_by_failed_step(engine), _step_failed(in_words(error)), "error"))
+            return
+        self._failures = 0
+        now = time.perf_counter()
+        if engine.stats.steps > steps:  # else it only waited for the one before
+            self._observer.step(now - started)
+        self._send(update for event in events if (update := self._update_of(event, now)) is not None)
+        self._end_lost(engine)
+
+    def _end_lost(self, engine: Engine) -> None:
+        """After a failed step all events that were due have come: whoever has ended and was not told is told now."""
+        if self._events_due:
+            self._events_due = False
+            lost = {job for job, index in self._owners.values() if job.requests[index].finish_reason is not None}
+            self._send(self._fail(engine, lost, _step_failed("its last token was lost"), "error"))
+
+    def _hit_by_failed_step(self, engine: Engine) -> set[Job]:
+        """Jobs of the requests of the step that raised. Where there was none yet (the scheduler raised), of all that run; then of the first
+        that waits; then of all: every failed step ends at least one request. Events of those that had ended come with the next step."""
+        owned = [job.requests[index] for job, index in self._owners.values()]
+        for requests in (engine.last_scheduled, engine.scheduler.running, islice(engine.scheduler.waiting, 1), owned):
+            if hit := {self._owners[r.id][0] for r in requests if r.id in self._owners and r.finish_reason is None}:
+                return hit
+        return set()
+
+    def _update_of(self, event: TokenEvent, now: float) -> tuple[Job, Update] | None:
+        owner = self._owners.get(event.request_id)
+        if owner is None:
+            return None
+        job, index = owner
+        if event.token_id is not None and event.request_id not in self._started:
+            self._started.add(event.request_id)
+            self._waiting.discard(job)
+            self._observer.first_token(now - job.arrived)
+            if job.first_token_at is None:
+                job.first_token_at = now
+        if event.finish_reason is not None:
+            del self._owners[event.request_id]
+            self._started.discard(event.request_id)
+            self._waiting.discard(job)
+            self._observer.ended(str(event.finish_reason), now - job.arrived)
+        return job, (index, event)
+
+    def _probe(self, engine: Engine) -> None:
+        """One token on an idle engine; what this raises ends the thread."""
+        self._end_lost(engine)
+        request = engine.add_request([0], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+        if request.finish_reason is not FinishReason.LENGTH:
+            raise RuntimeError(f"after a failed step, a probe of one token ended with {request.finish_reason}: {request.error}")
+        self._probe_due, self._failures = False, 0
+
+    def _publish(self, engine: Engine, taken: Iterable[Job] = (), stepped: bool = False) -> None:
+        snapshot = EngineSnapshot.of(engine)
+        with self._condition:
+            self.snapshot = snapshot
+            for job in taken:
+                self._pending[job.tenant] -= job.size
+            self._pending = +self._pending  # who has none is forgotten
+            if stepped:
+                self._blocked = snapshot.waiting > 0
+
+    def _end(self, status: Status, error: BaseException | None) -> None:
+        """Nothing is served any more; whoever waits is told."""
+        with self._condition:
+            self._status, self.error = status, error
+            waiting = {*self._adds, *(job for job, _ in self._owners.values())}
+            self._adds.clear()
+            self._owners.clear()
+            self._pending.clear()
+        self._send((job, ApiError(503 if error is None else 500, self.describe(), code=str(status))) for job in waiting)
+
+    def _send(self, updates: Iterable[tuple[Job, Update]]) -> None:
+        """One wake-up of the event loop for all of them."""
+        listed = list(updates)
+        if listed:
+            assert self._loop is not None
+            try:
+                self._loop.call_soon_threadsafe(_dispatch, listed)
+            except RuntimeError:  # the loop was closed by a forced exit: nobody is left to tell
+                self._stopping = True
+
+
+def _step_failed(why: str) -> ApiError:
+    return ApiError(500, f"the step that ran this request failed: {why}", code="step_failed")
+
+
+def _dispatch(updates: list[tuple[Job, Update]]) -> None:
+    for job, update in updates:
+        job.receive(update)

@@ -1,0 +1,132 @@
+"""One HTTP call's prompts on their way through the engine, as the event loop sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_attn.engine.requests.request import Completion, Request, TokenEvent
+from paged_attn.engine.sampling.structured.guides import Guide, GuideError
+from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.server.http.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text that they came from, if any."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The engine has taken all prompts."""
+
+
+Update = Accepted | ApiError | tuple[int, TokenEvent]
+
+
+class Job:
+    """Prompts, and for each the answers wanted: a request of the engine for each of those, in order.
+
+    The engine's thread fills `requests` and sends updates; all else belongs to the event loop.
+
+    Args:
+        answers: the params of each answer to a prompt.
+        namespace, tenant, priority: as `Engine.add_request` takes them.
+        text_at_end: the text is read when a request has ended, and not with each token.
+        guide: what the answers follow, held so that the engine need not read it again.
+        arrived: when the call came, by `time.perf_counter`.
+
+    Attributes:
+        requests: one per answer, those to the first prompt first, from acceptance on; to be read once a request has finished.
+        cancelled: the engine shall not begin it, or has been told to stop.
+        failure: what its events ended with.
+        first_token_at: when the first token of any request came.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        answers: Sequence[SamplingParams],
+        namespace: Hashable = None,
+        *,
+        tenant: Hashable = None,
+        priority: int = 0,
+        text_at_end: bool = False,
+        guide: Guide | None = None,
+        arrived: float | None = None,
+    ) -> None:
+        self.prompts, self.answers = prompts, answers
+        self.namespace, self.tenant, self.priority, self.text_at_end = namespace, tenant, priority, text_at_end
+        self.guide = guide
+        self.arrived = time.perf_counter() if arrived is None else arrived
+        self.requests: list[Request] = []
+        self.cancelled = False
+        self.first_token_at: float | None = None
+        self.failure: ApiError | None = None
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+
+    @property
+    def size(self) -> int:
+        """How many requests it is."""
+        return len(self.prompts) * len(self.answers)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's counts of tokens. A prompt counts once, however many answers it got."""
+        prompts, new = self.requests[:: len(self.answers)], sum(request.num_sampled for request in self.requests)
+        prompt, cached = sum(len(request.prompt_token_ids) for request in prompts), sum(request.cached_tokens for request in prompts)
+        details = {"cached_tokens": cached}
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": details}
+
+    def receive(self, update: Update) -> None:
+        """Called on the event loop."""
+        self._updates.put_nowait(update)
+
+    async def accepted(self) -> None:
+        """Wait until the engine has looked at all prompts.
+
+        Raises:
+            ApiError: it refused one (then none of them runs), or is not running any more.
+        """
+        update = await self._update()
+        assert isinstance(update, Accepted), update
+
+    async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
+        """(number of the request, event) until all have finished.
+
+        Raises:
+            ApiError: a request failed; the others of the job are then to be cancelled.
+        """
+        left = self.size
+        while left:
+            update = await self._update()
+            assert isinstance(update, tuple), update
+            index, event = update
+            if event.finish_reason == "error":
+                error = self.requests[index].error
+                # What the client asked for may be at fault, though it shows only now.
+                status, code = (400, "guide_failed") if isinstance(error, GuideError) else (500, "bad_logits")
+                raise self._failed(ApiError(status, str(error), code=code))
+            left -= event.finish_reason is not None
+            yield index, event
+
+    async def _update(self) -> Accepted | tuple[int, TokenEvent]:
+        update = await self._updates.get()
+        if isinstance(update, ApiError):
+            raise self._failed(update)
+        return update
+
+    def _failed(self, error: ApiError) -> ApiError:
+        self.failure = error
+        return error
+
+    async def completions(self) -> list[Completion]:
+        """The results of all requests; raises as `events` does."""
+        async for _ in self.events():
+            pass
+        return [Completion.of(request) for request in self.requests]

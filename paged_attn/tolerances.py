@@ -1,0 +1,88 @@
+"""When two results count as equal: the one place for tolerances between a model and what was made of it.
+
+A row is compared as a whole: its error is the length of the difference over the length of the row. What is allowed is a small multiple of
+what rounding alone does to the same row of the same model, which is measured (`paged_attn.check.compare.noise`), and never less than a few
+roundings of its type.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MULTIPLE = 4  # of the measured noise: two results are each off by about that much, and some rows by more
+# One rounding of a number of this type, relative to it. Of float32 and float64 more: kernels differ in how they compute exp and
+# rsqrt.
+ROUNDING = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-9, torch.float32: 2.0**-18, torch.float64: 2.0**-40}
+COARSEST = 2.0**-5  # any narrower float
+# Of the logits of a whole model, over whose layers rounding adds up, and may change what routers choose in a few rows.
+LOGITS = {torch.float32: 2e-4, torch.float64: 1e-6}
+LOGITS_16_BIT = 6e-2
+SHORT = 0.1  # a row shorter than this part of the usual one is the difference of larger numbers: it is measured by theirs
+
+
+def rounding(*dtypes: torch.dtype) -> float:
+    """One rounding of the coarsest floating type among these."""
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return max((ROUNDING.get(dtype, COARSEST) for dtype in floating), default=ROUNDING[torch.float32])
+
+
+def row_lengths(rows: Tensor) -> Tensor:
+    """Of rows [N, ...] the Euclidean lengths [N], float32 or float64; those of infinite elements do not count."""
+    flat = _flat(rows)
+    lengths: Tensor = torch.where(flat.isfinite(), flat, 0).norm(dim=1)
+    return lengths
+
+
+def row_errors(expected: Tensor, got: Tensor, usual: float | None = None) -> Tensor:
+    """How far each row of `got` is off, relative to the length of the row of `expected`.
+
+    Args:
+        expected, got: [N, ...] of one shape; N may be 0. Whole numbers and truth values are equal or not: an error of 0 or infinity.
+        usual: the usual length of such rows; by default the median of `expected`.
+
+    Returns:
+        [N] float32 or float64 on the device of `expected`; infinite where `got` is NaN or infinite and `expected` is not that.
+    """
+    if not expected.is_floating_point() and not expected.is_complex():
+        wrong = (expected.flatten(1) != got.flatten(1)).any(1) if expected.dim() > 1 else expected != got
+        return torch.where(wrong, torch.inf, 0.0)
+    one, other = _flat(expected), _flat(got.to(expected.device))
+    difference = torch.where((one == other) | (one.isnan() & other.isnan()), 0, other - one).norm(dim=1)
+    lengths = row_lengths(expected)
+    if usual is None:
+        usual = float(lengths.median()) if len(lengths) else 0.0
+    errors = difference / lengths.clamp_min(max(SHORT * usual, torch.finfo(lengths.dtype).tiny))
+    return torch.where(difference.isnan(), torch.inf, errors)
+
+
+def worst(errors: Tensor) -> float:
+    """The largest of errors [N]; 0 of none."""
+    return float(errors.max()) if len(errors) else 0.0
+
+
+def typical(errors: Tensor) -> float:
+    """The median of errors [N]: what most rows have, whatever befell a few; 0 of none."""
+    return float(errors.median()) if len(errors) else 0.0
+
+
+def logits_apart(expected: Tensor, got: Tensor, narrow: torch.dtype) -> tuple[float, float]:
+    """How far two runs of a whole model are apart, and what is allowed: the worst row in float32, what most rows are off in 16 bits.
+
+    This tells another computation from the same one; a proof looks at each part of the model by itself (`self_check`).
+
+    Args:
+        expected, got: [N, vocabulary]
+        narrow: the model's own floating type; logits may be in a wider one.
+    """
+    errors = row_errors(expected, got)
+    exact = narrow in LOGITS
+    return (worst(errors) if exact else typical(errors)), LOGITS.get(narrow, LOGITS_16_BIT)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """[N, elements], real, in float32 or wider."""
+    if rows.is_complex():
+        rows = torch.view_as_real(rows)
+    rows = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+    return rows.flatten(1) if rows.dim() > 1 else rows[:, None]

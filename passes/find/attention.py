@@ -1,0 +1,26 @@
+"""All finders of attention, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from paged_attn.passes.find.attention_site import AttentionSite
+from paged_attn.passes.find.sdpa import find_sdpa
+from paged_attn.passes.find.softmax import find_softmax
+from paged_attn.passes.fx.call_form import CallForm
+
+# find_softmax goes first: it changes the graph around what it finds.
+FINDERS: tuple[Callable[[fx.Graph, CallForm], list[AttentionSite]], ...] = (find_softmax, find_sdpa)
+
+
+def find_attention(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
+    """Every attention of a graph in execution order, each found once.
+
+    Raises:
+        UnsupportedError: an attention that is not of a known form, by name.
+    """
+    sites = [site for finder in FINDERS for site in finder(graph, form)]
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    return sorted(sites, key=lambda site: order[site.node])

@@ -1,0 +1,183 @@
+"""Batched matrix products in all their spellings (matmul, @, bmm, einsum), read as one einsum of two factors.
+
+Before: `torch.einsum("bqhd,bkhd->bhqk", q, k)`, `q @ k.transpose(-1, -2)`, `torch.bmm(q, k)`, `bias.baddbmm(q, k, beta=1, alpha=s)`
+After:  a `Product` that can emit either factor as [1, heads, rows, columns], whatever the layout it came in
+Declines (returns None): einsums of more than two factors, with repeated or summed-out labels.
+"""
+
+from __future__ import annotations
+
+import operator
+import string
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.passes.fx.graph_tools import call_with_value, shape_of, value_of
+
+_MATMUL = {torch.matmul, torch.bmm, operator.matmul, torch.ops.aten.matmul.default, torch.ops.aten.bmm.default}
+_MATMUL_METHODS = {"matmul", "bmm", "__matmul__"}
+
+
+@dataclass(frozen=True)
+class Product:
+    """node[labels] = sum over `inner` of left[left_labels] * right[right_labels]; rows come from left, columns from right."""
+
+    node: fx.Node
+    left: fx.Node
+    right: fx.Node
+    left_labels: str
+    right_labels: str
+    lead: str
+    row: str
+    inner: str
+    column: str
+
+    @property
+    def labels(self) -> str:
+        """What the canonical result [lead..., rows, columns] is labelled."""
+        return self.lead + self.row + self.column
+
+    @property
+    def lead_sizes(self) -> list[int]:
+        """The static sizes of the lead (batch and head) dims.
+
+        Raises:
+            ValueError: a lead dim depends on the number of tokens.
+        """
+        sizes: dict[str, Any] = {}
+        for node, labels in ((self.left, self.left_labels), (self.right, self.right_labels)):
+            for label, size in zip(labels, shape_of(node), strict=True):
+                if label in self.lead and (label not in sizes or sizes[label] == 1):
+                    sizes[label] = size
+        if any(not isinstance(size, int) for size in sizes.values()):
+            raise ValueError(f"its products run over lead dims of {list(sizes.values())}")
+        return [int(sizes[label]) for label in self.lead]
+
+    @property
+    def num_heads(self) -> int:
+        """Product of all lead dims: batch is 1 in a paged call."""
+        count = 1
+        for size in self.lead_sizes:
+            count *= size
+        return count
+
+    def emit_factor(self, which: str, rows: str, columns: str, before: fx.Node) -> fx.Node:
+        """Insert nodes that give the "left" or "right" factor as [1, heads, rows, columns] in front of `before`."""
+        node, labels = (self.left, self.left_labels) if which == "left" else (self.right, self.right_labels)
+        present = [label for label in self.lead if label in labels]
+        order = [labels.index(label) for label in (*present, rows, columns)]
+        graph = node.graph
+        with graph.inserting_before(before):
+            if order != list(range(len(order))):
+                node = call_with_value(graph, "permute", node, order)
+            for position, label in enumerate(self.lead):
+                if label not in labels:
+                    node = call_with_value(graph, "unsqueeze", node, position)
+            sizes = self.lead_sizes
+            if [*shape_of(node)[: len(sizes)]] != sizes:
+                node = call_with_value(graph, "expand", node, [*sizes, -1, -1])
+            if sizes[:-1] != [1] or len(sizes) != 2:
+                node = call_with_value(graph, "reshape", node, [1, self.num_heads, -1, shape_of(node)[-1]])
+        return node
+
+    def emit_result(self, canonical: fx.Node, before: fx.Node, output_labels: str) -> fx.Node:
+        """Insert nodes that give a [1, heads, rows, columns] node the layout of `self.node`."""
+        graph = canonical.graph
+        order = [self.labels.index(label) for label in output_labels]
+        with graph.inserting_before(before):
+            node = call_with_value(graph, "reshape", canonical, [*self.lead_sizes, -1, shape_of(canonical)[-1]])
+            return node if order == list(range(len(order))) else call_with_value(graph, "permute", node, order)
+
+
+def product_of(node: fx.Node) -> tuple[Product, str] | None:
+    """The product that a node computes and the labels of its own layout, or None."""
+    if node.op == "call_function" and node.target in (torch.einsum, torch.functional.einsum):
+        parsed = _einsum(node)
+    elif (node.op == "call_function" and node.target in _MATMUL) or (node.op == "call_method" and node.target in _MATMUL_METHODS):
+        parsed = _matmul(node)
+    else:
+        return None
+    return parsed and _classify(node, *parsed)
+
+
+def split_baddbmm(graph: fx.Graph) -> None:
+    """`baddbmm(input, a, b, beta=, alpha=)` becomes beta * input + alpha * bmm(a, b), so that the product stands alone.
+
+    With beta=0 the input is not read, as PyTorch has it: a buffer that nobody has filled may hold NaN.
+    """
+    for node in list(graph.nodes):
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if node.op not in ("call_function", "call_method") or name not in ("baddbmm", "baddbmm.default"):
+            continue
+        given = dict(zip(("input", "batch1", "batch2"), node.args, strict=False)) | dict(node.kwargs)
+        with graph.inserting_before(node):
+            product = call_with_value(graph, torch.bmm, given["batch1"], given["batch2"])
+            terms = []
+            for term, factor in ((given["input"], given.get("beta", 1)), (product, given.get("alpha", 1))):
+                if factor != 0 or term is product:
+                    terms.append(term if factor == 1 else call_with_value(graph, operator.mul, term, factor))
+            result = call_with_value(graph, operator.add, *terms) if len(terms) == 2 else terms[0]
+        for new in (product, *terms, result):
+            new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _einsum(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str] | None:
+    equation, *factors = node.args
+    if len(factors) == 1 and isinstance(factors[0], (tuple, list)):
+        factors = list(factors[0])
+    if not isinstance(equation, str) or "->" not in equation or len(factors) != 2:
+        return None
+    left, right = factors
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return None
+    inputs, output = equation.replace(" ", "").split("->")
+    if inputs.count(",") != 1:
+        return None
+    first, second = inputs.split(",")
+    spare = [c for c in string.ascii_letters if c not in equation]
+    first, width = _without_ellipsis(first, len(shape_of(left)), spare)
+    second, other = _without_ellipsis(second, len(shape_of(right)), spare)
+    output, _ = _without_ellipsis(output, len(output.replace("...", "")) + max(width, other), spare)
+    return left, right, first, second, output
+
+
+def _without_ellipsis(labels: str, dims: int, spare: list[str]) -> tuple[str, int]:
+    if "..." not in labels:
+        return labels, 0
+    width = dims - (len(labels) - 3)
+    return labels.replace("...", "".join(spare[:width][::-1])), width  # aligned at the right, as broadcasting is
+
+
+def _matmul(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str] | None:
+    given = [*node.args, *node.kwargs.values()]
+    factors = [n for n in given if isinstance(n, fx.Node) and isinstance(value_of(n), Tensor)]
+    if len(given) != 2 or len(factors) != 2:
+        return None
+    left, right = factors
+    dims = [len(shape_of(n)) for n in factors]
+    if min(dims) < 2:
+        return None
+    lead = string.ascii_lowercase[: max(dims) - 2]
+    return left, right, lead[max(dims) - dims[0] :] + "XY", lead[max(dims) - dims[1] :] + "YZ", lead + "XZ"
+
+
+def _classify(node: fx.Node, left: Any, right: Any, first: str, second: str, output: str) -> tuple[Product, str] | None:
+    if any(len(set(labels)) != len(labels) for labels in (first, second, output)):
+        return None
+    inner = [label for label in first if label in second and label not in output]
+    rows = [label for label in output if label in first and label not in second]
+    columns = [label for label in output if label in second and label not in first]
+    summed = [label for label in first + second if label not in output and label not in inner]
+    if len(inner) != 1 or summed or not rows or not columns:
+        return None
+    # Of several row labels the one that comes last in the result is the row; the others (a group of query heads) act as lead dims.
+    row, column = rows[-1], columns[-1]
+    lead = "".join(label for label in output if label not in (row, column))
+    if output.index(row) > output.index(column):  # einsum("kd,qd->qk", k, q)
+        left, right, first, second, row, column = right, left, second, first, column, row
+    return Product(node, left, right, first, second, lead, row, inner[0], column), output

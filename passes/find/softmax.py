@@ -1,0 +1,178 @@
+"""Find attention that is written out, by walking from each softmax: back to the product q.k, forward to the product with v.
+
+Before: weights = softmax(f(q @ k^T) + mask); out = dropout(weights) @ v, in any layout: 3-D, 4-D, grouped 5-D, bmm, baddbmm, einsum
+After:  q, k, v as [1, heads, T, dim] and a stand-in for out, which `replace_attention` turns into the op; what happens between the
+        products is not matched but proved by `score_function` and `mask_proof`.
+Declines: a softmax that is not over tokens against tokens (a router's, a pooling's). Raises for one that is, but is not of this form.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, module_path
+from paged_attn.passes.find.decompose_flex import write_out_flex
+from paged_attn.passes.find.products import Product, product_of, split_baddbmm
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, move_before, shape_of, symbol, token_dims, value_of
+from paged_attn.passes.fx.mask_literals import op_name
+
+_SOFTMAX = {
+    F.softmax,
+    torch.softmax,
+    getattr(torch._C._nn, "softmax", F.softmax),
+    torch.ops.aten.softmax.int,
+    torch.ops.aten._softmax.default,
+}
+
+
+def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
+    """Every written-out attention of a paged call, in order; `graph` gains the nodes that give q, k, v and the result their layout.
+
+    Raises:
+        UnsupportedError: scores of tokens against tokens whose products can not be found; the message names the module.
+    """
+    if form.reason or isinstance(form.num_tokens, int):
+        return []
+    write_out_flex(graph)
+    softmaxes = [node for node in graph.nodes if is_softmax(node) and _over_tokens(node, form)]
+    if softmaxes:
+        split_baddbmm(graph)
+    return [_site(node, form) for node in softmaxes]
+
+
+def is_softmax(node: fx.Node) -> bool:
+    return (node.op == "call_function" and node.target in _SOFTMAX) or (node.op == "call_method" and node.target == "softmax")
+
+
+def _over_tokens(node: fx.Node, form: CallForm) -> bool:
+    """Whether the result is [.., T, T] (or wider by a sink): scores of tokens against tokens. Routers' are [T, experts]."""
+    shape = shape_of(node)
+    return len(shape) >= 2 and symbol(shape[-2]) == form.num_tokens and depends_on(shape[-1], form.num_tokens)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """The nodes around one softmax."""
+
+    softmax: fx.Node
+    form: CallForm
+
+    @property
+    def where(self) -> str:
+        return f"layer at {module_path(self.softmax) or self.softmax.name}"
+
+    def refusal(self, why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.where}: attention that is written out as a softmax is not of a known form: {why}. "
+            "If the model offers it, load it with attn_implementation='sdpa'; otherwise run it uncompiled, or report it."
+        )
+
+    def scores(self) -> fx.Node:
+        """What the softmax is taken of."""
+        node = self.softmax.args[0] if self.softmax.args else self.softmax.kwargs["input"]
+        assert isinstance(node, fx.Node)
+        dim = self.softmax.args[1] if len(self.softmax.args) > 1 else self.softmax.kwargs.get("dim")
+        if dim not in (-1, len(shape_of(node)) - 1):
+            raise self.refusal(f"the softmax runs over dim {dim} of {len(shape_of(node))}, not over the last")
+        return node
+
+    def products(self) -> tuple[Product, str]:
+        """q.k: the one matrix product in the scores whose factors have a token dim each."""
+        found: list[tuple[Product, str]] = []
+        pending, seen = [self.scores()], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node in seen or token_dims(node, self.form.num_tokens) < 2 or not value_of(node).is_floating_point():
+                continue  # a mask may be made from scores, too, but holds none
+            seen.add(node)
+            product = product_of(node)
+            if product is not None and all(token_dims(n, self.form.num_tokens) == 1 for n in (product[0].left, product[0].right)):
+                found.append(product)
+            else:
+                pending += node.all_input_nodes
+        if len(found) != 1:
+            raise self.refusal(
+                "no matrix product of queries and keys was found" if not found else f"its scores are the sum of {len(found)} products"
+            )
+        scores, labels = found[0]
+        if labels != scores.labels:
+            raise self.refusal(f"its scores are laid out as {labels}, not with queries and keys as the last two dims")
+        return found[0]
+
+    def weighted_sum(self) -> tuple[Product, str]:
+        """The product of the weights with v."""
+        found: dict[fx.Node, tuple[Product, str]] = {}
+        pending, seen = [self.softmax], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for user in node.users:
+                product = product_of(user)
+                if product is not None and node is product[0].left and token_dims(product[0].right, self.form.num_tokens) == 1:
+                    found[user] = product
+                elif isinstance(value_of(user), Tensor) and token_dims(user, self.form.num_tokens) >= 2:
+                    pending.append(user)
+        if len(found) != 1:
+            raise self.refusal(f"its weights are multiplied with values in {len(found)} places; known is one")
+        return next(iter(found.values()))
+
+    def log_sum_exp(self) -> fx.Node | None:
+        """A logsumexp of the same scores over the last dim."""
+        users = [user for user in self.scores().users if op_name(user) == "logsumexp"]
+        for user in users:
+            dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+            if user.kwargs.get("keepdim") or len(user.args) > 2 or dim not in (-1, (-1,), [-1]) or len(users) > 1:
+                raise self.refusal("the logsumexp of its scores is not one over the last dim, without keepdim")
+        return users[0] if users else None
+
+
+def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
+    walk = _Walk(softmax, form)
+    products, _ = walk.products()
+    output, output_labels = walk.weighted_sum()
+    try:
+        heads = {products.num_heads, output.num_heads}
+    except ValueError as error:
+        raise walk.refusal(str(error)) from error
+    if len(heads) != 1:
+        raise walk.refusal(f"its scores have {products.num_heads} heads and its values {output.num_heads}")
+    tokens = [shape_of(n)[labels.index(label)] for n, labels, label in (
+        (products.left, products.left_labels, products.row), (products.right, products.right_labels, products.column),
+        (output.right, output.right_labels, output.inner))]  # fmt: skip
+    if any(symbol(size) != form.num_tokens for size in tokens):
+        raise walk.refusal(f"its queries, keys and values have lengths {tokens} in a call of {form.num_tokens} tokens")
+    part = math.prod(int(size) for size in shape_of(softmax)[:-2])
+    if part != products.num_heads:
+        raise walk.refusal(f"its softmax runs over {part} of the {products.num_heads} heads of its scores")
+    lse = walk.log_sum_exp()
+    # What uses the log-sum-exp may come before the weights meet the values; the op that gives both must come before that.
+    before = lse or output.node
+    if not move_before(before, (products.left, products.right, output.right)):
+        raise walk.refusal("its values are made from the logsumexp of its scores")
+    query = products.emit_factor("left", products.row, products.inner, before)
+    key = products.emit_factor("right", products.column, products.inner, before)
+    value = output.emit_factor("right", output.inner, output.column, before)
+    with softmax.graph.inserting_before(before):
+        stand_in = call_with_value(softmax.graph, attention_stand_in, query, key, value)
+    stand_in.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
+    result = output.emit_result(stand_in, before, output_labels)
+    output.node.replace_all_uses_with(result)
+    scores = WrittenScores(products.node, walk.scores(), softmax, output.left, output.node, lse)
+    original = output.node.meta.get("original_name", output.node.name)
+    found_by = "softmax" if original == output.node.name else "flex_attention"
+    to_canonical = tuple(output_labels.index(label) for label in output.labels)
+    return AttentionSite(stand_in, query, key, value, scores, found_by, original, to_canonical)
+
+
+def attention_stand_in(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Holds the place of an attention's output [1, heads, T, v_dim] until the op replaces it; gives a shape, not numbers."""
+    return value.new_empty(*query.shape[:-1], value.shape[-1])

@@ -1,0 +1,165 @@
+"""Which call a graph was traced from: only a row of tokens with no mask or cache of its own can be paged."""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import SymInt, Tensor, fx
+
+from paged_attn.passes.fx.graph_tools import source_name, symbol, value_of
+
+_KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
+
+_LARGEST_OFFSET = 16  # rows of a table of positions before that of the first token
+_NO_IDS = (
+    "this graph is given no token ids: torch.compile broke the model's forward into several graphs, of which it is one, or the call passes "
+    "none. A paged batch needs all of forward in one graph; torch.compile(model, backend='paged_attn', fullgraph=True) says where it breaks"
+)
+_NO_TOKENS = ("position_ids", "attention_mask", "token_type_ids", "labels")  # tables [batch, T] of other things
+
+
+class CallNotPaged(Exception):
+    """This call of the model can not run a paged batch, though the model may: it runs as it was written, outside forward contexts."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """The token dimension and the inputs of a graph.
+
+    Attributes:
+        num_tokens: the sympy symbol of T, or an int if the trace is static.
+        roles: per placeholder: "tokens" (T itself), "input_ids", "position_ids", "logits_rows", "num_logits", "owned" (parameters,
+            buffers, tensors of the module) or "call:NAME" for any other input of the call.
+        reason: why a paged batch can not run through this graph, or "".
+        max_tokens: the longest call for which the trace holds, or None if it holds for all. Where the model has no more positions
+            than that, it is no `reason`.
+        known_min_tokens: `min_tokens` of a graph from disk, whose inputs do not tell it.
+    """
+
+    num_tokens: Any
+    roles: dict[fx.Node, str]
+    reason: str
+    max_tokens: int | None = None
+    known_min_tokens: int = 2
+
+    @property
+    def min_tokens(self) -> int:
+        """The shortest call for which the trace holds."""
+        value = value_of(self.input_ids)
+        size = value.shape[-1] if isinstance(value, Tensor) else None
+        if not isinstance(size, SymInt) or not isinstance(self.num_tokens, sympy.Symbol):
+            return self.known_min_tokens
+        return max(int(size.node.shape_env.var_to_range[self.num_tokens].lower), 2)
+
+    @property
+    def positions(self) -> fx.Node | None:
+        return next((node for node, role in self.roles.items() if role == "position_ids"), None)
+
+    @property
+    def input_ids(self) -> fx.Node:
+        return next(node for node, role in self.roles.items() if role == "input_ids")
+
+
+def find_call_form(graph: fx.Graph, limited: bool = False) -> CallForm:
+    """Read the call form off the placeholders of a Dynamo graph.
+
+    Args:
+        limited: the model has no more positions than the trace allows, so that a bound is no reason to trace a longer call.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    named = {input_name(node): node for node in placeholders if isinstance(value_of(node), Tensor) and not is_owned(node)}
+    ids = next((named[name] for name in ("input_ids", "inputs_embeds") if name in named), None)
+    if ids is None:  # a positional call: the only table of token ids, if there is just one
+        tables = [node for name, node in named.items() if name not in _NO_TOKENS and _is_table_of_ids(value_of(node))]
+        ids = tables[0] if len(tables) == 1 else None
+    if ids is None:
+        return CallForm(0, {n: _role(n, None, None, None) for n in placeholders}, _NO_IDS)
+    batch, length = value_of(ids).shape[:2] if value_of(ids).dim() >= 2 else (None, value_of(ids).shape[0])
+    tokens, rows = symbol(length), named.get("logits_to_keep")
+    logits = symbol(value_of(rows).shape[0]) if rows is not None and value_of(rows).dim() == 1 else None
+    roles = {node: _role(node, tokens, logits, ids) for node in placeholders}
+    max_tokens = _upper_bound(length)
+    limited = limited or (max_tokens is not None and ends_with_a_table(graph, ids, max_tokens))
+    return CallForm(tokens, roles, _reason(batch, tokens, None if limited else max_tokens, named, roles), max_tokens)
+
+
+def _is_table_of_ids(value: Tensor) -> bool:
+    return value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+
+
+def ends_with_a_table(graph: fx.Graph, ids: fx.Node, rows: int) -> bool:
+    """Whether T rows of a tensor with about `rows` rows are read otherwise than by token id: the model has no more positions."""
+    tokens = symbol(value_of(ids).shape[-1])
+    for node in graph.nodes:
+        value = value_of(node)
+        if not isinstance(value, Tensor) or all(symbol(size) != tokens for size in value.shape):
+            continue
+        looked_up = node.target is F.embedding and len(node.args) > 1 and node.args[0] is not ids
+        table = node.args[1] if looked_up else node.args[0] if node.target in (operator.getitem, torch.narrow, "narrow") else None
+        sizes = [symbol(size) for size in value_of(table).shape] if isinstance(value_of(table), Tensor) else []
+        if all(isinstance(size, int) for size in sizes) and any(rows <= size <= rows + _LARGEST_OFFSET for size in sizes):
+            return True
+    return False
+
+
+def _reason(batch: Any, tokens: Any, max_tokens: int | None, named: dict[str, fx.Node], roles: dict[fx.Node, str]) -> str:
+    if "inputs_embeds" in named and "input_ids" not in named:
+        return "the call passes inputs_embeds; a paged batch has input_ids [1, T]"
+    extra = sorted(role.removeprefix("call:") for role in roles.values() if role.startswith("call:"))
+    if any(".size()" not in name for name in extra):
+        return f"the call passes {', '.join(extra)}, which a paged batch does not have; pass batch.model_inputs() only"
+    if batch is None or symbol(batch) != 1:
+        return f"the call has input_ids of batch size {batch}; a paged batch is one row, [1, T]"
+    if extra:
+        return f"the call has the sizes {', '.join(extra)} besides the number of tokens"
+    if isinstance(tokens, int):
+        return f"the call was traced with a fixed length of {tokens} tokens; pass batch.model_inputs(), which marks T as dynamic"
+    if max_tokens is not None:
+        return f"the trace holds only for up to {max_tokens} tokens, as the model branches on the length"
+    return ""
+
+
+def _upper_bound(size: Any) -> int | None:
+    if not isinstance(size, SymInt):
+        return None
+    bound = size.node.shape_env.var_to_range[size.node.expr].upper if isinstance(size.node.expr, sympy.Symbol) else None
+    return int(bound) if bound is not None and bound.is_finite and bound < 2**31 else None
+
+
+def _role(node: fx.Node, tokens: Any, logits: Any, ids: fx.Node | None) -> str:
+    value = value_of(node)
+    if isinstance(value, SymInt):
+        expression = symbol(value)
+        if expression == tokens or source_name(node).endswith("['position_ids'].size()[1]"):
+            return "tokens"
+        if source_name(node).startswith(("L['self']", "L['model']")):
+            return "owned"  # a number of the module; `specialise_numbers` makes it a constant
+        return "num_logits" if expression == logits else f"call:{source_name(node)}"
+    if is_owned(node):
+        return "owned"
+    name = input_name(node)
+    if node is ids and name != "inputs_embeds":
+        return "input_ids"  # by whatever name
+    if name in ("input_ids", "position_ids"):
+        return name
+    return "logits_rows" if name == "logits_to_keep" else f"call:{name}"
+
+
+def is_owned(node: fx.Node) -> bool:
+    """Whether a placeholder belongs to the model (parameter, buffer, tensor attribute) rather than to the call."""
+    if isinstance(value_of(node), torch.nn.Parameter):
+        return True
+    source = source_name(node)
+    return "_parameters[" in source or "_buffers[" in source or source.startswith(("L['self']", "L['model']", "G["))
+
+
+def input_name(node: fx.Node) -> str:
+    """The keyword under which the caller passed a tensor: `L['kwargs']['input_ids']` is input_ids."""
+    match = _KEY.search(source_name(node))
+    return next(group for group in match.groups() if group) if match else source_name(node)

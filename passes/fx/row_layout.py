@@ -1,0 +1,162 @@
+"""How the rows of tokens lie in a tensor, and what an operation that only moves numbers makes of that, found on distinct numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+
+from paged_attn.passes.fx.graph_tools import call, depends_on, symbol, value_of
+from paged_attn.passes.fx.token_data import name_of
+
+LENGTHS = (5, 7)
+# What an operation raises that does not fit its arguments.
+MISFITS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Index i along `axis`, of `before` * T * `after`, belongs to row i // after % T.
+
+    order: a permutation that sorted the rows: then index i is what index order[i] was before, and `before` is 1.
+    """
+
+    axis: int
+    before: int = 1
+    after: int = 1
+    order: fx.Node | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The same for layouts that differ in their axis only."""
+        return self.before, self.after, self.order
+
+    def count(self, length: int) -> tuple[int, int, int]:
+        """Sizes that the axis unfolds into, for T = `length`; the middle one counts what is apart from each other."""
+        return (self.before, length, self.after) if self.order is None else (1, length * self.after, 1)
+
+
+SIZES = "sizes"  # in place of a layout: numbers that are read off a tensor's shape
+
+
+def reads_sizes(node: fx.Node) -> bool:
+    """Whether a node's value are sizes of a tensor."""
+    return name_of(node) in ("size", "sym_size") and not isinstance(value_of(node), Tensor)
+
+
+def times(size: Any, tokens: Any) -> int | None:
+    """How often T goes into a size: 0 if the size does not depend on T, None if the size is no multiple of it."""
+    if not depends_on(size, tokens):
+        return 0
+    quotient = symbol(size) / tokens
+    return int(quotient) if quotient.is_Integer else None
+
+
+def row_axis(value: Any, tokens: Any) -> tuple[int, int] | None:
+    """The one axis of a tensor that depends on T, and how often T goes into it."""
+    if not isinstance(value, Tensor):
+        return None
+    found = [(axis, count) for axis, size in enumerate(value.shape) if (count := times(size, tokens)) != 0]
+    return (found[0][0], found[0][1]) if len(found) == 1 and found[0][1] is not None else None
+
+
+def plain_rows(value: Any, tokens: Any) -> Rows | None:
+    """The layout of a tensor of which nothing is known but that it has one axis of T rows."""
+    found = row_axis(value, tokens)
+    return Rows(found[0]) if found is not None and found[1] == 1 else None
+
+
+def has_rows(value: Any, tokens: Any) -> bool:
+    """Whether something in a tensor, or in a tuple of tensors, depends on T."""
+    if isinstance(value, (tuple, list)):
+        return any(has_rows(each, tokens) for each in value)
+    return isinstance(value, Tensor) and any(depends_on(size, tokens) for size in value.shape)
+
+
+def with_tokens(value: Any, tokens: Any, length: int) -> Any:
+    """A number, or a tuple of numbers, for T = `length`. Raises ValueError for one that depends on another symbol."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(with_tokens(each, tokens, length) for each in value)
+    if not isinstance(value, SymInt):
+        return value
+    expression = symbol(value)
+    number = expression if isinstance(expression, int) else expression.subs(tokens, length)
+    if not isinstance(number, int) and not number.is_Integer:
+        raise ValueError(f"{value} depends on more than the number of tokens")
+    return int(number)
+
+
+def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any:
+    """The layout, or the layouts, of what an operation gives that moves or repeats numbers; None if rows do not stay together.
+
+    Every row must be made of the same places of the same row of the operands, whatever T is.
+
+    Args:
+        given: the layouts of all tensors that the operation takes.
+    """
+    if len({layout.order for layout in given.values()}) != 1:
+        return None
+    order = next(iter(given.values())).order
+    found = []
+    for length in LENGTHS:
+        try:
+            result = _on_distinct_numbers(node, given, tokens, length)
+        except MISFITS:
+            return None
+        several = isinstance(result.made, (tuple, list))
+        parts = list(zip(result.made, value_of(node), strict=True)) if several else [(result.made, value_of(node))]
+        found.append([_layouts(made, traced, result, order, tokens, length) for made, traced in parts])
+    chosen = [next((layout for layout in one if one[layout] == two.get(layout)), None) for one, two in zip(*found, strict=True)]
+    if any(layout is None for layout in chosen):
+        return None
+    return tuple(chosen) if several else chosen[0]
+
+
+@dataclass(frozen=True)
+class _Result:
+    made: Any
+    step: int  # numbers of one row differ from those of the next by that
+
+
+def _on_distinct_numbers(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any, length: int) -> _Result:
+    shapes = {each: [int(with_tokens(size, tokens, length)) for size in value_of(each).shape] for each in given}
+    places = {each: torch.Size(shape).numel() // given[each].count(length)[1] for each, shape in shapes.items()}
+    step, start, known = sum(places.values()) + 1, 0, dict[fx.Node, Tensor]()
+    for each, layout in given.items():
+        known[each] = _numbered(shapes[each], layout, length, step, start)
+        start += places[each]
+
+    def value(argument: fx.Node) -> Any:
+        return known[argument] if argument in known else with_tokens(value_of(argument), tokens, length)
+
+    return _Result(call(node, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)), step)
+
+
+def _numbered(shape: list[int], layout: Rows, length: int, step: int, start: int) -> Tensor:
+    before, rows, after = layout.count(length)
+    rest = [size for axis, size in enumerate(shape) if axis != layout.axis]
+    width = before * after * torch.Size(rest).numel()
+    numbers = torch.arange(rows)[:, None] * step + start + torch.arange(width)
+    return numbers.view(rows, before, after, *rest).transpose(0, 1).reshape(-1, *rest).movedim(0, layout.axis).contiguous()
+
+
+def _layouts(made: Any, traced: Any, result: _Result, order: fx.Node | None, tokens: Any, length: int) -> dict[Rows, list[int]]:
+    """All layouts in which the numbers of `made` are the same in every row, with those of row 0."""
+    axis = row_axis(traced, tokens)
+    if axis is None or not isinstance(made, Tensor) or made.dtype != torch.int64:
+        return {}
+    found = {}
+    for after in range(axis[1], 0, -1):
+        before, rest = divmod(axis[1], after)
+        if rest or (before > 1 and order is not None):
+            continue
+        layout = Rows(axis[0], before, after, order)
+        sizes = layout.count(length)
+        rows = made.movedim(layout.axis, 0).reshape(*sizes, -1).transpose(0, 1).reshape(sizes[1], -1)
+        own = rows - result.step * torch.arange(sizes[1])[:, None]
+        if bool((own == own[:1]).all()):
+            found[layout] = own[0].tolist()
+    return found

@@ -1,0 +1,116 @@
+"""Which values of a graph hold data of the batch's tokens, and which are made from the number of tokens, constants and weights alone.
+
+`torch.ones_like(ids)`, `x.new_zeros(...)` and sizes read the shape of a tensor and nothing in it: they hold no data of tokens.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import depends_on, symbol, value_of, writes_in_place, written_values
+
+_SHAPE_OF_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "size",
+                   "sym_size", "dim", "numel", "stride", "rand_like", "randn_like", "randint_like"}  # fmt: skip
+_SHAPE_OF_SECOND = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
+_INDEXED_BY = {"index_select": 2, "gather": 2, "index_add_": 2, "index_copy_": 2, "scatter_": 2, "scatter_add_": 2, "embedding": 0,
+               "index_add": 2, "scatter": 2, "scatter_add": 2}  # fmt: skip
+UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided"}  # results that are nothing until they are written
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of a function, method or overload: `arange`, `new_empty`."""
+    return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", "")).split(".")[0]
+
+
+def read_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose contents matter, not only their shape, dtype or device."""
+    name = name_of(node)
+    skipped = node.args[0] if name in _SHAPE_OF_FIRST or _reads_attribute(node) else None
+    if name in _SHAPE_OF_SECOND and len(node.args) > 1 and isinstance(value_of(node.args[1]), Tensor):
+        skipped = node.args[1]
+    others = [argument for argument in node.args if argument is not skipped]
+    found: list[fx.Node] = []
+    fx.map_arg((others, node.kwargs), found.append)
+    return list(dict.fromkeys(found))
+
+
+def _reads_attribute(node: fx.Node) -> bool:
+    return node.target is getattr and node.args[1] in ("shape", "device", "dtype")
+
+
+def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[fx.Node]:
+    """Every node that holds data of the tokens (ids, `positions` too, attention outputs and all that is made from them)."""
+    others = ("owned", "tokens", "num_logits", *(() if positions else ("position_ids",)))
+    found = {node for node, role in form.roles.items() if role not in others}
+    while True:
+        before = len(found)
+        for node in graph.nodes:
+            if node.target is BATCH_POSITIONS or any(source in found for source in read_inputs(node)):
+                found.add(node)
+                if writes_in_place(node):
+                    found |= written_values(node)
+        if len(found) == before:
+            return found
+
+
+Writers = dict[fx.Node, list[fx.Node]]
+
+
+def writers_of(graph: fx.Graph) -> Writers:
+    """For each value that is changed in place, what changes it."""
+    writers: Writers = {}
+    for node in graph.nodes:
+        for value in written_values(node) if writes_in_place(node) else ():
+            writers.setdefault(value, []).append(node)
+    return writers
+
+
+def cone_of(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:
+    """Like `cone.ancestors`, but without what only lends its shape (such tensors are to be given) and what wrote the nodes in `stop`."""
+    writers = writers_of(node.graph) if writers is None else writers
+    found, pending = {node}, [node]
+    while pending:
+        current = pending.pop()
+        changes = [writer for writer in writers.get(current, ()) if writer < user]
+        for other in () if current in stop else (*read_inputs(current), *changes):
+            if other not in found:
+                found.add(other)
+                pending.append(other)
+    return sorted(found)
+
+
+def indexed_tensor(node: fx.Node, index: fx.Node) -> fx.Node | None:
+    """The tensor that `node` looks up with `index`, or None if it uses `index` as a number."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.target is operator.getitem or name in ("__getitem__", "__setitem__", "setitem"):
+        return _node(node.args[0]) if node.args[0] is not index and index in _flat(node.args[1]) else None
+    position = _INDEXED_BY.get(str(name))
+    if position is None or len(node.args) <= position or node.args[position] is not index:
+        return None
+    return _node(node.args[1] if name == "embedding" else node.args[0])
+
+
+def _node(value: Any) -> fx.Node | None:
+    return value if isinstance(value, fx.Node) else None
+
+
+def _flat(value: Any) -> list[Any]:
+    return [inner for part in value for inner in _flat(part)] if isinstance(value, (tuple, list)) else [value]
+
+
+def token_axis(node: fx.Node, form: CallForm) -> int | None:
+    """The one dimension of a node's tensor that depends on T, if it is T itself."""
+    value = value_of(node)
+    axes = [axis for axis, size in enumerate(value.shape) if depends_on(size, form.num_tokens)] if isinstance(value, Tensor) else []
+    return axes[0] if len(axes) == 1 and symbol(value.shape[axes[0]]) == form.num_tokens else None
+
+
+def shape_at(value: Tensor, form: CallForm, length: int) -> list[int]:
+    """The sizes of a traced tensor in a call of `length` tokens."""
+    sizes: list[Any] = [symbol(size) for size in value.shape]
+    return [size if isinstance(size, int) else int(size.subs(form.num_tokens, length)) for size in sizes]

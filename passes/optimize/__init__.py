@@ -1,0 +1,1 @@
+"""What makes a paged graph faster and changes no number: one folder each."""

@@ -1,0 +1,124 @@
+"""Linears of one input (q, k and v; gate and up) become one linear on a merged weight, of whose output the old ones are slices."""
+
+from __future__ import annotations
+
+import logging
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import bases_of, value_of, writes_in_place, written_values
+from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_plain, lie_in_a_row
+from paged_attn.passes.optimize.linears.sites import Linear, linear_of
+from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
+
+logger = logging.getLogger("paged_attn")
+
+
+class Merge(NamedTuple):
+    """The graph's input `inputs[0]` now takes the tensors of all `inputs` concatenated along dim 0; the others have no user.
+
+    `rows` are their sizes in that dim.
+    """
+
+    inputs: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None = None) -> tuple[Merge, ...]:
+    """Merge what can be merged, in place; linears without a partner stay as they are.
+
+    Linears are merged between two ops that write (our attention, ...) only, so that nothing waits in memory across one.
+
+    Args:
+        values: the real tensor of each placeholder; parameters that could not be moved are left alone.
+        model: its parameters and buffers are looked through for others that hold the same memory.
+
+    Returns:
+        What the caller must concatenate before the graph can run, see `Merge`.
+    """
+    memory = Memory([*values.values(), *(() if model is None else (*model.parameters(), *model.buffers()))])
+    index = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    merges: list[Merge] = []
+    count = 0
+    slices = SlicedValues()
+    for group in _groups(graph, form, values, slices):
+        members = _movable(group, values, memory)
+        if len(members) > 1:
+            count += len(members)
+            merges += _merge(members, index, slices)
+    if count:
+        logger.info("merged %d linears into %d tensors", count, len(merges))
+    return tuple(merges)
+
+
+def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> list[list[Linear]]:
+    """Linears of one kind and one input, the input unchanged from the first to the last."""
+    groups: list[list[Linear]] = []
+    open_groups: dict[tuple[fx.Node, bool], list[Linear]] = {}
+    for node in graph.nodes:
+        if writes_in_place(node):
+            barrier = isinstance(node.target, torch._ops.OpOverload)
+            written = written_values(node)
+            open_groups = {} if barrier else {k: g for k, g in open_groups.items() if not written & bases_of([g[0].input])}
+        linear = _mergeable(node, form, values, slices)
+        if linear is not None:
+            key = (linear.input, linear.bias is None)
+            if key not in open_groups:
+                groups.append(open_groups.setdefault(key, []))
+            open_groups[key].append(linear)
+    return groups
+
+
+def _mergeable(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> Linear | None:
+    linear = linear_of(node, form)
+    if linear is None or not slices.takes_slices(node):
+        return None
+    return linear if all(len(owned.users) == 1 and is_plain(values[owned]) for owned in linear.owned) else None
+
+
+def _movable(group: list[Linear], values: dict[fx.Node, Any], memory: Memory) -> list[Linear]:
+    """The group, if its memory is already merged; else those of it whose tensors may be moved."""
+
+    def row(linears: list[Linear]) -> list[list[Tensor]]:
+        return [[values[owned] for owned in column] for column in zip(*(linear.owned for linear in linears), strict=True)]
+
+    if len(group) > 1 and all(lie_in_a_row(column) for column in row(group)):
+        return group
+    return [linear for linear in group if all(memory.is_own(values[owned]) for owned in linear.owned)]
+
+
+def _merge(members: list[Linear], index: dict[fx.Node, int], sliced: SlicedValues) -> list[Merge]:
+    first, graph = members[0], members[0].node.graph
+    sizes = tuple(int(value_of(m.weight).shape[0]) for m in members)
+    merges = []
+    for column in zip(*(m.owned for m in members), strict=True):
+        fake = value_of(column[0])
+        column[0].meta["example_value"] = fake.new_empty((sum(sizes), *fake.shape[1:]))
+        merges.append(Merge(tuple(index[owned] for owned in column), sizes))
+    product, *parts = sliced.of_product(value_of(first.input), [value_of(owned) for owned in first.owned], sizes)
+    with graph.inserting_before(first.node):
+        merged = _call(first.input, product, F.linear, first.input, *first.owned)
+        starts = accumulate(sizes, initial=0)
+        slices = [_call(merged, part, torch.narrow, merged, -1, *place) for *place, part in zip(starts, sizes, parts, strict=False)]
+    for member, part in zip(members, slices, strict=True):
+        if "nn_module_stack" in member.node.meta:
+            part.meta["nn_module_stack"] = member.node.meta["nn_module_stack"]
+        for view, value in sliced.of_views(member.node, value_of(part)).items():
+            view.meta["example_value"] = value
+        member.node.replace_all_uses_with(part)
+        graph.erase_node(member.node)
+    return merges
+
+
+def _call(source: fx.Node, value: Tensor, function: Any, *args: Any) -> fx.Node:
+    """A call whose example value is known, in the module of `source`."""
+    node = source.graph.call_function(function, args)
+    node.meta["example_value"] = value
+    if "nn_module_stack" in source.meta:
+        node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
+    return node

@@ -1,0 +1,39 @@
+"""Linear layers in a graph: F.linear on a weight, and maybe a bias, that the model owns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import value_of
+
+_LINEARS = (F.linear, torch.ops.aten.linear.default)
+
+
+class Linear(NamedTuple):
+    node: fx.Node
+    input: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+    @property
+    def owned(self) -> tuple[fx.Node, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+def linear_of(node: fx.Node, form: CallForm) -> Linear | None:
+    """None as well for a weight that is computed in the graph or has other than two dims, and for several dtypes (autocast)."""
+    if node.op != "call_function" or node.target not in _LINEARS:
+        return None
+    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
+    linear = Linear(node, given["input"], given["weight"], given.get("bias"))  # type: ignore[arg-type]
+    if any(not isinstance(owned, fx.Node) or form.roles.get(owned) != "owned" for owned in linear.owned):
+        return None
+    values = [value_of(each) for each in (*linear.owned, linear.input, node)]
+    if not all(isinstance(value, Tensor) for value in values) or values[0].dim() != 2:
+        return None
+    return linear if len({value.dtype for value in values}) == 1 else None

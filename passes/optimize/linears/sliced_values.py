@@ -1,0 +1,135 @@
+"""Whether a value may become a slice of a wider tensor: what computes on it must take its strides."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator, OpOverload
+
+from paged_attn.passes.fx.graph_tools import bases_of, value_of, writes_in_place
+
+_ANY_STRIDES = ("aten", "prims", "paged_attn")
+_PYTORCH = ("torch", "_operator", "builtins", "math")
+_PADDING = 64  # elements on either side; a multiple of any alignment
+
+
+class SlicedValues:
+    """Answers for the nodes of one graph; nodes of one shape, with views and users of one kind, as all layers have, share them."""
+
+    def __init__(self) -> None:
+        self._takes: dict[Hashable, bool] = {}
+        self._values: dict[Hashable, list[Any]] = {}
+
+    def takes_slices(self, node: fx.Node) -> bool:
+        """Whether `node`'s value [..., n] may be strided: no view of it needs it dense, and no op of others or output gets it.
+
+        A kernel of somebody else's may read it by its address alone.
+        """
+        views = _views_of(node)
+        kind = (_layout(value_of(node)), _kind(node, views), tuple(_use(user) for view in (node, *views) for user in view.users))
+        if kind not in self._takes:
+            self._takes[kind] = _takes_slices(node, views)
+        return self._takes[kind]
+
+    def of_views(self, node: fx.Node, value: Tensor) -> dict[fx.Node, Any]:
+        """The example values of all views of `node`, and of their views, if `node`'s is `value`. Layers share them: nobody writes to them.
+
+        Raises:
+            RuntimeError, ValueError: there is no such view of a tensor with these strides.
+        """
+        views = _views_of(node)
+        kind = (_layout(value), _kind(node, views))
+        if kind not in self._values:
+            self._values[kind] = _values_of(node, value, views)
+        return dict(zip(views, self._values[kind], strict=True))
+
+    def of_product(self, given: Tensor, owned: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """The example values of `F.linear(given, *owned)`, and of its slices of these sizes. Shared, likewise."""
+        kind = (_layout(given), tuple(map(_layout, owned)), tuple(sizes))
+        if kind not in self._values:
+            with enable_python_dispatcher():  # composite operations on symbolic sizes need it (torch 2.11)
+                product = F.linear(given, *owned)
+                starts = accumulate(sizes, initial=0)
+                self._values[kind] = [product, *(product.narrow(-1, start, size) for start, size in zip(starts, sizes, strict=False))]
+        return self._values[kind]
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    """The views of a node, and their views, in an order that depends on the graph alone."""
+    found, pending = dict[fx.Node, None](), [node]
+    while pending:
+        viewed = pending.pop()
+        for user in viewed.users:
+            if user not in found and user.args and user.args[0] is viewed and viewed in bases_of([user]):
+                found[user] = None
+                pending.append(user)
+    return list(found)
+
+
+def _takes_slices(node: fx.Node, views: list[fx.Node]) -> bool:
+    value = value_of(node)
+    wide = value.new_empty((*value.shape[:-1], value.shape[-1] + 2 * _PADDING))
+    try:
+        _values_of(node, wide.narrow(-1, _PADDING, value.shape[-1]), views)
+    except (RuntimeError, ValueError):  # view() of something that only a copy can be viewed as
+        return False
+    return all(_takes_strides(user) for view in (node, *views) for user in view.users)
+
+
+def _values_of(node: fx.Node, value: Tensor, views: list[fx.Node]) -> list[Any]:
+    found: dict[fx.Node, Any] = {node: value}
+    for view in views:
+        found[view] = _evaluate(view, found)
+    return [found[view] for view in views]
+
+
+def _kind(node: fx.Node, views: list[fx.Node]) -> Hashable:
+    """The same for views that compute the same of `node`, as far as shapes, strides and dtypes go."""
+    places = {view: index for index, view in enumerate((node, *views))}
+
+    def told(argument: fx.Node) -> Any:
+        return f"%{places[argument]}" if argument in places else f"<{_layout(value_of(argument))}>"
+
+    return tuple((*_use(view), repr(fx.map_arg((view.args, dict(view.kwargs)), told))) for view in views)
+
+
+def _use(node: fx.Node) -> tuple[Any, ...]:
+    return node.op, node.target if node.op in ("call_function", "call_method") else None
+
+
+def _layout(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"{value.dtype} {value.device} {value.shape} {value.stride()} {value.storage_offset()}"
+
+
+def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    def value(argument: fx.Node) -> Any:
+        return known[argument] if argument in known else value_of(argument)
+
+    if writes_in_place(node):
+        return value(node.args[0])  # type: ignore[arg-type]
+    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _takes_strides(user: fx.Node) -> bool:
+    target = user.target
+    if user.op == "call_method":
+        return target != "as_strided"
+    if user.op != "call_function":
+        return False
+    if isinstance(target, OpOverload):
+        namespace, name = target.name().split("::")
+        return namespace in _ANY_STRIDES and not name.startswith("as_strided")
+    module = getattr(target, "__module__", None) or "torch"
+    return module.split(".")[0] in _PYTORCH and not isinstance(target, HigherOrderOperator) and target is not torch.as_strided

@@ -1,0 +1,195 @@
+"""A region of a graph for N chosen rows in place of T: on fake tensors, on random numbers, and in the graph itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensor
+
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import call, depends_on, symbol, value_of
+from paged_attn.passes.fx.row_layout import MISFITS, times, with_tokens
+from paged_attn.passes.fx.token_data import shape_at
+from paged_attn.passes.optimize.logits_gather.row_region import Region
+
+aten = torch.ops.aten
+TOKENS, PICKED = 7, (5, 0, 5, 2)
+ROUNDING = 16  # units in the last place, of the largest result
+_COPYING = {"view": "reshape", aten.view.default: aten.reshape.default}
+
+
+class FewerRows:
+    """The region with the frontier's rows `rows` [N] only.
+
+    Numbers made of T become those of N. A view becomes a reshape, as the picked rows may lie otherwise in memory.
+    """
+
+    def __init__(self, form: CallForm, region: Region, rows: fx.Node) -> None:
+        self.form, self.region, self.rows = form, region, rows
+        self.tokens, self.count = form.num_tokens, value_of(rows).shape[0]
+        inputs = {each: None for node in region.layouts for each in node.all_input_nodes if each not in region.layouts}
+        self.numbers = [each for each in inputs if not isinstance(value_of(each), Tensor) and self._counts(value_of(each))]
+        self.others = [each for each in inputs if each not in region.frontier and each not in self.numbers]
+        self._traced: dict[fx.Node, Any] = {}
+
+    def fits(self) -> bool:
+        """Whether all shapes follow with N for T, and nothing else of the values changes."""
+        known = {each: value_of(each) for each in self.others}
+        try:
+            with _traced_like(value_of(self.rows)):
+                known |= {each: self._number(each, self.count, lambda node, args: call(node, args, {})) for each in self.numbers}
+                for each, layout in self.region.frontier.items():
+                    known[each] = aten.index.Tensor(value_of(each), [*[None] * layout.axis, value_of(self.rows)])
+                self._traced = {**{each: known[each] for each in self.region.frontier}, **self.evaluate(known)}
+        except MISFITS:
+            return False
+        return all(self._follows(value_of(node), self._traced[node]) for node in self.region.layouts)
+
+    def evaluate(self, known: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        """The values of the region's nodes, given all that they read from outside."""
+        values = dict(known)
+        for node in self.region.layouts:
+            args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+            values[node] = call(node, args, kwargs, self._target(node))
+        return {node: values[node] for node in self.region.layouts}
+
+    def apply(self) -> None:
+        """Rewrite the graph; what read the region's results before must take rows [N] now."""
+        graph, first = self.rows.graph, next(iter(self.region.layouts))
+        new: dict[fx.Node, Any] = {}
+        with graph.inserting_before(first):
+            leaf = self._count_node(graph)
+            for each in self.numbers:
+                new[each] = self._number(each, leaf, _copied)
+        for each, layout in self.region.frontier.items():
+            with graph.inserting_before(min(self.region.users_of(each))):
+                new[each] = graph.call_function(aten.index.Tensor, (each, [*[None] * layout.axis, self.rows]))
+            new[each].meta["example_value"] = self._traced[each]
+            if "nn_module_stack" in each.meta:
+                new[each].meta["nn_module_stack"] = each.meta["nn_module_stack"]
+        for node in self.region.layouts:
+            node.args = fx.map_arg(node.args, lambda each: new.get(each, each))
+            node.kwargs = fx.map_arg(node.kwargs, lambda each: new.get(each, each))
+            node.target = self._target(node)
+            node.meta.pop("val", None)
+            node.meta["example_value"] = self._traced[node]
+
+    def _counts(self, value: Any) -> bool:
+        """Whether a number, or one of several, depends on T."""
+        if isinstance(value, (tuple, list)):
+            return any(self._counts(each) for each in value)
+        return isinstance(value, SymInt) and depends_on(value, self.tokens)
+
+    def _number(self, node: fx.Node, leaf: Any, make: Callable[[fx.Node, Any], Any]) -> Any:
+        """A number of the graph with `leaf` for T. Raises ValueError for one that is read off a tensor."""
+        if self.form.roles.get(node) == "tokens":
+            return leaf
+        if not self._counts(value_of(node)):
+            return node if isinstance(leaf, fx.Node) else value_of(node)
+        if any(isinstance(value_of(each), Tensor) for each in node.all_input_nodes):
+            return self._as_counted(value_of(node), leaf)
+        if node.op != "call_function" or node.kwargs:
+            raise ValueError(f"{node.name} is more than arithmetic")
+        return make(node, fx.map_arg(node.args, lambda each: self._number(each, leaf, make)))
+
+    def _as_counted(self, value: Any, leaf: Any) -> Any:
+        """A size, or sizes, with `leaf` for T. Raises ValueError for another multiple of it."""
+        if isinstance(value, (tuple, list)):
+            return tuple(self._as_counted(each, leaf) for each in value)
+        if self._counts(value) and times(value, self.tokens) != 1:
+            raise ValueError(f"a size of {value}")
+        return leaf if self._counts(value) else value
+
+    def _count_node(self, graph: fx.Graph) -> Any:
+        """N in the graph: an input of its own, as Dynamo makes it, or the number that it is."""
+        if not isinstance(self.count, SymInt):
+            return self.count
+        found = [node for node, role in self.form.roles.items() if role == "num_logits" and symbol(value_of(node)) == symbol(self.count)]
+        if found:
+            return found[0]
+        node = graph.call_function(aten.sym_size.int, (self.rows, 0))
+        node.meta["example_value"] = self.count
+        return node
+
+    def _target(self, node: fx.Node) -> Any:
+        return node.target if self.region.writes else _COPYING.get(node.target, node.target)
+
+    def _follows(self, old: Any, new: Any) -> bool:
+        if isinstance(old, (tuple, list)):
+            return isinstance(new, (tuple, list)) and len(old) == len(new) and all(map(self._follows, old, new))
+        if isinstance(old, Tensor):
+            return isinstance(new, Tensor) and old.dtype == new.dtype and self._follows(tuple(old.shape), tuple(new.shape))
+        if not isinstance(old, (int, SymInt)):
+            return old is None and new is None
+        wanted = symbol(old).subs(self.tokens, symbol(self.count)) if depends_on(old, self.tokens) else symbol(old)
+        return bool(wanted == symbol(new))
+
+
+def _copied(number: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+    """The same arithmetic on other numbers."""
+    node = number.graph.create_node(number.op, number.target, args, {})
+    node.meta["example_value"] = call(number, fx.map_arg(args, value_of), {})
+    return node
+
+
+@contextmanager
+def _traced_like(value: FakeTensor) -> Iterator[None]:
+    """As in tracing, but nothing is guarded: a size that had to be known comes out as a number, which then does not follow."""
+    shapes = value.fake_mode.shape_env
+    # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11).
+    with value.fake_mode, shapes.suppress_guards() if shapes else nullcontext(), enable_python_dispatcher(), torch.no_grad():
+        yield
+
+
+def agrees(fewer: FewerRows, results: Mapping[fx.Node, int], values: dict[fx.Node, Any]) -> bool:
+    """Whether the rows PICKED of TOKENS random ones come out the same, picked before the region and after it.
+
+    Args:
+        results: what is read of the region, with the axis of its rows.
+        values: the real tensor (or number) behind each placeholder.
+    """
+    generator = torch.Generator().manual_seed(5)
+
+    def random(node: fx.Node) -> Tensor:
+        value = value_of(node)
+        shape = shape_at(value, fewer.form, TOKENS)
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            made = torch.randn(shape, generator=generator)
+        else:
+            made = torch.randint(0, 2, shape, generator=generator)
+        return made.to(value.device, value.dtype)
+
+    # A cached graph is found by the numbers that were read of `values`: these here only serve as examples.
+    others = {each: dict.__getitem__(values, each) if each in values else _other(each, random) for each in fewer.others}
+    rows = {each: random(each) for each in fewer.region.frontier}
+    picked = torch.tensor(PICKED, device=value_of(fewer.rows).device)
+    try:
+        with torch.no_grad():
+            after = fewer.evaluate({**others, **rows, **_counted(fewer, TOKENS)})
+            some = {each: rows[each].index_select(layout.axis, picked) for each, layout in fewer.region.frontier.items()}
+            before = fewer.evaluate({**others, **some, **_counted(fewer, len(PICKED))})
+            return all(_close(after[node].index_select(axis, picked), before[node], fewer) for node, axis in results.items())
+    except MISFITS:
+        return False
+
+
+def _other(node: fx.Node, random: Callable[[fx.Node], Tensor]) -> Any:
+    return random(node) if isinstance(value_of(node), Tensor) else value_of(node)
+
+
+def _counted(fewer: FewerRows, length: int) -> dict[fx.Node, Any]:
+    return {each: with_tokens(value_of(each), fewer.tokens, length) for each in fewer.numbers}
+
+
+def _close(one: Tensor, other: Tensor, fewer: FewerRows) -> bool:
+    """As far as the coarsest dtype of the region allows."""
+    if not one.is_floating_point() or one.shape != other.shape:
+        return torch.equal(one, other)
+    floats = [v.dtype for n in fewer.region.layouts if isinstance(v := value_of(n), Tensor) and v.is_floating_point()]
+    limit = ROUNDING * max(torch.finfo(dtype).eps for dtype in floats) * one.abs().max()
+    return bool(((one - other).abs() <= limit).all())  # NaN is close to nothing

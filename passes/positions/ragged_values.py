@@ -1,0 +1,123 @@
+"""Values that a model makes for each row from nothing but the row's number become functions of the batch's positions.
+
+Before: c = torch.cos(torch.arange(1, T + 1) * f); x = x * c       After: c = torch.cos((p + 1) * f); x = x * c
+Before: x = x + self.table[:, :T]                                  After: x = x + self.table.index_select(1, p)
+A value that is the same for every row and every length (token types of zero) stays; so does one that only picks rows of a
+token-sized tensor (expert dispatch). Anything else whose rows differ would be wrong in a ragged row and is refused.
+Every replacement is proved: on ragged positions it must give the rows that the old value has at those positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import depends_on, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.token_data import (
+    UNDEFINED,
+    cone_of,
+    indexed_tensor,
+    name_of,
+    read_inputs,
+    token_axis,
+    token_data,
+    writers_of,
+)
+from paged_attn.passes.positions.batch_positions import BatchPositions
+from paged_attn.passes.positions.row_lookups import lookup_of
+from paged_attn.passes.positions.row_replacement import RowFacts, RowReplacement, refusal
+
+_ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_divide", "true_divide", "remainder", "mod", "rsub", "iadd",
+               "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "pow_", "maximum", "minimum", "clamp"}  # fmt: skip
+
+
+def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], positions: BatchPositions) -> int:
+    """Rewrite in place; returns how many values were replaced.
+
+    Raises:
+        UnsupportedError: a value whose rows differ and that is no function of positions, named by its module.
+    """
+    data = token_data(graph, form)
+    shared = RowFacts(form, values, positions, writers_of(graph))
+    replaced: dict[tuple[fx.Node, ...], fx.Node] = {}
+    harmless: set[tuple[fx.Node, ...]] = set()
+    _check_written(graph, shared, data)
+    _check_scaled(data, form)
+    for user in list(graph.nodes):
+        if user not in data and user.op != "output":
+            continue
+        for value in read_inputs(user):
+            if value in data or not isinstance(value_of(value), Tensor) or value.op == "placeholder" or picks_rows(user, value, form):
+                continue
+            cone = (value, *cone_of(value, user, writers=shared.writers))
+            if cone in harmless or not _counts_tokens(cone, form):
+                continue
+            if cone not in replaced:
+                work = RowReplacement(value, user, shared)
+                if work.is_harmless():
+                    harmless.add(cone)
+                    continue
+                if (lookup := lookup_of(user)) is not None and lookup.rows is value and token_axis(value, form) == lookup.axis:
+                    raise refusal(value, "is looked up by other numbers than each token's position")
+                replaced[cone] = work.make()
+            user.replace_input_with(value, replaced[cone])
+    return len(replaced)
+
+
+def _counts_tokens(nodes: tuple[fx.Node, ...], form: CallForm) -> bool:
+    """Whether something among the nodes depends on T: a size, or a tensor made of that size."""
+    for node in nodes:
+        value = value_of(node)
+        if any(depends_on(size, form.num_tokens) for size in (value.shape if isinstance(value, Tensor) else ())) or _is_count(value, form):
+            return True
+    return False
+
+
+def _is_count(value: Any, form: CallForm) -> bool:
+    """Whether a number is made from T."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and form.num_tokens in value.node.expr.free_symbols
+
+
+def _check_scaled(data: set[fx.Node], form: CallForm) -> None:
+    """No floating value of tokens may be computed with T as a number (a temperature of log T)."""
+    for node in data:
+        value = value_of(node)
+        if name_of(node) in _ARITHMETIC and isinstance(value, Tensor) and value.dtype.is_floating_point:
+            if counts := [other for other in node.all_input_nodes if _is_count(value_of(other), form)]:
+                raise refusal(counts[0], f"goes into the numbers of {node.name}")
+
+
+def _check_written(graph: fx.Graph, shared: RowFacts, data: set[fx.Node]) -> None:
+    """What tokens are later written into must start as something harmless, apart from what else of the tokens is written there."""
+    writers = [node for node in graph.nodes if node in data and writes_in_place(node)]
+    others = {value: kept for value, all_ in shared.writers.items() if (kept := [node for node in all_ if node not in data])}
+    before_tokens = RowFacts(shared.form, shared.values, shared.positions, others)
+    for writer in writers:
+        for start in written_values(writer):
+            made_of_none = start.op != "placeholder" and not any(source in data for source in read_inputs(start))
+            if made_of_none and name_of(start) not in UNDEFINED and not writes_in_place(start) and _counts_tokens((start,), shared.form):
+                if not RowReplacement(start, writer, before_tokens).is_harmless():
+                    raise refusal(start, "is written over in part by values of tokens")
+
+
+def picks_rows(user: fx.Node, value: fx.Node, form: CallForm, seen: set[fx.Node] | None = None) -> bool:
+    """Whether `value` reaches, through `user`, nothing but places where it picks rows of token-sized tensors."""
+    seen = set() if seen is None else seen
+    if user in seen:
+        return True
+    seen.add(user)
+    if user.op == "output" or value_of(value).dtype not in (torch.int64, torch.int32):
+        return False
+    indexed = indexed_tensor(user, value)
+    if indexed is not None:
+        return any(depends_on(size, form.num_tokens) for size in value_of(indexed).shape)
+    if writes_in_place(user):  # inverse[permutation] = arange(rows)
+        targets = [target for target in written_values(user) if target is not value]
+        return bool(targets) and all(picks_rows(other, t, form, seen) for t in targets for other in t.users if other is not user)
+    made = value_of(user)
+    if not isinstance(made, Tensor) or made.dtype not in (torch.int64, torch.int32) or not user.users:
+        return False
+    return all(picks_rows(other, user, form, seen) for other in user.users)

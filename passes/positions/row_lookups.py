@@ -1,0 +1,103 @@
+"""Rows that a model makes for a whole call and then looks up at each token's own position: token t gets row t, which needs no lookup.
+
+Before: c = table[:T].cos()[position_ids]       After: c = table[:T].cos().unsqueeze(0)
+In a ragged row positions go beyond T, so that the lookup would fail; without it `row_values` makes the rows those of the batch's positions.
+Declines: an index that is not, in any order of positions, the position of each token; rows or results that are changed in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, value_of
+from paged_attn.passes.fx.token_data import cone_of, name_of, token_axis, token_data, writers_of
+from paged_attn.passes.positions.row_probe import Affine, RowProbe
+
+aten = torch.ops.aten
+PROBED = (0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 4, 5, 6)  # positions of a ragged row: two sequences and a later part of one
+
+
+class Lookup(NamedTuple):
+    """node = rows[.., at, ..], with the whole numbers `at` [.., T, ..] along `axis` of `rows`."""
+
+    node: fx.Node
+    rows: fx.Node
+    axis: int
+    at: fx.Node
+
+
+def drop_lookups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
+    """Rewrite in place; returns how many lookups went."""
+    data, writers = token_data(graph, form), writers_of(graph)
+    found = [lookup for node in graph.nodes if (lookup := lookup_of(node)) is not None]
+    dropped = 0
+    for lookup in found:
+        mine = lookup.rows not in data and token_axis(lookup.rows, form) == lookup.axis
+        if not mine or lookup.rows in writers or lookup.node in writers or not _is_position(lookup, form, values):
+            continue
+        lookup.node.replace_all_uses_with(_without(lookup, form))
+        graph.erase_node(lookup.node)
+        dropped += 1
+    return dropped
+
+
+def lookup_of(node: fx.Node) -> Lookup | None:
+    """What a node looks up along one dimension with one tensor of whole numbers; None for anything else."""
+    if node.op not in ("call_function", "call_method") or node.kwargs:
+        return None
+    if node.target is F.embedding and len(node.args) == 2:
+        index, rows = node.args
+        return _lookup(node, rows, 0, index)
+    if name_of(node) == "index_select" and len(node.args) == 3:
+        rows, axis, index = node.args
+        return _lookup(node, rows, axis, index)
+    if node.target is operator.getitem or name_of(node) == "__getitem__":
+        rows, key = node.args
+        parts = key if isinstance(key, tuple) else (key,)
+        axes = [axis for axis, part in enumerate(parts) if isinstance(part, fx.Node) and isinstance(value_of(part), Tensor)]
+        if len(axes) == 1 and all(part == slice(None) for axis, part in enumerate(parts) if axis != axes[0]):
+            return _lookup(node, rows, axes[0], parts[axes[0]])
+    return None
+
+
+def _lookup(node: fx.Node, rows: Any, axis: Any, index: Any) -> Lookup | None:
+    if not (isinstance(rows, fx.Node) and isinstance(index, fx.Node) and isinstance(axis, int)):
+        return None
+    table, numbers = value_of(rows), value_of(index)
+    if not isinstance(table, Tensor) or not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int64, torch.int32):
+        return None
+    return Lookup(node, rows, axis % table.dim(), index) if table.dim() else None
+
+
+def _is_position(lookup: Lookup, form: CallForm, values: dict[fx.Node, Any]) -> bool:
+    """Whether the index is each token's position: on a ragged row of them, or, if the model numbers rows itself, 0, 1, ... in any call."""
+    if token_axis(lookup.at, form) is None or any(size != 1 for size in _others(lookup.at, form)):
+        return False
+    probe = RowProbe(form, values, lookup.node)
+    try:
+        if form.positions is None or form.positions not in cone_of(lookup.at, lookup.node):
+            return probe.affine(lookup.at) == Affine(1, 0)
+        positions = torch.tensor(PROBED, device=value_of(lookup.at).device)
+        return torch.equal(probe.at(lookup.at, len(PROBED), {form.positions: positions[None]}).flatten().long(), positions)
+    except (KeyError, IndexError, RuntimeError):  # it is made from the tokens, or can not be evaluated
+        return False
+
+
+def _others(index: fx.Node, form: CallForm) -> list[Any]:
+    return [size for size in value_of(index).shape if not depends_on(size, form.num_tokens)]
+
+
+def _without(lookup: Lookup, form: CallForm) -> fx.Node:
+    """The rows in the shape that the lookup gave them."""
+    made = lookup.rows
+    with lookup.node.graph.inserting_before(lookup.node):
+        for offset, size in enumerate(value_of(lookup.at).shape):
+            if not depends_on(size, form.num_tokens):
+                made = call_with_value(lookup.node.graph, aten.unsqueeze.default, made, lookup.axis + offset)
+    return made

@@ -1,0 +1,140 @@
+"""Evaluating a value that a model makes from the number of tokens, constants and its own tensors, in calls of chosen lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import as_traced, value_of
+from paged_attn.passes.fx.slicing import evaluate
+from paged_attn.passes.fx.token_data import Writers, cone_of, shape_at, token_axis, writers_of
+
+LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
+
+
+class Affine(NamedTuple):
+    """Row i holds step * i + start."""
+
+    step: int
+    start: int
+
+
+class RowProbe:
+    """Values as `user` would read them.
+
+    Args:
+        values: the real tensor (or number) behind each placeholder.
+        writers: of the graph, if they are known.
+        unwritten: where results are kept that are the same for every user, as nothing in them is changed in place.
+    """
+
+    def __init__(
+        self,
+        form: CallForm,
+        values: Mapping[fx.Node, Any],
+        user: fx.Node,
+        writers: Writers | None = None,
+        unwritten: dict[tuple[fx.Node, int], Any] | None = None,
+    ) -> None:
+        self.form, self.values, self.user = form, values, user
+        self.writers = writers_of(user.graph) if writers is None else writers
+        self._unwritten = {} if unwritten is None else unwritten
+        self._seen: dict[tuple[fx.Node, int], Any] = {}
+
+    def at(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any] | None = None) -> Any:
+        """The node's value in a call of `length` tokens; behind nodes that are `given` nothing is looked at.
+
+        Raises:
+            KeyError: it is made from the tokens.
+            IndexError, RuntimeError: the model can not run a call of that length.
+        """
+        if given is not None:
+            return self._evaluate(node, length, given)
+        key = (node, length)
+        if key in self._unwritten:
+            return self._unwritten[key]
+        if key not in self._seen:
+            self._seen[key] = self._evaluate(node, length, {})
+            if not any(other in self.writers for other in cone_of(node, self.user, writers=self.writers)):
+                self._unwritten[key] = self._seen[key]
+        return self._seen[key]
+
+    def _evaluate(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any]) -> Any:
+        nodes = cone_of(node, self.user, frozenset(given), self.writers)
+        known = dict(given)
+        inside = set(nodes)
+        for each in nodes:
+            role = self.form.roles.get(each)
+            if role in ("tokens", "owned") and each not in known:
+                known[each] = length if role == "tokens" else as_traced(self.values[each])
+            for source in each.all_input_nodes if each not in known else ():
+                if source not in inside:  # it lends its shape alone
+                    value = value_of(source)
+                    known[source] = torch.zeros(shape_at(value, self.form, length), dtype=value.dtype, device=value.device)
+        return evaluate(nodes, known, node)
+
+    def lengths(self, node: fx.Node) -> tuple[int, int]:
+        """Two lengths at which the model can run.
+
+        Raises:
+            IndexError, RuntimeError: there are none.
+        """
+        longest = self.form.max_tokens or LENGTHS[0][1]
+        for short, long in LENGTHS:
+            long = max(min(long, longest), 2)
+            short = min(short, long - 1)
+            try:
+                self.at(node, short), self.at(node, long)
+            except (IndexError, RuntimeError):
+                if (short, long) == LENGTHS[-1] or longest <= LENGTHS[-1][1]:
+                    raise
+                continue
+            return short, long
+        raise RuntimeError("no two lengths can be tried")
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Whether all rows are the same, and at both lengths. Raises as `lengths`."""
+        one, two = (self.at(node, length) for length in self.lengths(node))
+        if not isinstance(one, Tensor):
+            return type(one) is type(two) and bool(one == two)
+        for axis in range(one.dim()):
+            if one.shape[axis] != two.shape[axis]:
+                one, two = _collapsed(one, axis), _collapsed(two, axis)
+                if one is None or two is None:
+                    return False
+        return bool(((one == two) | ((one != one) & (two != two))).all())
+
+    def affine(self, node: fx.Node) -> Affine | None:
+        """How a tensor counts rows along its one dimension T, the same at both lengths; None if it does not. Raises as `lengths`."""
+        if value_of(node).dtype == torch.bool:
+            return None
+        return self.affine_with(node, None)
+
+    def affine_with(self, node: fx.Node, given: Mapping[fx.Node, Any] | None) -> Affine | None:
+        """The same with other values for some nodes."""
+        axis = token_axis(node, self.form)
+        if axis is None:
+            return None
+        found = {_affine(self.at(node, length, given), axis) for length in self.lengths(node)}
+        return found.pop() if len(found) == 1 else None
+
+
+def _collapsed(value: Tensor, axis: int) -> Tensor | None:
+    """The first row, if all rows equal it (NaN counts as equal to NaN)."""
+    row = value.narrow(axis, 0, 1)
+    return row if bool(((value == row) | ((value != value) & (row != row))).all()) else None
+
+
+def _affine(value: Tensor, axis: int) -> Affine | None:
+    rows = value.movedim(axis, -1).reshape(-1, value.shape[axis])
+    if len(rows) == 0 or rows.shape[1] < 2 or rows.is_complex() or not bool((rows == rows[:1]).all()):
+        return None
+    line = rows[0].double()
+    start, step = float(line[0]), float(line[1] - line[0])
+    exact = start.is_integer() and step.is_integer() and step != 0
+    count = torch.arange(len(line), device=line.device, dtype=torch.float64)
+    return Affine(int(step), int(start)) if exact and bool((line == step * count + start).all()) else None

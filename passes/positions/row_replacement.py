@@ -1,0 +1,171 @@
+"""Making one value [.., T, ..] again for a ragged row, from the batch's positions, and proving it."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.find.attention_site import module_path
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import value_of, writes_in_place, written_values
+from paged_attn.passes.fx.token_data import Writers, cone_of, read_inputs, token_axis
+from paged_attn.passes.positions.batch_positions import BatchPositions
+from paged_attn.passes.positions.row_probe import Affine, RowProbe
+from paged_attn.passes.positions.table_rows import TableRows, table_rows
+
+aten = torch.ops.aten
+
+
+@dataclass
+class RowFacts:
+    """What all replacements in a graph share: what is known of its nodes, and what was made in front of earlier users."""
+
+    form: CallForm
+    values: dict[fx.Node, Any]
+    positions: BatchPositions
+    writers: Writers
+    results: dict[tuple[fx.Node, int], Any] = field(default_factory=dict)
+    tables: dict[fx.Node, TableRows | None] = field(default_factory=dict)
+    made: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+class RowReplacement:
+    """One value [.., T, ..] as one user reads it."""
+
+    def __init__(self, value: fx.Node, user: fx.Node, shared: RowFacts) -> None:
+        self.value, self.user, self.form, self.positions, self.shared = value, user, shared.form, shared.positions, shared
+        self.probe = RowProbe(shared.form, shared.values, user, shared.writers, shared.results)
+        self.seeds: dict[fx.Node, Affine | TableRows] = {}
+
+    def is_harmless(self) -> bool:
+        return bool(self._tried(lambda: not self._varies(self.value)))
+
+    def _varies(self, node: fx.Node) -> bool:
+        """Whether something made of tensors differs from row to row, or with the number of rows."""
+        value = value_of(node)
+        if node.op in ("placeholder", "get_attr") or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            return False
+        # Probes see the first rows of a table only, so that what is taken off one counts as different.
+        takes_rows = any(self._seed(other) is not None for other in self._cone(node))
+        return takes_rows or not isinstance(value, Tensor) or not self.probe.is_constant(node)
+
+    def make(self) -> fx.Node:
+        """The same for a ragged row, in front of the user."""
+        axis = token_axis(self.value, self.form)
+        if axis is None:
+            raise refusal(self.value, "has values that depend on the number of tokens")
+        self._tried(lambda: self._find_seeds(self.value, set()))
+        if not self.seeds:
+            raise refusal(self.value, "differs from row to row or with that number")
+        made: fx.Node = self._tried(self._rebuild)
+        if not self._tried(lambda: self._agrees(made, axis)):
+            raise refusal(self.value, "depends on the number of tokens or on other rows besides its own")
+        return made
+
+    def _tried(self, work: Any) -> Any:
+        try:
+            return work()
+        except (IndexError, RuntimeError, KeyError) as error:
+            raise refusal(self.value, f"can not be evaluated alone ({type(error).__name__}: {error})") from error
+
+    def _seed(self, node: fx.Node) -> TableRows | None:
+        if node not in self.shared.tables:
+            self.shared.tables[node] = table_rows(node, self.probe, self.form)
+        return self.shared.tables[node]
+
+    def _cone(self, node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+        return cone_of(node, self.user, stop, self.shared.writers)
+
+    def _find_seeds(self, node: fx.Node, seen: set[fx.Node]) -> None:
+        """The places where rows are first counted, or taken off a table: what is made from them there (a remainder, a clamp) may count
+        as far as probes see, and no further."""
+        if node in seen or node.op == "placeholder":
+            return
+        seen.add(node)
+        table = self._seed(node)
+        if table is not None:
+            self.seeds[node] = table
+            return
+        writers = [w for w in self._cone(node) if writes_in_place(w) and node in written_values(w)]
+        inputs = [source for source in (*read_inputs(node), *writers) if source not in seen]
+        varying = [source for source in inputs if self._varies(source)]
+        counted = self.probe.affine(node) if not varying and isinstance(value_of(node), Tensor) else None
+        if counted is not None:
+            self.seeds[node] = counted
+        for source in varying:
+            self._find_seeds(source, seen)
+
+    def _rebuild(self) -> fx.Node:
+        graph = self.user.graph
+        nodes = self._cone(self.value, frozenset(self.seeds))
+        writers = [node for node in nodes if writes_in_place(node) and node not in self.seeds]
+        if any(target.op == "placeholder" for writer in writers for target in written_values(writer)):
+            raise refusal(self.value, "changes a tensor of the model in place")
+        env: dict[fx.Node, fx.Node] = {} if any(node in self.shared.writers for node in nodes) else self.shared.made
+        with graph.inserting_before(self.user):
+            for node in nodes:
+                if node in env:
+                    continue
+                if node in self.seeds:
+                    env[node] = self._seed_rows(node, self.seeds[node])
+                elif node.op not in ("placeholder", "get_attr") and (writers or any(source in env for source in read_inputs(node))):
+                    env[node] = graph.node_copy(node, lambda other: env.get(other, other))
+        return env[self.value]
+
+    def _seed_rows(self, node: fx.Node, seed: Affine | TableRows) -> fx.Node:
+        graph = self.user.graph
+        rows = self.positions.node
+        step, start = seed.rows if isinstance(seed, TableRows) else seed
+        for operation, number, neutral in ((aten.mul.Tensor, step, 1), (aten.add.Tensor, start, 0)):
+            if number != neutral:
+                rows = graph.call_function(operation, (rows, number))
+                rows.meta["example_value"] = value_of(self.positions.node)
+        if isinstance(seed, TableRows):
+            taken = graph.call_function(aten.index_select.default, (seed.table, seed.axis, rows))
+            result = graph.call_function(operator.getitem, (taken, seed.rest)) if seed.rest is not None else taken
+        else:
+            value, axis = value_of(node), token_axis(node, self.form)
+            assert axis is not None
+            result = graph.call_function(aten._to_copy.default, (rows,), {"dtype": value.dtype}) if value.dtype != torch.int64 else rows
+            if value.dim() > 1:
+                result = graph.call_function(aten.view.default, (result, [-1 if i == axis else 1 for i in range(value.dim())]))
+                sizes = [-1 if i == axis else size for i, size in enumerate(value.shape)]
+                result = graph.call_function(aten.expand.default, (result, sizes)) if set(sizes) - {1, -1} else result
+        result.meta = {**node.meta}
+        return result
+
+    def _agrees(self, made: fx.Node, axis: int) -> bool:
+        """On a row of several requests: what each token gets is what it has in a call of its own."""
+        short, long = self.probe.lengths(self.value)
+        device = value_of(self.value).device
+        ragged = torch.cat([torch.arange(short), torch.arange(long), torch.arange(short // 2, short)]).to(device)
+        new = RowProbe(self.form, self.probe.values, self.user).at(made, len(ragged), {self.positions.node: ragged})
+        for length in (short, long):
+            inside = (ragged < length).nonzero().flatten()
+            expected = self.probe.at(self.value, length).index_select(axis, ragged[inside])
+            got = new.index_select(axis, inside)
+            if got.dtype != expected.dtype or got.shape != expected.shape or not _close(got, expected):
+                return False
+        return True
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Equal but for the last bit of sines: whole numbers and truth values exactly."""
+    if not one.dtype.is_floating_point and not one.dtype.is_complex:
+        return torch.equal(one, other)
+    limit = 1e-5 if one.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128) else 2e-2
+    return torch.allclose(one, other, rtol=limit, atol=limit * 0.1, equal_nan=True)
+
+
+def refusal(node: fx.Node, what: str) -> UnsupportedError:
+    where = module_path(node) or "the model's forward"
+    return UnsupportedError(
+        f"{where}: {node.name} is made from the number of tokens and {what}, so that it would be wrong in a ragged batch, where requests "
+        "of all lengths share a row. Known are row numbers (arange), rows of a table, and functions of those one row at a time; "
+        "compute it from position_ids instead."
+    )

@@ -1,0 +1,6 @@
+"""What a found attention computes, proved on values: mask, bias, scale, softcap, sinks; and compared with what
+the config claims.
+
+In: an `AttentionSite` and the model's tensors. Out: an `AttentionProof`, or an UnsupportedError that says
+what was seen.
+"""

@@ -1,0 +1,137 @@
+"""What each found attention computes, proved: its mask, its bias, its scale or softcap, its sinks. Equal layers are proved once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.find.attention_site import AttentionSite, SdpaScores, WrittenScores
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.model_facts import max_positions
+from paged_attn.passes.prove.bias_family import BiasFamily
+from paged_attn.passes.prove.config_claims import check_declared
+from paged_attn.passes.prove.mask_family import MaskFamily, match_family
+from paged_attn.passes.prove.mask_probe import MaskProbe, as_seen
+from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
+from paged_attn.passes.prove.score_function import ScoreFunction, mixed_heads, prove_score_function
+from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, Recomputable
+
+
+@dataclass(frozen=True)
+class AttentionProof:
+    """How one site's q.k becomes weights; `evidence` and `declared` are the words for `explain`."""
+
+    family: MaskFamily
+    function: ScoreFunction
+    bias: BiasFamily | None
+    evidence: str
+    declared: str
+    device: torch.device
+    max_tokens: int | None
+
+
+class Prover:
+    """Proves the attentions of one graph.
+
+    Args:
+        values: the real tensor (or number) behind each placeholder.
+        model: what is being compiled, for what it states of itself; or None.
+    """
+
+    def __init__(self, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None) -> None:
+        self.form, self.values, self.model = form, values, model
+        self._proved: dict[Hashable, MaskProof] = {}
+        self._owned: list[Tensor] = []
+
+    def prove(self, site: AttentionSite) -> AttentionProof:
+        """Raises:
+        Recomputable: its mask or bias is computed from the tokens' hidden states, or it mixes its heads.
+        UnsupportedError: the site can not be proved, or contradicts what the model states; the message names the layer.
+        CallNotPaged: it depends on an input of this call.
+        """
+        scores = site.scores
+        if isinstance(scores, SdpaScores):
+            function = ScoreFunction(scores.scale, None)
+            mask = self._sdpa_mask(site, scores)
+            has_mask = scores.mask is not None
+        else:
+            probe = self._probe_of(site, scores)
+            function = prove_score_function(site, self.form, self.values)
+            probe.first_column = function.first_column
+            mask, has_mask = self._cached(probe, function.sinks), True
+            mask = replace(mask, evidence=f"scores evaluated: {function.describe()}; {mask.evidence}")
+        declared = check_declared(self.model, site.module, mask.family, has_mask)
+        query = value_of(site.query)
+        bias = mask.bias and mask.bias.for_heads(int(query.shape[1]))
+        return AttentionProof(mask.family, function, bias, mask.evidence, declared, query.device, mask.max_tokens)
+
+    def _probe_of(self, site: AttentionSite, scores: WrittenScores) -> MaskProbe:
+        try:
+            return MaskProbe(scores.scores, scores.softmax, self.form, self.values, site.where, scores.products)
+        except Recomputable:
+            raise
+        except UnsupportedError as refusal:  # a matrix that mixes heads looks like a table of positions
+            raise mixed_heads(site, self.form, self.values) or refusal from None
+
+    def _sdpa_mask(self, site: AttentionSite, scores: SdpaScores) -> MaskProof:
+        if scores.mask is None:
+            return MaskProof(MaskFamily(scores.is_causal), "no mask, is_causal=" + str(scores.is_causal))
+        proof = self._cached(MaskProbe(scores.mask, site.node, self.form, self.values, site.where), None)
+        if scores.is_causal and not proof.family.causal:  # both given: a key must pass both
+            return replace(proof, family=replace(proof.family, causal=True), evidence=proof.evidence + ", and is_causal=True")
+        return proof
+
+    def _cached(self, probe: MaskProbe, sinks: fx.Node | None) -> MaskProof:
+        key = self._key(probe, sinks)
+        if key not in self._proved:
+            self._proved[key] = prove(probe, max_positions(self.model))
+        return self._proved[key]
+
+    def _key(self, probe: MaskProbe, sinks: fx.Node | None) -> Hashable:
+        """The same for probes that compute the same from equal inputs; sinks are not among a mask's inputs."""
+        index = {node: number for number, node in enumerate(probe.nodes)}
+        parts: list[Hashable] = []
+        for node in probe.nodes:
+            if node is probe.products or node in probe.shapes:
+                parts.append((node is probe.products, str(value_of(node).shape), value_of(node).dtype))
+            elif node.op == "placeholder":
+                value = self.values[node]
+                same = self._same_tensor(value) if isinstance(value, Tensor) and node is not sinks else 0
+                parts.append((self.form.roles[node], node is sinks, same))
+            else:
+                args: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"node {index[n]}")
+                parts.append((node.op, str(node.target), repr(args)))
+        return (index[probe.mask], probe.first_column, *parts)
+
+    def _same_tensor(self, value: Tensor) -> int:
+        """A number shared by tensors that are equal."""
+        for number, known in enumerate(self._owned):
+            alike = known.shape == value.shape and known.dtype == value.dtype and known.device == value.device
+            if known is value or (alike and torch.equal(known, value)):
+                return number
+        self._owned.append(value)
+        return len(self._owned) - 1
+
+
+def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: dict[fx.Node, Any]) -> None:
+    """A call that is not paged still must not hide a model that can never be: its masks, as they are, must look like some family.
+
+    Raises:
+        UnsupportedError: a mask that matches none.
+    """
+    last = {site.scores.mask: site for site in sites if isinstance(site.scores, SdpaScores) and site.scores.mask is not None}
+    for mask, site in last.items():
+        try:
+            probe = MaskProbe(mask, site.node, form, values, site.where)
+        except DependsOnHiddenStates:
+            continue  # a paged call evaluates it as it is
+        as_called = probe.evaluate_as_called()
+        seen = as_seen(as_called, as_called.shape[-1], site.where).visible
+        if match_family(seen) is None:
+            raise unproved(site.where, seen, f"it matches no known family on the {seen.shape[0]} tokens of this call")

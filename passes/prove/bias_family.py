@@ -1,0 +1,102 @@
+"""Additive position biases that a spec can say: ALiBi slopes, a table over the distance (T5), a table over the key's position.
+
+Softmax does not see a constant added to a row, so biases are compared after the diagonal's own was taken off each row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_attn.passes.prove.mask_family import BoolMatrix
+
+FloatArray = npt.NDArray[np.float64]
+BiasIndex = Literal["distance", "key"]
+RELATIVE_TOLERANCE = 2e-6  # a float32 bias, rounded once or twice
+
+
+@dataclass(frozen=True)
+class BiasFamily:
+    """What is added to the score of head h, query i, key j.
+
+    slopes: slope[h] * (j - i). Otherwise table [heads, N], read at i - j ("distance") or at j ("key").
+    """
+
+    slopes: tuple[float, ...] | None = None
+    index: BiasIndex | None = None
+    table: FloatArray | None = None
+
+    def for_heads(self, count: int) -> BiasFamily:
+        """The same for `count` heads, if all heads share it so far."""
+        if self.slopes is not None:
+            return replace(self, slopes=self.slopes * count if len(self.slopes) == 1 else self.slopes)
+        assert self.table is not None
+        return replace(self, table=np.broadcast_to(self.table, (count, self.table.shape[1])).copy())
+
+    def matrix(self, length: int) -> FloatArray:
+        """[heads, length, length] with the diagonal taken off; where the distance is negative, zeros."""
+        i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+        if self.slopes is not None:
+            return np.asarray(self.slopes, dtype=np.float64)[:, None, None] * (j - i)
+        assert self.table is not None
+        if self.index == "distance":
+            return np.where(j <= i, self.table[:, np.maximum(i - j, 0)] - self.table[:, :1, None], 0.0)
+        return self.table[:, j] - self.table[:, i]
+
+    def describe(self) -> str:
+        if self.slopes is not None:
+            return f"ALiBi with {len(self.slopes)} slopes"
+        assert self.table is not None
+        what = "distance" if self.index == "distance" else "key position"
+        return f"a bias by {what} for up to {self.table.shape[1]} tokens"
+
+
+def match_bias(bias: FloatArray, visible: BoolMatrix) -> BiasFamily | None:
+    """The first family that equals `bias` [heads, T, T] where it is visible, rows shifted at will; None if there is none.
+
+    Only causal masks are looked at: no key may be ahead of its query.
+    """
+    length = bias.shape[1]
+    if np.triu(visible, 1).any() or length < 3:
+        return None
+    last = bias[:, -1, :]  # everything that the last query sees
+    if not visible[-1].all():
+        return _match_windowed(bias, visible)
+    nearest = bias[:, 1, 1] - bias[:, 1, 0]
+    far = (last[:, -1] - last[:, 0]) / (length - 1)
+    slopes = np.where(np.abs(nearest - far) <= 1e-5 * np.abs(far), nearest, far)
+    for family in (
+        BiasFamily(slopes=tuple(float(np.float32(s)) for s in slopes)),
+        BiasFamily(index="distance", table=last[:, ::-1].copy()),
+        BiasFamily(index="key", table=last.copy()),
+    ):
+        if equals_bias(family, bias, visible):
+            return family
+    return None
+
+
+def _match_windowed(bias: FloatArray, visible: BoolMatrix) -> BiasFamily | None:
+    """Under a window or chunks only slopes can be read off, and a table over the distance as far as the window goes."""
+    slopes = bias[:, 1, 1] - bias[:, 1, 0]
+    family = BiasFamily(slopes=tuple(float(np.float32(s)) for s in slopes))
+    if equals_bias(family, bias, visible):
+        return family
+    views = visible.sum(axis=1)
+    widest = int(views.argmax())
+    table = bias[:, widest, widest - views[widest] + 1 : widest + 1][:, ::-1].copy()
+    family = BiasFamily(index="distance", table=np.pad(table, ((0, 0), (0, bias.shape[1] - table.shape[1])), mode="edge"))
+    return family if equals_bias(family, bias, visible) else None
+
+
+def equals_bias(family: BiasFamily, bias: FloatArray, visible: BoolMatrix) -> bool:
+    """Whether a family gives `bias` [heads or 1, T, T] on what is visible, up to float32 rounding."""
+    length = bias.shape[1]
+    if family.table is not None and family.table.shape[1] < length:
+        return False
+    seen = np.broadcast_to(visible, bias.shape)
+    relative = bias - np.diagonal(bias, axis1=1, axis2=2)[:, :, None]
+    magnitude = max(float(np.abs(bias[seen]).max(initial=0.0)), 1e-3)
+    return bool(np.abs(family.matrix(length) - relative)[seen].max(initial=0.0) <= RELATIVE_TOLERANCE * magnitude)

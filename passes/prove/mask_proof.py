@@ -1,0 +1,221 @@
+"""From an evaluated mask to a proved family: matched on two probes, checked on others, or refused with the mask printed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.prove.bias_family import BiasFamily, FloatArray, equals_bias, match_bias
+from paged_attn.passes.prove.mask_family import BoolMatrix, MaskFamily, draw, match_family, packed_variants
+from paged_attn.passes.prove.mask_probe import LIMITS, SCALES, MaskProbe, ProbeFailed, Seen
+
+MATCH_LENGTHS = (59, 67)
+CHECK_LENGTHS = (41, 83)
+PACKINGS = ((5, 26, 31), (1, 34, 9, 12))
+DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # a family is also checked on one unscaled mask, of more tokens if these suffice to show it
+
+
+MOST_DIRECT_ELEMENTS = 1 << 24
+LONGEST_BIAS = 4096  # tokens for which a bias that goes on changing is tabulated, if the model states no limit of its own
+MOST_BIAS_ELEMENTS = 1 << 27  # of one bias evaluated for all positions of a model
+
+
+@dataclass(frozen=True)
+class MaskProof:
+    """A family, what is added to the scores, and the words that say how it was proved."""
+
+    family: MaskFamily
+    evidence: str
+    bias: BiasFamily | None = None
+    max_tokens: int | None = None  # a table in the mask, or of the bias, ends here
+
+
+def prove(probe: MaskProbe, max_positions: int | None = None) -> MaskProof:
+    """Find the family of a traced mask, and of the bias that it adds; `max_positions` is how far a bias must be known.
+
+    Raises:
+        UnsupportedError: no family fits, or the two scales do not agree; the message holds the layer and the mask.
+        CallNotPaged: the mask is made from an input of this call.
+    """
+    try:
+        return _prove(probe, max_positions)
+    except ProbeFailed:
+        if not probe.literals:
+            raise
+    every = probe.literals
+    try:
+        limit = _table_limit(probe)  # a number that was scaled down may be the length of a table
+    except ProbeFailed:
+        # Or belong to the bias, as the number of heads does where slopes are computed: small enough, the unscaled probe shows it.
+        probe.scales, probe.literals = SCALES, [literal for literal in every if literal > DIRECT_LENGTH // 2]
+        if len(probe.literals) == len(every) or probe.run((DIRECT_LENGTH,), None, seed=0).bias is None:
+            raise
+        return _prove(probe, max_positions)
+    return _prove(probe, limit)
+
+
+def _table_limit(probe: MaskProbe) -> int:
+    """For how many tokens the tables in a mask suffice; from here on its numbers are scaled to lengths above the probes'.
+
+    Raises:
+        ProbeFailed: the numbers are no such lengths.
+    """
+    probe.scales, probe.table_ends = LIMITS, []
+    ends = set()
+    for scale in probe.scales:
+        images = probe.images(scale)
+        shortest, literal = min(images.values(), default=0), min(images, default=0)
+        probe.run((shortest,), scale, seed=0)
+        longest = shortest
+        try:
+            for longest in range(shortest, shortest + 4):
+                probe.run((longest + 1,), scale, seed=0)
+        except ProbeFailed:
+            ends.add(literal + longest - shortest)
+            probe.table_ends.append(longest)
+    if len(ends) != 1 or max(images.values()) - shortest > 2:
+        raise ProbeFailed(f"{probe.where}: its mask can not be made for small probes, and none of its numbers {probe.literals} says why")
+    probe.table_length = ends.pop()
+    return probe.table_length
+
+
+def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
+    found: list[MaskFamily] = []
+    for length, scale in zip(_match_lengths(probe), probe.scales, strict=True):
+        mask = probe.run((length,), scale, seed=length).visible
+        family = match_family(mask)
+        if family is None:
+            raise unproved(probe.where, mask, f"it matches no known family on {length} tokens")
+        found.append(family)
+    family = _unscale(probe, found)
+    direct = probe.run((_direct_length(probe, family),), None, seed=0)
+    _explain_numbers(probe, family, direct)
+    _check(probe, found, family, direct.visible)
+    bias = None if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
+    tabulated = bias.table.shape[1] if bias is not None and bias.table is not None and not _saturates(bias) else None
+    count = len(MATCH_LENGTHS) + len(CHECK_LENGTHS) + len(PACKINGS) + 1  # and the unscaled one
+    adds = f" + {bias.describe()}" if bias else ""
+    evidence = f"mask evaluated on {count} probes = {family.describe()}{adds}; {len(probe.nodes)} nodes"
+    return MaskProof(family, evidence, bias, min(filter(None, (tabulated, probe.table_length)), default=None))
+
+
+def _match_lengths(probe: MaskProbe) -> tuple[int, ...]:
+    """A table is looked at over its whole length, which for a computed one is scaled."""
+    if probe.scales is LIMITS:
+        return tuple(probe.table_ends)
+    return tuple(probe.table_length - extra for extra in range(len(MATCH_LENGTHS))) if probe.table_length else MATCH_LENGTHS
+
+
+def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
+    """The family in the model's own numbers: each limit is a small literal, or a large one (plus or minus one) seen at both scales."""
+    first, second = found
+    if first.causal != second.causal:
+        raise unproved(probe.where, probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible, "it is causal on one probe alone")
+
+    def limit(name: str) -> int | None:
+        a, b = getattr(first, name), getattr(second, name)
+        if a == b:
+            return a  # type: ignore[no-any-return]
+        images = [probe.images(scale) for scale in probe.scales]
+        fits = {literal + d for literal in probe.literals for d in (-1, 0, 1) if (images[0][literal] + d, images[1][literal] + d) == (a, b)}
+        if len(fits) != 1:
+            raise unproved(
+                probe.where,
+                probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible,
+                f"its {name} is {a} and {b} on two probes, which no number in it explains",
+            )
+        return fits.pop()
+
+    return MaskFamily(first.causal, limit("window"), limit("chunk"))
+
+
+def _direct_length(probe: MaskProbe, family: MaskFamily) -> int:
+    longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
+    length = max((limit + 97 for limit in (family.window, family.chunk) if limit is not None and limit + 97 <= longest), default=0)
+    return min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT)
+
+
+def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None:
+    """Every large number in the mask must be its window or its chunk (or within 2 of it): what else it does, small probes may not show.
+
+    A bias has numbers of its own (T5's 128): those are shown by the direct probe, which is more than twice as long.
+    """
+    limits = [limit for limit in (family.window, family.chunk) if limit is not None]
+    shown = len(direct.visible) // 2 if direct.bias is not None else 0
+    limits += probe.literals if probe.scales is LIMITS else []
+    unexplained = [literal for literal in probe.literals if literal > shown and not any(abs(limit - literal) <= 2 for limit in limits)]
+    strange = [f"{literal}" for literal in unexplained] + probe.hidden
+    if strange:
+        mask = probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible
+        raise unproved(
+            probe.where,
+            mask,
+            f"small probes say {family.describe()}, but its graph holds {', '.join(strange)}, which they can not show to be harmless",
+        )
+
+
+def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily, direct: BoolMatrix) -> None:
+    checks: tuple[int, ...] = CHECK_LENGTHS
+    packings: tuple[tuple[int, ...], ...] = PACKINGS
+    if 0 < probe.table_length < max(CHECK_LENGTHS) and probe.scales is not LIMITS:
+        checks = (probe.table_length // 2 + 1, probe.table_length)
+        packings = tuple(tuple(max(1, n * probe.table_length // 72) for n in packing) for packing in PACKINGS)
+    for scaled, scale, length, packing in zip(found, probe.scales, checks, packings, strict=True):
+        mask = probe.run((length,), scale, seed=length).visible
+        if not np.array_equal(scaled.matrix(length), mask):
+            raise unproved(probe.where, mask, f"it is {scaled.describe()} on one probe but not on {length} tokens")
+        mask = probe.run(packing, scale, seed=length + 1).visible
+        if not any(np.array_equal(variant, mask) for variant in packed_variants(scaled, packing).values()):
+            raise unproved(
+                probe.where,
+                mask,
+                f"it is {scaled.describe()} for one sequence, but packed sequences {packing} see each other in a way no rule explains",
+            )
+    if not np.array_equal(family.matrix(len(direct)), direct):
+        raise unproved(probe.where, direct, f"small probes say {family.describe()}, but the mask of {len(direct)} tokens is another")
+
+
+def _prove_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, max_positions: int | None) -> BiasFamily:
+    """The family of what is added to the scores, known for as many positions as the model has."""
+    family = match_bias(bias, visible)
+    if family is None:
+        raise _unknown_bias(probe, visible, bias, "matches no known family")
+    if family.table is not None and not _saturates(family):
+        length = min(max_positions or LONGEST_BIAS, math.isqrt(MOST_BIAS_ELEMENTS // bias.shape[0]))
+        longer = probe.run((max(length, len(visible)),), None, seed=0)
+        assert longer.bias is not None
+        family = match_bias(longer.bias, longer.visible)
+        if family is None:
+            raise _unknown_bias(probe, visible, bias, f"is of another kind on {length} tokens than on {len(visible)}")
+    for length in (min(n, probe.table_length or n) for n in CHECK_LENGTHS):
+        seen = probe.run((length,), None, seed=length)
+        if not equals_bias(family, seen.bias if seen.bias is not None else np.zeros((1, length, length)), seen.visible):
+            raise _unknown_bias(probe, visible, bias, f"is {family.describe()} on {len(visible)} tokens but not on {length}")
+    return family
+
+
+def _saturates(family: BiasFamily) -> bool:
+    """Whether a table over distances has long stopped changing where it ends."""
+    assert family.table is not None
+    half = family.table.shape[1] // 2
+    return family.index == "distance" and bool((family.table[:, half:] == family.table[:, half : half + 1]).all())
+
+
+def _unknown_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, why: str) -> UnsupportedError:
+    low, high = bias[:, visible].min(), bias[:, visible].max()
+    return UnsupportedError(
+        f"{probe.where}: its additive mask holds values besides 0 and -inf (from {low:g} to {high:g}), a bias that {why}. "
+        "Known are ALiBi and biases that depend on the distance or on the key's position alone. "
+        f"What it leaves visible (query = line, key = column):\n{draw(visible)}"
+    )
+
+
+def unproved(where: str, mask: BoolMatrix, why: str) -> UnsupportedError:
+    """The error for a mask that no proof covers; it prints the mask."""
+    return UnsupportedError(
+        f"{where}: its attention mask can not be proved: {why}. Its first rows (query = line, key = column):\n{draw(mask)}\n"
+        "Known families: causal, sliding window, chunk, their intersections, and bidirectional. Run this model uncompiled, or report it."
+    )

@@ -1,0 +1,229 @@
+"""What a written-out attention does to q.k before the softmax, proved on values: a scale or a softcap, and sinks.
+
+The subgraph between q.k and the weights is evaluated on chosen products. With f(q.k) + mask and bias as the scores, rows relative to
+their diagonal, where q.k is set to 0, give f itself; it must be linear or c * tanh(a * x / c) on every head, query and key alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import in_graph_order, value_of
+from paged_attn.passes.fx.mask_literals import HIDES
+from paged_attn.passes.fx.slicing import ancestors, evaluate
+from paged_attn.passes.prove.score_subgraph import MixesHeads, concrete_shape, needed_for_values, placeholder_value, score_path, zeros_for
+
+FloatArray = npt.NDArray[np.float64]
+TOKENS = 11
+EXACT, ROUNDED = 2e-5, 2e-2  # of the largest value; ROUNDED where the graph computes scores or weights in 16 bits
+SATURATED = 1e7
+HIDDEN = -1e30
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """scores = softcap * tanh(scale * q.k / softcap), or scale * q.k without a softcap.
+
+    Attributes:
+        first_column: where the keys begin among the softmax's columns: 1 if a sink comes first.
+        sinks: the node [heads] whose values are the sinks' logits, or None.
+        constant_sinks: the logits [heads] themselves, where they are constants of the graph.
+    """
+
+    scale: float
+    softcap: float | None
+    first_column: int = 0
+    sinks: fx.Node | None = None
+    constant_sinks: tuple[float, ...] | None = None
+
+    @property
+    def has_sinks(self) -> bool:
+        return self.sinks is not None or self.constant_sinks is not None
+
+    def describe(self) -> str:
+        words = [f"scale {self.scale:.4g}"]
+        words += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
+        words += ["sinks"] if self.has_sinks else []
+        return ", ".join(words)
+
+
+def prove_score_function(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> ScoreFunction:
+    """Read scale, softcap and sinks off the values of a written-out attention.
+
+    Raises:
+        MixesHeads: those of one head are made from products of others.
+        UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit a head.
+    """
+    region, sample = _region_and_sample(site, form, values)
+    region.check_heads(sample)
+    function = region.fit(sample)
+    region.check_weights(sample, function.first_column)
+    return function
+
+
+def mixed_heads(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> MixesHeads | None:
+    """The refusal of an attention that makes the scores or weights of one head from products of others; None for any other."""
+    region, sample = _region_and_sample(site, form, values)
+    try:
+        region.check_heads(sample)
+    except MixesHeads as reason:
+        return reason
+    except UnsupportedError:  # nothing of it can be evaluated alone
+        return None
+    return None
+
+
+def _region_and_sample(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[_Region, Tensor]:
+    assert isinstance(site.scores, WrittenScores)
+    region = _Region(site, site.scores, form, values)
+    return region, torch.randn(region.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 2
+
+
+class _Region:
+    def __init__(self, site: AttentionSite, scores: WrittenScores, form: CallForm, values: dict[fx.Node, Any]) -> None:
+        self.site, self.scores = site, scores
+        self.nodes, shapes = needed_for_values(scores.weights, scores.output, scores.products)
+        self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, TOKENS) for node in shapes}
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self.given[node] = placeholder_value(form.roles.get(node, ""), values[node], (TOKENS,), torch.arange(2, 2 + TOKENS))
+        self.shape = concrete_shape(scores.products, form, TOKENS)
+
+    def run(self, products: Tensor, result: fx.Node) -> FloatArray:
+        """The value [heads, T, columns] of a node for these products, whose diagonals are set to zero."""
+        index = torch.arange(TOKENS)
+        given = products.clone()
+        given[..., index, index] = 0.0
+        device = next((v.device for v in self.given.values() if isinstance(v, Tensor)), torch.device("cpu"))
+        value = self._evaluated(given.to(device), result)
+        value = value.double().clamp(min=HIDDEN)  # -inf would leave NaN in differences
+        return np.asarray(value.reshape(-1, TOKENS, value.shape[-1]).numpy(force=True))
+
+    def _evaluated(self, products: Tensor, result: fx.Node) -> Tensor:
+        """On products in float64, or, where they meet a tensor of the model that wants its own dtype, in the graph's."""
+        own = value_of(self.scores.products).dtype
+        for dtype in (products.dtype, own):
+            try:
+                value: Tensor = evaluate(self.nodes, {**self.given, self.scores.products: products.to(dtype)}, result)
+            except (RuntimeError, IndexError) as error:
+                if dtype is own:
+                    raise self.refusal(f"what is between its products and its weights can not be evaluated alone: {error}") from error
+            else:
+                return value
+        raise AssertionError("the graph's own dtype was tried last")
+
+    def check_heads(self, sample: Tensor) -> None:
+        """Change the products of the first head: the scores and weights of the others must not move."""
+        changed = sample.clone().view(-1, TOKENS, TOKENS)
+        changed[0] = -changed[0] + 1
+        for result, what in ((self.scores.scores, "scores"), (self.scores.weights, "weights")):
+            before, after = (self.run(products.view(sample.shape), result)[1:] for products in (sample, changed))
+            if before.shape == after.shape and not _close(before, after):
+                raise MixesHeads(
+                    f"{self.site.where}: attention that is written out as a softmax can not be proved: the {what} of a head are made from "
+                    "the products of others, too (talking heads). Run this model uncompiled, or report it."
+                )
+
+    def fit(self, sample: Tensor) -> ScoreFunction:
+        still = self.run(torch.zeros_like(sample), self.scores.scores)
+        extra = still.shape[-1] - TOKENS
+        if self.scores.lse is not None and (extra or np.diagonal(still, axis1=1, axis2=2).any()):
+            raise self.refusal("the log-sum-exp of its scores is used, and its scores have a sink or are shifted row by row")
+        if extra not in (0, 1):
+            raise self.refusal(f"its softmax has {extra} columns besides the tokens'; known are none and one sink")
+        first = self._first_column(sample) if extra else 0
+        visible = still[:, :, first : first + TOKENS] > HIDES
+        products = sample.reshape(-1, TOKENS, TOKENS).numpy().copy()
+        products[:, np.arange(TOKENS), np.arange(TOKENS)] = 0.0
+
+        def moved(by: float) -> FloatArray:
+            """f(by * products) where visible."""
+            scores = self.run(sample * by, self.scores.scores)[:, :, first : first + TOKENS]
+            return np.asarray((_from_diagonal(scores) - _from_diagonal(still[:, :, first : first + TOKENS]))[visible])
+
+        seen = products[visible]
+        softcap, scale = None, float((moved(1.0) * seen).sum() / (seen * seen).sum())
+        if not _close(scale * seen * 50, moved(50.0)):
+            softcap = float(np.abs(moved(SATURATED)).max())
+            if softcap == 0:
+                raise self.refusal("its scores do not depend on q.k")
+            inner = np.arctanh(np.clip(moved(0.5) / softcap, -0.999, 0.999)) * softcap
+            scale = float((inner * seen).sum() / (0.5 * seen * seen).sum())
+        scale, softcap = _rounded(scale), softcap and _rounded(softcap)
+        for by in (0.1, 1.0, 20.0):
+            x = scale * seen * by
+            if not _close(softcap * np.tanh(x / softcap) if softcap is not None else x, moved(by)):
+                raise self.refusal("its scores are neither scale * q.k nor softcap * tanh(scale * q.k / softcap) plus a mask")
+        if not extra:
+            return ScoreFunction(scale, softcap)
+        logits = still[:, :, 0 if first else TOKENS] - np.diagonal(still[:, :, first : first + TOKENS], axis1=1, axis2=2)
+        node, constant = self._sinks(logits)
+        return ScoreFunction(scale, softcap, first, node, constant)
+
+    def _first_column(self, sample: Tensor) -> int:
+        scores, weights = self.run(sample, self.scores.scores), self.run(sample, self.scores.weights)
+        for first in (0, 1):
+            if _close(_softmax(scores)[:, :, first : first + TOKENS], weights, ROUNDED):
+                return first
+        raise self.refusal("its weights are not the softmax of its scores without the column of the sink")
+
+    def check_weights(self, sample: Tensor, first: int) -> None:
+        scores, weights = self.run(sample, self.scores.scores), self.run(sample, self.scores.weights)
+        expected = _softmax(scores)[:, :, first : first + TOKENS]
+        if weights.shape != expected.shape or not _close(expected, weights, ROUNDED):
+            raise self.refusal("its weights are not the softmax of its scores: something is done to them before they meet the values")
+
+    def _sinks(self, logits: FloatArray) -> tuple[fx.Node | None, tuple[float, ...] | None]:
+        """The owned tensor that holds the sinks' logits [heads, T], or the logits themselves if they are the graph's own constants."""
+        if not _close(np.broadcast_to(logits[:, :1], logits.shape), logits):
+            raise self.refusal("its sink differs between queries")
+        heads = logits.shape[0]
+        path = score_path(self.nodes, self.scores.products)
+        beside = {source for node in path for source in node.all_input_nodes if source not in path}
+        reached = {n for source in beside for n in ancestors(source, self.scores.softmax)}
+        for node in in_graph_order(self.scores.products.graph, reached & set(self.given)):
+            value = self.given[node]
+            if isinstance(value, Tensor) and value.numel() == heads and value.is_floating_point():
+                if _close(value.double().flatten().numpy(force=True), logits[:, 0]):
+                    return node, None
+        if np.ptp(logits) == 0:
+            return None, tuple(float(x) for x in logits[:, 0])
+        raise self.refusal("its sinks are no parameter of one logit a head")
+
+    def refusal(self, why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.site.where}: attention that is written out as a softmax can not be proved: {why}. "
+            "Run this model uncompiled, or report it."
+        )
+
+
+def _from_diagonal(scores: FloatArray) -> FloatArray:
+    return scores - np.diagonal(scores, axis1=1, axis2=2)[:, :, None]
+
+
+def _softmax(scores: FloatArray) -> FloatArray:
+    exponents = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))
+
+
+def _close(expected: FloatArray, got: FloatArray, tolerance: float = EXACT) -> bool:
+    largest = max(float(np.abs(expected).max(initial=0.0)), 1e-6)
+    return bool(np.abs(expected - got).max(initial=0.0) <= tolerance * largest)
+
+
+def _rounded(number: float) -> float:
+    """A fitted number without the noise of its fit: the nearest simple one (1, 50, 0.25, 1/n, 1/sqrt(n)) if it is that near."""
+    candidates = [round(number, 6)]
+    if 1e-6 < abs(number) < 1:
+        candidates += [1 / round(1 / number, 6), math.copysign(round(1 / number**2) ** -0.5, number)]
+    return float(next((c for c in candidates if abs(c - number) <= 1e-6 * abs(number)), number))

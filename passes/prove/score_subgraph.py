@@ -1,0 +1,130 @@
+"""What lies between the products q.k and the softmax: which nodes work on scores, which make masks, and what they are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.find.attention_site import module_path
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import depends_on, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.slicing import ancestors
+
+# Elementwise arithmetic: on scores its numbers are scales and caps, which `score_function` proves on values.
+_ARITHMETIC = {"mul", "imul", "multiply", "div", "truediv", "itruediv", "true_divide", "divide", "tanh", "add", "iadd", "sub", "isub",
+               "rsub", "neg"}  # fmt: skip
+# What these give depends on the shape and dtype of their input alone.
+_SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "size", "dim",
+               "numel", "sym_size", "shape"}  # fmt: skip
+# Lookups in a table and matrix products: what they make of token ids is the model's own state, not a mask.
+LOOKUPS = {"embedding", "linear", "matmul", "bmm", "addmm", "conv1d", "index_select", "einsum"}
+
+
+def score_path(nodes: list[fx.Node], products: fx.Node) -> set[fx.Node]:
+    """The nodes whose value depends on q.k."""
+    found = {products}
+    for node in nodes:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def without_score_arithmetic(nodes: list[fx.Node], products: fx.Node) -> list[fx.Node]:
+    """`nodes` without plain arithmetic on scores; masks, and anything on scores that may pick positions, stay."""
+    path = score_path(nodes, products)
+    return [node for node in nodes if node not in path or (op_name(node) not in _ARITHMETIC and node is not products)]
+
+
+def zeros_for(node: fx.Node, form: CallForm, total: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros in the shape that a node has on a row of `total` tokens."""
+    value = value_of(node)
+    return torch.zeros(concrete_shape(node, form, total), dtype=dtype or value.dtype, device=value.device)
+
+
+def placeholder_value(role: str, value: Any, lengths: Sequence[int], ids: Tensor) -> Any:
+    """What a graph input is on a row of sequences of these lengths with token `ids` [T]; the model's own `value` stays."""
+    if role == "tokens":
+        return sum(lengths)
+    if role == "position_ids":
+        return torch.cat([torch.arange(n) for n in lengths])[None].to(value.device, value.dtype)
+    return ids[None].to(value.device, value.dtype) if role == "input_ids" else value
+
+
+def concrete_shape(node: fx.Node, form: CallForm, total: int) -> list[int]:
+    """The shape of a node's tensor when the call has `total` tokens."""
+    sizes = (symbol(s).subs({form.num_tokens: total}) if depends_on(s, form.num_tokens) else s for s in value_of(node).shape)
+    return [int(size) for size in sizes]
+
+
+class Recomputable(UnsupportedError):
+    """No spec says what an attention computes, but its own part of the graph can be evaluated anew on all tokens of a request.
+
+    Attributes:
+        what: why there is no spec, in a few words.
+    """
+
+    what = ""
+
+
+class DependsOnHiddenStates(Recomputable):
+    """A mask or bias is computed from the tokens' hidden states, so that no family of masks describes it."""
+
+    what = "mask computed from hidden states"
+
+
+class MixesHeads(Recomputable):
+    """The scores or weights of a head are made from those of several (talking heads)."""
+
+    what = "heads mixed"
+
+
+def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> None:
+    """A mask or bias computed from the tokens' hidden states can not be known before the step runs.
+
+    Args:
+        nodes: all that it is made from.
+
+    Raises:
+        DependsOnHiddenStates: naming the operation.
+    """
+    from_ids = {node for node in nodes if form.roles.get(node) == "input_ids"}
+    for node in nodes:
+        if not any(source in from_ids for source in node.all_input_nodes):
+            continue
+        from_ids.add(node)
+        value = value_of(node)
+        if isinstance(value, Tensor) and value.is_floating_point() and op_name(node) in LOOKUPS:
+            raise DependsOnHiddenStates(
+                f"{where}: its mask or bias is computed from the tokens' hidden states "
+                f"({op_name(node)} in {module_path(node) or node.name}), which a paged batch does not have for past tokens"
+            )
+
+
+def needed_for_values(result: fx.Node, user: fx.Node, stop: fx.Node | None) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Of all that `result` is made from before `user`: nodes whose numbers it depends on, and tensors of which only the shape matters.
+
+    `stop` is included, but not looked behind.
+    """
+    nodes = ancestors(result, user, frozenset({stop} if stop is not None else ()))
+    inside = set(nodes)
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        for value in written_values(node) if writes_in_place(node) else ():
+            writers.setdefault(value, []).append(node)
+    pending = [result]
+    needed: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in inside and node not in needed:
+            needed.add(node)
+            pending += writers.get(node, ())
+            if node is stop:
+                continue
+            pending += [n for n in node.all_input_nodes if op_name(node) not in _SHAPE_ONLY or not isinstance(value_of(n), Tensor)]
+    shapes = {n for node in needed if op_name(node) in _SHAPE_ONLY for n in node.all_input_nodes if isinstance(value_of(n), Tensor)}
+    return [node for node in nodes if node in needed or node in shapes], shapes - needed

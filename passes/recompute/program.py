@@ -1,0 +1,173 @@
+"""A region of a graph as a program of its own, and the proof that no later token changes an earlier row of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.specs.recompute import RowInput
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import as_traced, depends_on, symbol, value_of, writes_in_place
+from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.recompute.region import Region
+
+SHORT, MORE = 17, 12  # tokens of the probes
+FEW = 5  # stands for the number of tokens that a sparse attention chooses, where that is more than the probes have
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}
+LOW_PRECISION_TOLERANCE = 3e-2
+
+
+class Program:
+    """(number of tokens T, rows' tensors, operands) -> [T, heads, v_dim]; what `HistorySpec.program` is.
+
+    Attributes:
+        owned: the nodes of the original graph that are its operands, in order.
+        computes: a word that is equal for programs that do the same.
+    """
+
+    def __init__(self, graph: fx.Graph, owned: Sequence[fx.Node]) -> None:
+        graph.lint()
+        self.graph, self.owned = graph, tuple(owned)
+        self.module = fx.GraphModule({}, graph)
+        self.computes = _digest(graph)
+
+    @property
+    def chooses(self) -> int | None:
+        """The least k of its topk's: a number, or the one in min(k, T)."""
+        given = [node.args[1] if len(node.args) > 1 else node.kwargs.get("k") for node in self.graph.nodes if op_name(node) == "topk"]
+        counts = [count for k in given for count in (k.args if isinstance(k, fx.Node) else (k,)) if type(count) is int]
+        return min(counts, default=None)
+
+    def __call__(self, length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
+        result: Tensor = self.module.forward(length, *rows, *owned)
+        return result
+
+
+def row_input(node: fx.Node, form: CallForm, page_dtype: torch.dtype) -> RowInput:
+    """How the rows of a node are kept in pages of a dtype; types that are wider take several elements for one value."""
+    value = value_of(node)
+    (axis,) = (axis for axis, size in enumerate(value.shape) if depends_on(size, form.num_tokens))
+    shape = tuple(int(size) for index, size in enumerate(value.shape) if index != axis)
+    strides = [as_traced(stride) for stride in value.stride()]
+    order = tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim)))
+    width = RowInput(shape, axis, order, value.dtype, 0).width
+    return RowInput(shape, axis, order, value.dtype, width * max(1, value.dtype.itemsize // page_dtype.itemsize))
+
+
+def make_program(region: Region, form: CallForm, values: dict[fx.Node, Any], order: Sequence[int], where: str) -> Program:
+    """The region as a graph of its own.
+
+    Args:
+        order: permutes its output to [lead.., T, v_dim].
+
+    Raises:
+        UnsupportedError: it reads the shape of a tensor whose size is another function of T than T itself.
+    """
+    builder = _Builder(region, form, where)
+    owned = [node for node in region.nodes if form.roles.get(node) == "owned" or node.op == "get_attr"]
+    if numbers := [node for node in owned if node.op == "placeholder" and not isinstance(values[node], Tensor)]:
+        raise UnsupportedError(f"{where}: its mask is computed from hidden states and from a number of the module, {numbers[0].name}")
+    return Program(builder.build(owned, order), owned)
+
+
+@dataclass
+class _Builder:
+    region: Region
+    form: CallForm
+    where: str
+
+    def build(self, owned: list[fx.Node], order: Sequence[int]) -> fx.Graph:
+        graph, region = fx.Graph(), self.region
+        length = graph.placeholder("length")
+        made = {node: graph.placeholder(f"row_{index}") for index, node in enumerate(region.rows)}
+        made |= {node: graph.placeholder(f"owned_{index}") for index, node in enumerate(owned)}
+        made |= {node: self._shaped_like(graph, node, length) for node in region.shapes}
+        for node in region.nodes:
+            role = self.form.roles.get(node, "")
+            if role == "tokens":
+                made[node] = length
+            elif role == "position_ids":
+                value = value_of(node)
+                positions = graph.call_function(torch.arange, (length,), {"dtype": value.dtype, "device": value.device})
+                made[node] = graph.call_method("unsqueeze", (positions, 0))
+            elif node not in made:
+                made[node] = graph.node_copy(node, lambda source: made[source])
+        result = graph.call_method("permute", (made[region.output], tuple(order)))
+        width = int(value_of(region.output).shape[order[-1]])
+        result = graph.call_method("reshape", (result, (-1, length, width)))
+        graph.output(graph.call_method("transpose", (result, 0, 1)))
+        return graph
+
+    def _shaped_like(self, graph: fx.Graph, node: fx.Node, length: fx.Node) -> fx.Node:
+        value, tokens = value_of(node), self.form.num_tokens
+        sizes: list[Any] = [length if symbol(size) == tokens else size for size in value.shape]
+        if any(depends_on(size, tokens) for size in sizes if size is not length):
+            raise UnsupportedError(
+                f"{self.where}: its mask is computed from hidden states, and in the shape of {node.name}, {list(value.shape)}; "
+                "known are sizes that are the number of tokens itself"
+            )
+        known = [size if size is length else int(size) for size in sizes]
+        return graph.call_function(torch.zeros, (known,), {"dtype": value.dtype, "device": value.device})
+
+
+def _digest(graph: fx.Graph) -> str:
+    """Equal for graphs that compute the same: by what each node is made from and, where something is written in place, by their order."""
+    words: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        args = fx.map_arg((node.args, dict(node.kwargs)), lambda other: words[other])
+        word = repr((node.op, str(node.target), args))
+        words[node] = hashlib.sha256(word.encode()).hexdigest()[:16]
+    last = words[next(iter(reversed(graph.nodes)))]
+    if not any(writes_in_place(node) for node in graph.nodes):
+        return last
+    return hashlib.sha256("".join(words.values()).encode()).hexdigest()[:16]
+
+
+def prove_causal(
+    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], min_tokens: int, device: torch.device, where: str
+) -> None:
+    """Run a program on random rows: without the last ones, the others' results are the same.
+
+    Raises:
+        UnsupportedError: a later token does change one, or the program does not run on another number of tokens than the traced one.
+    """
+    few = max(SHORT, min_tokens)
+    for each in (program, *_choosing_less(program, few)):
+        generator = torch.Generator().manual_seed(13)
+        given = [torch.randn(few + MORE, row.width, generator=generator).to(device, row.dtype) for row in rows]
+        try:
+            with torch.no_grad():
+                whole, short = (
+                    each(count, [row.restored(one[:count]) for row, one in zip(rows, given, strict=True)], owned)[:few].float()
+                    for count in (few + MORE, few)
+                )
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise UnsupportedError(
+                f"{where}: its mask is computed from hidden states, and what must be recomputed does not run on {few} and {few + MORE} "
+                f"tokens: {error}"
+            ) from error
+        limit = float(whole.nan_to_num().abs().max()) * max(TOLERANCE.get(row.dtype, LOW_PRECISION_TOLERANCE) for row in rows)
+        if not torch.allclose(whole, short, rtol=0, atol=limit, equal_nan=True):
+            raise UnsupportedError(
+                f"{where}: its mask is computed from hidden states, and a later token changes the result of an earlier one, so that the "
+                "model can not generate token by token"
+            )
+
+
+def _choosing_less(program: Program, few: int) -> list[Program]:
+    """The program with FEW for k in its min(k, T), if probes of `few` tokens never have so many."""
+    graph, found = fx.Graph(), False
+    copied: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(program.graph, copied)
+    graph.output(output)
+    for node in graph.nodes:
+        if op_name(node) in ("sym_min", "min") and any(type(a) is int and a >= few for a in node.args):
+            node.args = tuple(FEW if type(a) is int and a >= few else a for a in node.args)
+            found = True
+    return [Program(graph, program.owned)] if found else []

@@ -1,0 +1,185 @@
+"""The part of a graph that must be evaluated anew on all tokens of a request to know an attention's output, and what it is made from.
+
+    x -> linear -> q', k', w' | scores of q' and k' -> topk -> mask -> attention over q, k, v
+                     the cut  | evaluated anew: all that holds tokens against tokens, or mixes tokens otherwise (a running sum)
+
+What is on the left of the cut holds one row per token, is computed as the graph says and kept in pages. On the right, masks and all
+else that is made from positions and the model's own tensors alone are made anew for the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.fx.graph_tools import bases_of, depends_on, token_dims, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.token_data import Writers, cone_of, name_of, read_inputs, writers_of
+from paged_attn.passes.prove.score_subgraph import LOOKUPS
+from paged_attn.passes.recompute.mixing import mixing_nodes
+from paged_attn.passes.recompute.token_rows import TokenRows, bytes_of
+
+_BY_ROW = LOOKUPS - {"conv1d"}
+
+
+@dataclass(frozen=True)
+class Region:
+    """`output` from `rows`.
+
+    Attributes:
+        nodes: all of it in graph order, `rows` and placeholders included.
+        rows: the cut: floating tensors with one token dim, of which every token's row is its own.
+        shapes: tensors beside it of which only the shape is read.
+    """
+
+    output: fx.Node
+    nodes: list[fx.Node]
+    rows: list[fx.Node]
+    shapes: list[fx.Node]
+
+
+def find_region(tokens: TokenRows, output: fx.Node, before: fx.Node, where: str) -> Region:
+    """The region of an attention's output, all of whose rows can be read in front of the node `before`.
+
+    Raises:
+        UnsupportedError: it is made from something that can not be kept as rows in pages; the message names the layer `where` that is.
+    """
+    return _Search(tokens, output, before, where).region()
+
+
+@dataclass
+class _Search:
+    tokens: TokenRows
+    output: fx.Node
+    before: fx.Node
+    where: str
+    writers: Writers = field(init=False)
+    reached: set[fx.Node] = field(init=False, default_factory=set)
+    stops: set[fx.Node] = field(init=False, default_factory=set)
+
+    @property
+    def num_tokens(self) -> Any:
+        return self.tokens.form.num_tokens
+
+    def region(self) -> Region:
+        self.writers = writers_of(self.tokens.graph)
+        self._walk()
+        square = {node for node in self.reached if self._is_square(node)}
+        inside = self._made_from({self.output, *square})
+        beside = [node for node in sorted(self.reached - inside) if self.tokens.holds_data(node)]
+        try:
+            mixing = mixing_nodes(beside, self.stops, self.tokens.form, self.tokens.values, self.writers)
+        except (RuntimeError, IndexError) as error:
+            raise self.refusal(f"what it is made from can not be evaluated on random values: {error}") from error
+        inside = self._made_from({self.output, *square, *mixing})
+        rows = sorted({self._narrowest(node, inside) for node in self._cut(inside)})
+        nodes = cone_of(self.output, self.output, frozenset(rows), self.writers)
+        self._check(nodes, rows)
+        empty = {node for node in rows if 0 in value_of(node).shape}
+        lent = {source for node in nodes if node not in rows for source in node.all_input_nodes if isinstance(value_of(source), Tensor)}
+        shapes = sorted(lent - set(nodes) | empty)
+        return Region(self.output, [n for n in nodes if n not in empty], [n for n in rows if n not in empty], shapes)
+
+    def _walk(self) -> None:
+        """All that the output is made from, back to the model's own products of tokens and weights, and to earlier attentions."""
+        pending = [self.output]
+        while pending:
+            node = pending.pop()
+            if node in self.reached:
+                continue
+            self.reached.add(node)
+            if node is not self.output and self._stops_at(node):
+                self.stops.add(node)
+            else:
+                pending += read_inputs(node) + [writer for writer in self.writers.get(node, ()) if writer < self.output]
+
+    def _stops_at(self, node: fx.Node) -> bool:
+        if node not in self.tokens.known:
+            return True
+        if not self.tokens.is_row(node) or not self.tokens.holds_data(node):
+            return False
+        if any(getattr(writer.target, "namespace", "") == "paged_attn" for writer in self.writers.get(node, ())):
+            return True
+        sources = [source for source in read_inputs(node) if isinstance(value_of(source), Tensor)]
+        counted = [source for source in sources if token_dims(source, self.num_tokens)]
+        return op_name(node) in _BY_ROW and len(counted) == 1 and token_dims(counted[0], self.num_tokens) == 1
+
+    def _is_square(self, node: fx.Node) -> bool:
+        """Tokens against tokens, from data of tokens; also among several results."""
+        value = value_of(node)
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        return self.tokens.holds_data(node) and any(
+            sum(depends_on(size, self.num_tokens) for size in one.shape) > 1 for one in values if isinstance(one, Tensor)
+        )
+
+    def _made_from(self, start: Iterable[fx.Node]) -> set[fx.Node]:
+        """`start` and what is made from it."""
+        inside, before = set(start), -1
+        while len(inside) != before:
+            before = len(inside)
+            for node in sorted(self.reached - self.stops):
+                if node not in inside and any(source in inside for source in read_inputs(node)):
+                    inside.add(node)
+                if node in inside and writes_in_place(node):
+                    inside |= written_values(node) & self.reached
+        return inside
+
+    def _cut(self, inside: set[fx.Node]) -> set[fx.Node]:
+        """The rows from which `inside` is made; what lies on the way and is no row (a comparison, several results at once) joins it."""
+        pending, rows = list(inside), set[fx.Node]()
+        while pending:
+            for source in read_inputs(pending.pop()):
+                if source in inside or source in rows or not self.tokens.holds_data(source):
+                    continue
+                if self.tokens.is_row(source):
+                    rows.add(source)
+                    continue
+                if source.op == "placeholder" or source in self.stops or self.writers.get(source):
+                    raise self._no_row(source)
+                inside.add(source)
+                pending.append(source)
+        return rows
+
+    def _narrowest(self, node: fx.Node, inside: set[fx.Node]) -> fx.Node:
+        """The smallest of the rows from which alone (and positions and weights) `node` is made: keys before repetition, before a cast."""
+        best = node
+        while node not in self.stops and not self.writers.get(node):
+            sources = [source for source in read_inputs(node) if self.tokens.holds_data(source)]
+            if len(sources) != 1 or sources[0] in inside:
+                break
+            node = sources[0]
+            if self.tokens.is_row(node):
+                viewed = bytes_of(node) == bytes_of(best) and node in bases_of([best])  # kept once for all its views
+                best = node if viewed or bytes_of(node) < bytes_of(best) else best
+        return best
+
+    def _no_row(self, node: fx.Node) -> UnsupportedError:
+        value = value_of(node)
+        what = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        name = self.tokens.form.roles.get(node) or node.name
+        return self.refusal(f"it is also made from {name} ({what}); known are floating values of each token")
+
+    def _check(self, nodes: list[fx.Node], rows: list[fx.Node]) -> None:
+        for node in nodes:
+            role = self.tokens.form.roles.get(node, "")
+            if role not in ("", "owned", "tokens", "position_ids"):
+                raise self.refusal(f"it also reads {role.removeprefix('call:')}")
+            if role and (written := [w for w in self.writers.get(node, ()) if w in nodes]):
+                raise self.refusal(f"{name_of(written[0])} changes {node.name} in place")
+        for row in rows:
+            if row >= self.before:
+                raise self.refusal(f"{row.name} is made too late")
+            first = min(user for user in nodes if row in user.all_input_nodes)
+            changed = [writer for base in bases_of([row]) for writer in self.writers.get(base, ()) if first <= writer < self.before]
+            if changed:
+                raise self.refusal(f"{row.name} is changed in place by {changed[0].name} after it was read")
+
+    def refusal(self, why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.where}: its mask or bias is computed from the tokens' hidden states, and can not be recomputed from what is kept of "
+            f"each token: {why}. Run this model uncompiled, or report it."
+        )

@@ -1,0 +1,120 @@
+"""Replace an attention that no spec describes (its mask is computed from hidden states, its heads are mixed) by the op that evaluates
+its own part of the graph anew on each request's tokens.
+
+Before: out = F.sdpa(q, k, v, mask_from(x)) [1, Hq, T, Dv]
+After:  rows = q, k, v and what the mask is made from, each [T, width]; o = aten.new_empty(rows[0], [T, Hq, Dv]);
+        history_attention_with_output(rows, owned, o, layer_id); out = o^T[None]
+The cost of a step is that of the attention on all tokens of every request, so this is the last resort.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import Argument
+
+from paged_attn.attn_ops.ops.recompute import HISTORY_ATTENTION
+from paged_attn.attn_ops.specs.recompute import HistorySpec, RowInput
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.prove.score_subgraph import Recomputable
+from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
+from paged_attn.passes.recompute.region import Region, find_region
+from paged_attn.passes.recompute.token_rows import TokenRows
+
+logger = logging.getLogger("paged_attn")
+aten = torch.ops.aten
+ALIGNMENT = 8  # elements: K of later layers starts where kernels can load it
+
+
+class HistoryReplacer:
+    """Replaces such attentions of one graph; make it before any attention of the graph is replaced."""
+
+    def __init__(self, graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None) -> None:
+        self.form, self.values, self.model = form, values, model
+        self.tokens = TokenRows(graph, form, values)
+        self._proved: dict[str, Program] = {}
+
+    def replace(self, site: AttentionSite, layer_id: int, reason: Recomputable) -> tuple[HistorySpec, fx.Node, fx.Node]:
+        """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
+
+        Raises:
+            UnsupportedError: it can not be recomputed from what can be kept of each token, or is not causal.
+        """
+        if isinstance(site.scores, WrittenScores) and site.scores.lse is not None:
+            raise reason
+        output = site.scores.output if isinstance(site.scores, WrittenScores) else site.node
+        region = find_region(self.tokens, output, site.node, site.where)
+        spec, program = self._spec(site, region, layer_id)
+        logger.info(
+            "%s: %s, so that every step evaluates it on all tokens of each request: the cost of a token grows with the square of the "
+            "length", site.where, reason.what,
+        )  # fmt: skip
+        return (spec, *_emit(site, region, spec, program, layer_id))
+
+    def _spec(self, site: AttentionSite, region: Region, layer_id: int) -> tuple[HistorySpec, Program]:
+        result = value_of(site.node)
+        dtype = result.dtype if self.model is None else model_dtype(self.model)
+        rows = tuple(row_input(node, self.form, dtype) for node in region.rows)
+        program = make_program(region, self.form, self.values, site.original_order, site.where)
+        if program.computes not in self._proved:
+            owned = [self._tensor(node) for node in program.owned]
+            prove_causal(program, rows, owned, self.form.min_tokens, result.device, site.where)
+            self._proved[program.computes] = program
+        spec = HistorySpec(
+            num_q_heads=int(result.shape[1]),
+            num_kv_heads=1,
+            qk_head_dim=-(-sum(row.elements for row in rows) // ALIGNMENT) * ALIGNMENT,
+            v_head_dim=0,
+            scale=1.0,
+            kv_layer=layer_id,
+            module=site.module,
+            rows=rows,
+            min_tokens=self.form.min_tokens,
+            chooses=program.chooses,
+            computes=program.computes,
+            program=self._proved[program.computes],
+        )
+        return spec, program
+
+    def _tensor(self, node: fx.Node) -> Tensor:
+        value: Any = self.values.get(node)
+        if value is None:
+            value = node.graph.owning_module
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+        assert isinstance(value, Tensor)
+        return value
+
+
+def _emit(site: AttentionSite, region: Region, spec: HistorySpec, program: Program, layer_id: int) -> tuple[fx.Node, fx.Node]:
+    graph, value = site.node.graph, value_of(site.node)
+    with graph.inserting_before(site.node):
+        rows = [_rows(graph, node, row) for node, row in zip(region.rows, spec.rows, strict=True)]
+        tokens = graph.call_function(aten.sym_size.int, (rows[0], 0))
+        shape: list[Argument] = [tokens, spec.num_q_heads, int(value.shape[3])]
+        output = graph.call_function(aten.new_empty.default, (rows[0], shape), {"dtype": value.dtype})
+        arguments: tuple[Argument, ...] = (tuple(rows), program.owned, output, layer_id)
+        op = graph.call_function(HISTORY_ATTENTION, arguments)
+        heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
+        result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
+    for node in (*rows, output, op, heads_first, result):
+        node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
+    result.meta["example_value"] = value
+    site.node.replace_all_uses_with(result)
+    graph.erase_node(site.node)
+    return op, result
+
+
+def _rows(graph: fx.Graph, node: fx.Node, row: RowInput) -> fx.Node:
+    """[T, width]"""
+    dims = len(row.shape) + 1
+    order = [row.token_dim, *(dim for dim in range(dims) if dim != row.token_dim)]
+    if order != list(range(dims)):
+        node = graph.call_function(aten.permute.default, (node, order))
+    return graph.call_function(aten.reshape.default, (node, [-1, row.width]))

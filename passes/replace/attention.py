@@ -1,0 +1,101 @@
+"""Replace each proved attention by the paged op.
+
+Before: out = F.sdpa(q [1, Hq, T, D], repeated k, repeated v, mask) [1, Hq, T, Dv]
+After:  o = aten.new_empty(q', [T, Hq, Dv]); unified_attention_with_output(q', k', v', o, layer_id, save); out = o^T[None]
+        with q' [T, Hq, D], k' [T, Hkv, D], v' [T, Hkv, Dv] as views; the mask and repeat_kv are dead code afterwards.
+Sinks join the call as the model's own parameter [Hq]; sinks that are constants and tables of biases become buffers of the graph.
+Query, key and value become the pool's dtype in front of the op, where they are another (models may rotate in float32), and the result the
+dtype that it had.
+Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's cache bypass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
+from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.prove.attention import AttentionProof
+from paged_attn.passes.replace.kv_heads import KVSource, as_received, head_rows
+
+aten = torch.ops.aten
+
+
+def replace_attention(
+    site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof, dtype: torch.dtype
+) -> tuple[fx.Node, fx.Node]:
+    """Rewrite one site in place; returns the op's node, and the one that stands for the old output.
+
+    Args:
+        dtype: of the pool.
+    """
+    graph = site.node.graph
+
+    def plain(function: Any, *args: Argument) -> fx.Node:
+        return graph.call_function(function, args)
+
+    with graph.inserting_before(site.node):
+        sources = as_received(site.query, spec.num_q_heads), key, value
+        query, keys, values = (_converted(head_rows(each, plain), each.base, dtype) for each in sources)
+        tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
+        output = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads, spec.v_head_dim]))
+        extra = _extra_operands(graph, proof, layer_id)
+        if spec.gives_lse:
+            extra["lse_out"] = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads]), {"dtype": torch.float32})
+        arguments = (query, keys, values, output, layer_id, spec.kv_layer == layer_id)
+        op = graph.call_function(UNIFIED_ATTENTION, arguments, dict[str, Argument](extra))
+        if "lse_out" in extra:
+            _use_log_sum_exp(site, extra["lse_out"])
+        heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
+        result = _converted(graph.call_function(aten.unsqueeze.default, (heads_first, 0)), None, value_of(site.node).dtype, dtype)
+    for node in (query, keys, values, output, *extra.values(), op, heads_first, result):
+        node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
+    result.meta["example_value"] = site.node.meta.get("example_value")
+    site.node.replace_all_uses_with(result)
+    graph.erase_node(site.node)
+    return op, result
+
+
+def _converted(node: fx.Node, source: fx.Node | None, dtype: torch.dtype, known: torch.dtype | None = None) -> fx.Node:
+    """A node as another dtype; it has that of `source`, or a known one."""
+    if (known if source is None else value_of(source).dtype) == dtype:
+        return node
+    return node.graph.call_function(aten.to.dtype, (node, dtype))
+
+
+def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, fx.Node]:
+    """sinks [Hq] and bias [Hq, N], for layers that have them."""
+    extra: dict[str, fx.Node] = {}
+    function, bias = proof.function, proof.bias
+    if function.sinks is not None:
+        extra["sinks"] = graph.call_function(aten.reshape.default, (function.sinks, [-1]))
+    elif function.constant_sinks is not None:
+        extra["sinks"] = _buffer(graph, f"sinks_{layer_id}", torch.tensor(function.constant_sinks), proof)
+    if bias is not None and bias.table is not None:
+        extra["bias"] = _buffer(graph, f"bias_{layer_id}", torch.from_numpy(bias.table).float(), proof)
+    return extra
+
+
+def _use_log_sum_exp(site: AttentionSite, lse_out: fx.Node) -> None:
+    """lse_out [T, Hq] stands for the graph's own logsumexp [lead.., T]."""
+    assert isinstance(site.scores, WrittenScores) and site.scores.lse is not None
+    graph, old = lse_out.graph, site.scores.lse
+    value = value_of(old)
+    heads_first = graph.call_function(aten.transpose.int, (lse_out, 0, 1))
+    new = graph.call_function(aten.reshape.default, (heads_first, [*value.shape[:-1], -1]))
+    new = graph.call_function(aten.to.dtype, (new, value.dtype))
+    new.meta["example_value"] = value
+    old.replace_all_uses_with(new)
+
+
+def _buffer(graph: fx.Graph, name: str, value: torch.Tensor, proof: AttentionProof) -> fx.Node:
+    module = graph.owning_module
+    assert module is not None
+    module.register_buffer(name, value.to(proof.device), persistent=False)
+    return graph.get_attr(name)

@@ -1,0 +1,175 @@
+"""Undo repeat_kv: find the keys or values before they were repeated over query heads, in whatever way it was spelled.
+
+Before: k [1, kv_heads, T, dim] -> expand / reshape / repeat_interleave / broadcast_to ... -> [1, q_heads, T, dim] -> attention
+After:  the node before the repetition, and how its dims become [T, kv_heads, dim].
+Proved, not matched: the chain of shape operations is evaluated on a tensor of distinct numbers.
+Declines: anything in the chain that computes or is written in place; then the keys stay as attention receives them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import depends_on, shape_of, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.slicing import evaluate
+
+aten = torch.ops.aten
+_SHAPE_METHODS = {"expand", "reshape", "view", "unsqueeze", "squeeze", "flatten", "unflatten", "transpose", "permute", "contiguous",
+                  "repeat", "repeat_interleave", "broadcast_to", "expand_as", "swapaxes", "clone", "movedim"}  # fmt: skip
+_SHAPE_FUNCTIONS = {operator.getitem, torch.broadcast_to, torch.repeat_interleave, torch.transpose, torch.unsqueeze, torch.reshape,
+                    torch.flatten, torch.permute, torch.movedim}  # fmt: skip
+PROBE_TOKENS = 3
+MAX_CHAIN = 16
+
+
+@dataclass(frozen=True)
+class KVSource:
+    """`base` with its unit dims squeezed, permuted by `order` and every `step`-th head taken is [T, num_heads, dim]."""
+
+    base: fx.Node
+    squeeze: tuple[int, ...]
+    order: tuple[int, ...]
+    num_heads: int
+    step: int = 1
+
+
+def as_received(node: fx.Node, num_heads: int) -> KVSource:
+    """Attention's own [1, heads, T, dim] operand, of which `num_heads` heads differ."""
+    heads = int(shape_of(node)[1])
+    return KVSource(node, (0,), (1, 0, 2), num_heads, heads // num_heads)
+
+
+def kv_source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource:
+    """The fewest-headed ancestor from which `repeated` [1, heads, T, dim] is made by shape operations and head repetition alone.
+
+    `user` is the attention: nothing may be written in place on the way to it. Of several with as few heads it is the first, as layers
+    that share their keys each repeat them for itself.
+    """
+    heads = int(shape_of(repeated)[1])
+    best = as_received(repeated, heads)
+    for ancestor, chain in _shape_ancestors(repeated):
+        source = _proved_source(ancestor, chain, repeated, form)
+        if source is not None and source.num_heads <= best.num_heads and not is_written({ancestor, *chain}, chain[0], user):
+            best = source
+    return best
+
+
+def is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
+    """Whether an in-place operation between the nodes `start` and `end` changes one of `values`."""
+    node = start
+    while node is not end:
+        if writes_in_place(node) and values & written_values(node):
+            return True
+        node = node.next
+    return False
+
+
+def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    chain: list[fx.Node] = []
+    for _ in range(MAX_CHAIN):
+        inputs = [n for n in node.all_input_nodes if isinstance(value_of(n), Tensor)]
+        known = node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS) or _moves_nothing(node)
+        if not known or not inputs or node.args[0] is not inputs[0]:
+            return
+        if len(inputs) > 1 and node.target not in ("expand_as",):
+            return
+        chain.insert(0, node)
+        node = inputs[0]
+        yield node, list(chain)
+
+
+def _moves_nothing(node: fx.Node) -> bool:
+    """`keys.to(device)` on one device, as layers that share their keys may call it."""
+    source = node.args[0] if node.args else None
+    if node.op != "call_method" or node.target != "to" or not isinstance(source, fx.Node):
+        return False
+    given = [*node.args[1:], *node.kwargs.values()]
+    return all(isinstance(each, (torch.device, str)) for each in given) and value_of(node).device == value_of(source).device
+
+
+def _proved_source(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form: CallForm) -> KVSource | None:
+    heads, dim = int(shape_of(repeated)[1]), int(shape_of(repeated)[3])
+    layout = head_layout(base, dim, form)
+    if layout is None:
+        return None
+    squeeze, order, num_heads = layout
+    if num_heads >= heads or heads % num_heads:
+        return None
+    sizes = [concrete_size(size, form) for size in shape_of(base)]
+    count = 1
+    for size in sizes:
+        count *= size
+    numbers = torch.arange(count, dtype=torch.float64).reshape(sizes)
+    given: dict[fx.Node, Any] = {base: numbers}
+    for node in chain:
+        for other in node.all_input_nodes:
+            if other not in given and other not in chain:
+                given[other] = concrete(value_of(other), form)
+    result = evaluate(chain, given, repeated)
+    rows = _squeezed(numbers, squeeze).permute(order)  # [T, kv_heads, dim]
+    expected = rows.repeat_interleave(heads // num_heads, dim=1).transpose(0, 1)[None]
+    return KVSource(base, squeeze, order, num_heads) if torch.equal(result, expected) else None
+
+
+def head_layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Unit dims to drop, the order that gives [T, heads, dim], and the number of heads; None if the shape is not of that kind."""
+    shape = shape_of(base)
+    if symbol(shape[-1]) != dim or len(shape) < 3:
+        return None
+    token_dims = [i for i, size in enumerate(shape) if symbol(size) == form.num_tokens]
+    middle = [i for i in range(len(shape) - 1) if i not in token_dims]
+    if len(token_dims) != 1 or any(not isinstance(symbol(shape[i]), int) for i in middle):
+        return None
+    wide = [i for i in middle if int(shape[i]) != 1]
+    if len(wide) > 1:
+        return None
+    head_dim = wide[0] if wide else max(middle)
+    squeeze = tuple(i for i in middle if i != head_dim)
+    kept = [i for i in range(len(shape)) if i not in squeeze]
+    order = (kept.index(token_dims[0]), kept.index(head_dim), kept.index(len(shape) - 1))
+    return squeeze, order, int(shape[head_dim])
+
+
+def head_rows(source: KVSource, insert: Callable[..., fx.Node]) -> fx.Node:
+    """[T, heads, dim] as a view of the source.
+
+    Args:
+        insert: makes the node of a function and its arguments.
+    """
+    node = source.base
+    for dim in sorted(source.squeeze, reverse=True):
+        node = insert(aten.select.int, node, dim, 0)
+    if source.order != (0, 1, 2):
+        node = insert(aten.permute.default, node, list(source.order))
+    return node if source.step == 1 else insert(aten.slice.Tensor, node, 1, 0, 2**63 - 1, source.step)
+
+
+def rows_in(tensor: Tensor, source: KVSource) -> Tensor:
+    """The same of a tensor: what `source` reads in its base."""
+    return _squeezed(tensor, source.squeeze).permute(source.order)[:, :: source.step]
+
+
+def _squeezed(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    for dim in sorted(dims, reverse=True):
+        tensor = tensor.select(dim, 0)
+    return tensor
+
+
+def concrete(value: Any, form: CallForm) -> Any:
+    """A tensor of the probe's shape, a torch.Size or a number, for an argument of the chain that is not the keys themselves."""
+    if isinstance(value, Tensor):
+        return torch.zeros([concrete_size(size, form) for size in value.shape])
+    return torch.Size(concrete_size(size, form) for size in value) if isinstance(value, tuple) else concrete_size(value, form)
+
+
+def concrete_size(size: Any, form: CallForm) -> int:
+    if depends_on(size, form.num_tokens):
+        return int(symbol(size).subs({form.num_tokens: PROBE_TOKENS}))
+    return int(size)
