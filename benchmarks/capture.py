@@ -43,17 +43,17 @@ LLAMA_8B: dict[str, Any] = {
 }  # fmt: skip
 TINY: dict[str, Any] = {**LLAMA_8B, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
                         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip
-PLAIN = {"one_row_linears": False, "early_launches": False}
+PLAIN = {"gemv": False, "pdl": False}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False, "graphs": "off"},
-    "eager_break": {"compile": False, "graphs": "pieces"},
+    "eager_break": {"compile": False, "graphs": "piecewise"},
     "eager_full": {"compile": False, "graphs": "full"},
     "compiled": {"graphs": "off", **PLAIN, "merge_linears": False},
-    "pieces": {"graphs": "pieces", **PLAIN, "merge_linears": False},
+    "pieces": {"graphs": "piecewise", **PLAIN, "merge_linears": False},
     "full": {"graphs": "full", **PLAIN, "merge_linears": False},
     "full_merged": {"graphs": "full", **PLAIN},
-    "full_early": {"graphs": "full", "one_row_linears": False},
-    "full_one_row": {"graphs": "full", "early_launches": False},
+    "full_early": {"graphs": "full", "gemv": False},
+    "full_one_row": {"graphs": "full", "pdl": False},
     "full_default": {"graphs": "full"},
 }
 STEPS, ROUNDS = 40, 3

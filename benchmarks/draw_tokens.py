@@ -1,6 +1,6 @@
 """Microseconds to draw a token for each row of logits: our kernels, and PyTorch's sort, softmax and running sum.
 
-python benchmarks/draw_tokens.py [--rows 1 8 32 128 256] [--vocabulary 128256] [--out FILE]
+python benchmarks/sample_tokens.py [--rows 1 8 32 128 256] [--vocabulary 128256] [--out FILE]
 
 On the GPU alone: each way is captured in a CUDA graph and replayed. `host` is what a call takes that is not captured, without waiting for
 the GPU. Logits are random bfloat16 numbers: as flat as a model's with random weights, which leaves top-p most to do.
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from paged_attn.backends.sampling import sample
-from paged_attn.backends.sampling.sampling_tensors import DrawnRows
-from paged_attn.engine.sampling.sample_tokens import draw_with_torch
-from paged_attn.engine.sampling.sampler import best_tokens
+from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
+from paged_attn.engine.sampling.sample_tokens import sample_with_torch
+from paged_attn.engine.sampling.sampler import greedy_sample
 
 SETTINGS: dict[str, dict[str, float]] = {
     "temperature": {},
@@ -33,11 +33,11 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 
 
-def rows_of(rows: int, vocabulary: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> DrawnRows:
+def rows_of(rows: int, vocabulary: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingTensors:
     def full(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((rows,), value, dtype=dtype, device="cuda")
 
-    return DrawnRows(
+    return SamplingTensors(
         torch.arange(rows, device="cuda"),
         full(0.8, torch.float32),
         torch.rand(rows, dtype=torch.float64, device="cuda"),
@@ -84,11 +84,11 @@ def main() -> None:
     result: list[dict[str, Any]] = []
     for rows in args.rows:
         logits = (torch.randn(rows, args.vocabulary, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * 2).bfloat16()
-        best = best_tokens(logits)
+        best = greedy_sample(logits)
         for name, settings in SETTINGS.items():
             of = rows_of(rows, args.vocabulary, **settings)  # type: ignore[arg-type]
             row: dict[str, Any] = {"rows": rows, "settings": name}
-            ways = {"kernels": sample.draw_tokens, "sorting": lambda logits, _, of: draw_with_torch(logits, of)}
+            ways = {"kernels": sample.sample_tokens, "sorting": lambda logits, _, of: sample_with_torch(logits, of)}
             tokens = {way: draw(logits, best, of) for way, draw in ways.items()}
             row["alike"] = (tokens["kernels"] == tokens["sorting"]).float().mean().item()
             for way, draw in ways.items():

@@ -53,7 +53,7 @@ def measure(requests: int, prompt: int, steps: int, text: bool) -> list[float]:
         overlap=True, graphs="off", backend="torch_native",
     )  # fmt: skip
     engine, rng = llm.engine, random.Random(0)
-    engine.new_requests.limits = type(engine.limits)(None, None, frozenset())  # the demo model knows fewer positions
+    engine.input_processor.limits = type(engine.limits)(None, None, frozenset())  # the demo model knows fewer positions
     without_model(engine, requests, max(tokens, 8192), pages)
     for _ in range(requests):
         ids = [rng.randrange(200) for _ in range(prompt)]

@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.tracing.trace_model import capture_model
+from paged_attn.engine.tracing.trace_model import trace_model
 
 # Attention of real shape (heads, windows), little else: the width of a model does not change its graph.
 COMMON = {
@@ -39,7 +39,7 @@ def measure(kind: str, changes: dict[str, object], implementation: str, layers: 
     config = AutoConfig.for_model(kind, **{**COMMON, **changes, **depth})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     started = time.perf_counter()
-    compiled, _ = capture_model(model, CompileOptions(inductor=False))
+    compiled, _ = trace_model(model, CompileOptions(inductor=False))
     rewrite = compiled.rewrite
     assert len(rewrite.layers) == layers, f"{kind}: {len(rewrite.layers)} of {layers} layers; {rewrite.not_paged}"
     return {

@@ -38,7 +38,7 @@ def step(scheduler: Scheduler) -> tuple[float, int]:
         s.request.num_cached += s.count
         if s.samples:
             s.request.num_tokens += 1
-            s.request.num_vouched = s.request.num_cached
+            s.request.num_validated = s.request.num_cached
             s.request.tokens.append(1)
     return seconds * 1e6, len(scheduled)
 

@@ -14,17 +14,17 @@ from paged_attn.backends.selection.table import markdown_table
 PAGE = Path(__file__).with_name("capture.md")
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BEST, PLAIN = "full_default", "eager_full"  # of the modes whose kernels were listed: the defaults, and PyTorch's own kernels
-LATE = "one_row_linears=False, early_launches=False"
+LATE = "gemv=False, pdl=False"
 MODES = {
     "eager": ("hooked, uncaptured", 'compile=False, graphs="off"'),
-    "eager_break": ("eager breaks", 'compile=False, graphs="pieces"'),
+    "eager_break": ("eager breaks", 'compile=False, graphs="piecewise"'),
     "eager_full": ("hooked, decode whole", "compile=False"),
     "compiled": ("compiled, uncaptured", f'graphs="off", merge_linears=False, {LATE}'),
-    "pieces": ("compiled pieces", f'graphs="pieces", merge_linears=False, {LATE}'),
+    "pieces": ("compiled pieces", f'graphs="piecewise", merge_linears=False, {LATE}'),
     "full": ("full graphs", f"merge_linears=False, {LATE}"),
     "full_merged": ("full graphs, merged linears", LATE),
-    "full_early": ("the same, early launches", "one_row_linears=False"),
-    "full_one_row": ("full graphs, merged linears, single rows", "early_launches=False"),
+    "full_early": ("the same, early launches", "gemv=False"),
+    "full_one_row": ("full graphs, merged linears, single rows", "pdl=False"),
     "full_default": ("all that", "the defaults"),
 }
 KINDS = {  # the first pattern that a kernel's name holds

@@ -20,7 +20,7 @@ from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.self_check import self_check
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
-from paged_attn.passes.runner import Rewrite
+from paged_attn.passes.report import Rewrite
 from paged_attn.recurrent.refuse import refuse_recurrent
 
 logger = logging.getLogger("paged_attn")

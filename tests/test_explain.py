@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paged_attn import LLM, Batch, BatchRequest, KVPool, UnsupportedError, attention_layers, explain, forward_context
 from paged_attn.dynamo_backend import graphs_of
-from paged_attn.passes.runner import LayerReport
+from paged_attn.passes.report import LayerReport
 from paged_attn.report.explanation import break_words, group_layers, ranges
 from paged_attn.report.inspection import explanation
 from tests.tiny_models import build
@@ -90,11 +90,11 @@ def test_explain_says_how_each_layer_was_found_and_proved_and_what_is_not_paged(
 
 def test_explain_says_what_passes_did_besides_paging() -> None:
     llm = LLM(build("llama"), num_pages=8, merge_linears=True)
-    moved = llm.engine.runner.compiled.rewrite.early_rows
+    moved = llm.engine.runner.compiled.rewrite.num_gathered
     assert moved > 0
     words = f"{moved} operations at the end compute the wanted rows only, 15 weights merged into 6"
     assert f"\n  besides      {words}\n" in explain(llm)
-    assert "besides" not in explain(LLM(build("llama"), num_pages=8, early_rows=False))
+    assert "besides" not in explain(LLM(build("llama"), num_pages=8, early_logits_gather=False))
 
 
 def test_explain_counts_what_runs_between_the_pieces_by_name() -> None:
@@ -116,7 +116,7 @@ def test_explain_counts_what_runs_between_the_pieces_by_name() -> None:
         found = explanation(LLM(model, num_pages=8))
         assert f"\n  pieces       {words}, run as eager pieces\n" in found.text(), found.text()
         assert list(found.graphs[0].breaks) == breaks
-    assert break_words({"paged_attn::history_attention_with_output": 1, "mylib::paged_attn_with_output": 2}) == (
+    assert break_words({"paged_attn::recompute_attention_with_output": 1, "mylib::paged_attn_with_output": 2}) == (
         "1 history_attention, 2 mylib::paged_attn_with_output"
     )
 

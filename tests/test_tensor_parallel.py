@@ -76,7 +76,7 @@ def test_two_ranks_give_the_tokens_of_the_whole_model(seen: list[dict[str, Any]]
 
 def test_captured_steps_hold_the_collectives(seen: list[dict[str, Any]]) -> None:
     got = on_both(seen, "qwen3 rewritten and captured")
-    assert got["tokens"] == expected("qwen3", RECORDED_TOKENS) and got["modes"] == ["full", "pieces"]
+    assert got["tokens"] == expected("qwen3", RECORDED_TOKENS) and got["modes"] == ["full", "piecewise"]
 
 
 def test_the_model_is_left_as_it_was_found(seen: list[dict[str, Any]]) -> None:
@@ -98,7 +98,7 @@ def test_ranks_capture_the_same_shapes(seen: list[dict[str, Any]]) -> None:
     """Rank 0 has room for more; a shape that rank 1 runs padded and rank 0 not would mix up their sums."""
     got = on_both(seen, "unequal budgets")
     assert got["captured"] == ["pieces 16", "pieces 24"] and "full 2" in got["refused"]
-    assert got["tokens"] == expected("llama", RECORDED_TOKENS) and "pieces" in got["modes"]
+    assert got["tokens"] == expected("llama", RECORDED_TOKENS) and "piecewise" in got["modes"]
 
 
 def test_every_rank_has_as_many_pages_as_the_least(seen: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.backends.sampling.sampling_tensors import DrawnRows
+from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine import engine as engine_module
 from paged_attn.engine.lead import first_rank_leads
 from paged_attn.graph_cache.entries import VARIABLE, Entries
@@ -121,13 +121,13 @@ def sampling() -> dict[str, Any]:
     model = sharded("llama")
     from paged_attn.engine.sampling import sampler
 
-    draw = sampler.draw_tokens
+    draw = sampler.sample_tokens
 
-    def otherwise(logits: torch.Tensor, best: torch.Tensor, of: DrawnRows) -> torch.Tensor:
+    def otherwise(logits: torch.Tensor, best: torch.Tensor, of: SamplingTensors) -> torch.Tensor:
         return (draw(logits, best, of) + RANK) % logits.shape[-1]
 
     free = tokens_of(model, [PROMPTS[0]] * 3, drawn, compile=False)
-    with mock.patch.object(sampler, "draw_tokens", otherwise):
+    with mock.patch.object(sampler, "sample_tokens", otherwise):
         pushed = [tokens_of(model, [PROMPTS[0]] * 2, drawn, compile=False, overlap=overlap) for overlap in (False, True)]
     return {"free": free, "pushed": pushed}
 
@@ -255,7 +255,7 @@ def led() -> dict[str, Any]:
     return {"leader": result, "ended": ended, "together": together}
 
 
-def kept_graphs() -> dict[str, Any]:
+def cached_graphs() -> dict[str, Any]:
     """Traced; found on disk by both ranks; and found by rank 0 alone, so that both trace."""
     model, runs = sharded("llama"), []
     finds_nothing = mock.patch.object(Entries, "read", lambda entries, key: iter(()))
@@ -337,7 +337,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "biases": biases,
     "read in shards": read_in_shards,
     "led": led,
-    "kept graphs": kept_graphs,
+    "kept graphs": cached_graphs,
     "example": example,
     "divergence": divergence,
     "refusals": refusals,

@@ -1,7 +1,7 @@
-"""`torch.ops.paged_attn.history_attention_with_output`: attention that is evaluated anew on all tokens of every request.
+"""`torch.ops.paged_attn.recompute_attention_with_output`: attention that is evaluated anew on all tokens of every request.
 
 It mutates `output` alone. What the new tokens give to the layer is stored in its pages; then each request's tokens, old and new, are
-gathered, and the layer's program (`HistorySpec`) runs on them. The cost of a step is that of running the whole request once more.
+gathered, and the layer's program (`RecomputeSpec`) runs on them. The cost of a step is that of running the whole request once more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.ops.define import define_op
-from paged_attn.attn_ops.specs.recompute import HistorySpec
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 
 
 def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_id: int) -> None:
@@ -26,7 +26,7 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
     context = current_context()
     if context is None:
         raise ContextError(
-            "history_attention_with_output was called outside any forward context; "
+            "recompute_attention_with_output was called outside any forward context; "
             "wrap the call in `with paged_attn.forward_context(batch, pool):`"
         )
     if output.shape[0] != context.batch.num_rows:
@@ -35,7 +35,7 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
             "call the model with batch.model_inputs()"
         )
     spec = context.layers[layer_id] if 0 <= layer_id < len(context.layers) else None
-    if not isinstance(spec, HistorySpec) or [row.shape[1] for row in rows] != [row.width for row in spec.rows]:
+    if not isinstance(spec, RecomputeSpec) or [row.shape[1] for row in rows] != [row.width for row in spec.rows]:
         raise ContextError(
             f"layer {layer_id} of the pool is not the model's, which is recomputed from {[row.shape[1] for row in rows]} values a token; "
             "allocate the pool with attention_layers(compiled)"
@@ -50,7 +50,7 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
     output[context.batch.num_tokens :].zero_()
 
 
-def _store(context: ForwardContext, spec: HistorySpec, rows: Sequence[Tensor], layer_id: int) -> None:
+def _store(context: ForwardContext, spec: RecomputeSpec, rows: Sequence[Tensor], layer_id: int) -> None:
     """Put the real tokens' rows in their slots."""
     batch, keys = context.batch, context.pool.key(layer_id)
     slots = batch.slots[: batch.num_tokens]
@@ -62,7 +62,7 @@ def _store(context: ForwardContext, spec: HistorySpec, rows: Sequence[Tensor], l
         offset += row.elements
 
 
-def _history(context: ForwardContext, spec: HistorySpec, layer_id: int, request: int, count: int) -> list[Tensor]:
+def _history(context: ForwardContext, spec: RecomputeSpec, layer_id: int, request: int, count: int) -> list[Tensor]:
     """The program's tensors for one request, of `count` tokens, of which those past its last one repeat that."""
     batch, keys = context.batch, context.pool.key(layer_id)
     places = torch.arange(count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)
@@ -72,4 +72,6 @@ def _history(context: ForwardContext, spec: HistorySpec, layer_id: int, request:
     return [row.restored(elements[:, start:end]) for row, start, end in zip(spec.rows, ends, ends[1:], strict=False)]
 
 
-HISTORY_ATTENTION = define_op("history_attention_with_output(Tensor[] rows, Tensor[] owned, Tensor(a!) output, int layer_id) -> ()", _run)
+RECOMPUTE_ATTENTION = define_op(
+    "recompute_attention_with_output(Tensor[] rows, Tensor[] owned, Tensor(a!) output, int layer_id) -> ()", _run
+)

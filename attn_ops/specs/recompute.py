@@ -65,7 +65,7 @@ class RowInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HistorySpec(AttentionSpec):
+class RecomputeSpec(AttentionSpec):
     """An attention that no backend knows: its program runs on all tokens of a request, and the new tokens' rows are the result.
 
     To the pool it is a layer with one KV head, whose K is what `rows` take and whose V is empty. No backend is asked about it.
@@ -89,6 +89,6 @@ class HistorySpec(AttentionSpec):
         return False
 
     def describe(self) -> str:
-        """`4 heads, causal, recomputed from history: 132 values a token`."""
+        """`4 heads, causal, recomputed from all tokens: 132 values a token`."""
         values = sum(row.width for row in self.rows)
-        return f"{self.num_q_heads} heads, causal, recomputed from history: {values} values a token"
+        return f"{self.num_q_heads} heads, causal, recomputed from all tokens: {values} values a token"

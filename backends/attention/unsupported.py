@@ -57,7 +57,7 @@ def _row(
     )
 
 
-class ElsewhereBackend(AttentionBackend):
+class UnsupportedBackend(AttentionBackend):
     """A name and its capabilities, without a kernel call.
 
     Raises:
@@ -87,7 +87,7 @@ class ElsewhereBackend(AttentionBackend):
         raise UnsupportedError(f"attention backend {cls.name!r} (for {devices}) is known but can not run: {cls.capabilities.blocked}")
 
 
-class TrtllmMlaBackend(ElsewhereBackend):
+class TrtllmMlaBackend(UnsupportedBackend):
     name = "trtllm_mla"
     capabilities = _row(
         "flashinfer or triton, with K and V of every head in the pages",
@@ -98,7 +98,7 @@ class TrtllmMlaBackend(ElsewhereBackend):
     )  # fmt: skip
 
 
-class CutlassMlaBackend(ElsewhereBackend):
+class CutlassMlaBackend(UnsupportedBackend):
     name = "cutlass_mla"
     capabilities = _row(
         "flashinfer or triton, with K and V of every head in the pages",
@@ -108,7 +108,7 @@ class CutlassMlaBackend(ElsewhereBackend):
     )  # fmt: skip
 
 
-class FA4Backend(ElsewhereBackend):
+class FA4Backend(UnsupportedBackend):
     name = "fa4"
     capabilities = _row(
         "fa3 on Hopper, flashinfer or triton on Blackwell",
@@ -118,7 +118,7 @@ class FA4Backend(ElsewhereBackend):
     )  # fmt: skip
 
 
-class DualChunkBackend(ElsewhereBackend):
+class DualChunkBackend(UnsupportedBackend):
     name = "dual_chunk_flash_attn"
     capabilities = _row(
         "another backend; dual chunk attention (Qwen2.5-1M) is a formula that no AttentionSpec describes",
@@ -126,7 +126,7 @@ class DualChunkBackend(ElsewhereBackend):
     )  # fmt: skip
 
 
-class AiterBackend(ElsewhereBackend):
+class AiterBackend(UnsupportedBackend):
     name = "aiter"
     capabilities = _row(
         NO_ROCM, "hip", Feature.MLA, head_dims=OneOf({64, 128, 256}),
@@ -134,14 +134,14 @@ class AiterBackend(ElsewhereBackend):
     )  # fmt: skip
 
 
-class WaveBackend(ElsewhereBackend):
+class WaveBackend(UnsupportedBackend):
     name = "wave"
     capabilities = _row(
         NO_ROCM, "hip", needs=("wave_lang", "pip install wave-lang"), note="kernels in the Wave language for ROCm"
     )  # fmt: skip
 
 
-class AscendBackend(ElsewhereBackend):
+class AscendBackend(UnsupportedBackend):
     name = "ascend"
     capabilities = _row(
         "a CUDA GPU or a CPU; nothing here has run on an NPU", "npu", Feature.MLA,
@@ -149,7 +149,7 @@ class AscendBackend(ElsewhereBackend):
     )  # fmt: skip
 
 
-class IntelAmxBackend(ElsewhereBackend):
+class IntelAmxBackend(UnsupportedBackend):
     name = "intel_amx"
     capabilities = _row(
         "torch_native", "cpu-amx",
@@ -157,7 +157,7 @@ class IntelAmxBackend(ElsewhereBackend):
     )  # fmt: skip
 
 
-class IntelXpuBackend(ElsewhereBackend):
+class IntelXpuBackend(UnsupportedBackend):
     name = "intel_xpu"
     capabilities = _row(
         "a CUDA GPU or a CPU; nothing here has run on an Intel GPU", "xpu", Feature.WINDOW,

@@ -14,7 +14,7 @@ from torch import Tensor
 from paged_attn.backends.attention.triton.tiling import machine_of, power_of_2
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.sampling.sample_kernel import MOST_BITS, choose, draw, spread, weigh
-from paged_attn.backends.sampling.sampling_tensors import DrawnRows
+from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 PART = 2048  # logits that a program looks at
 DIGITS = ((21, 11), (10, 11), (0, 10))  # of a key, from the first one on: its lowest bit, and how many it has
@@ -31,20 +31,20 @@ class Limits(NamedTuple):
     drops: Tensor
 
 
-def draw_tokens(logits: Tensor, best: Tensor, of: DrawnRows) -> Tensor:
+def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
     """logits [M, V], a dtype and layout that `best_token.serves`; best [M] int64, their most likely tokens -> [N] int64.
 
     What is drawn from is said in `engine/sampling/sample_tokens.py`.
     A row's token depends on its own logits and settings alone, bit for bit.
     """
-    drawing = Drawing(logits, best, of)
-    return drawing.draw(drawing.find_limits(), of.uniform)
+    sampling = Sampling(logits, best, of)
+    return sampling.draw(sampling.find_limits(), of.uniform)
 
 
-class Drawing:
-    """What the launches of one step share; the arguments are those of `draw_tokens`."""
+class Sampling:
+    """What the launches of one step share; the arguments are those of `sample_tokens`."""
 
-    def __init__(self, logits: Tensor, best: Tensor, of: DrawnRows) -> None:
+    def __init__(self, logits: Tensor, best: Tensor, of: SamplingTensors) -> None:
         self.logits, self.of = logits, of
         self.vocabulary, self.stride, self.count = logits.shape[1], logits.stride(0), len(of.rows)
         self.parts = triton.cdiv(self.vocabulary, PART)

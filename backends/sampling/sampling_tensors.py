@@ -1,4 +1,4 @@
-"""What drawing a token of each row needs to know."""
+"""What sampling a token of each row needs to know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class DrawnRows(NamedTuple):
+class SamplingTensors(NamedTuple):
     """N rows of some logits and the settings that tokens are drawn from them by; a filter that no row uses is None.
 
     rows [N] int64: which rows; temperature [N] float32, above 0; uniform [N] float64 in [0, 1); min_p [N] float32, 0 where a row has none.

@@ -23,7 +23,7 @@ BUILT_IN = {
     "reference": "paged_attn.backends.attention.reference:ReferenceBackend",
 }
 # Known and refused with the true reason; see `elsewhere`.
-ELSEWHERE = {
+UNSUPPORTED = {
     "trtllm_mla": "paged_attn.backends.attention.unsupported:TrtllmMlaBackend",
     "cutlass_mla": "paged_attn.backends.attention.unsupported:CutlassMlaBackend",
     "fa4": "paged_attn.backends.attention.unsupported:FA4Backend",
@@ -38,7 +38,7 @@ ELSEWHERE = {
 
 @cache
 def _entry_points() -> dict[str, EntryPoint]:
-    found = {name: EntryPoint(name, target, GROUP) for name, target in (BUILT_IN | ELSEWHERE).items()}
+    found = {name: EntryPoint(name, target, GROUP) for name, target in (BUILT_IN | UNSUPPORTED).items()}
     for entry in entry_points(group=GROUP):
         if entry.name in found and entry.value != found[entry.name].value:
             raise UnsupportedError(
@@ -56,12 +56,12 @@ def _entry_points() -> dict[str, EntryPoint]:
 def backend_names() -> list[str]:
     """All registered names: ours, third parties', the oracle, and those for hardware that this project has no kernel call for."""
     ours = [name for name in BUILT_IN if name != ORACLE]
-    return [*ours, *third_party_names(), ORACLE, *ELSEWHERE]
+    return [*ours, *third_party_names(), ORACLE, *UNSUPPORTED]
 
 
 def third_party_names() -> list[str]:
     """Names that other packages register."""
-    return sorted(name for name in _entry_points() if name not in BUILT_IN and name not in ELSEWHERE)
+    return sorted(name for name in _entry_points() if name not in BUILT_IN and name not in UNSUPPORTED)
 
 
 def loadable_classes() -> dict[str, type[AttentionBackend]]:

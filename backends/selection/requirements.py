@@ -17,7 +17,7 @@ from paged_attn.backends.selection.tuned import tuned_order
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirements:
     """The problems of all layers, and the settings; `device` is a word of `device_word`."""
 
     problems: tuple[Problem, ...]
@@ -38,7 +38,7 @@ class Wanted:
         *,
         deterministic: bool = False,
         speculative: str = "prefill",
-    ) -> Wanted:
+    ) -> Requirements:
         word, architecture = device_word(device), architecture_of(device)
         extra = frozenset({Feature.DETERMINISTIC}) if deterministic else frozenset()
         problems = tuple(Problem(spec, dtype, kv_dtype, page_size, word, architecture, extra) for spec in layers)

@@ -15,8 +15,8 @@ from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import PHASES, Feature
 from paged_attn.backends.attention.hybrid import EXTEND, NOT_DETERMINISTIC, decode_phases, hybrid_of
 from paged_attn.backends.selection.ranking import Order
-from paged_attn.backends.selection.registry import ELSEWHERE, backend_class, backend_names, loadable_classes
-from paged_attn.backends.selection.requirements import Wanted
+from paged_attn.backends.selection.registry import UNSUPPORTED, backend_class, backend_names, loadable_classes
+from paged_attn.backends.selection.requirements import Requirements
 
 logger = logging.getLogger("paged_attn")
 
@@ -33,7 +33,7 @@ class Selection:
         """One line; names with the same reason stand together, and backends that this project can not run anywhere are left out."""
         groups: dict[str, list[str]] = {}
         for name, why in self.rejected.items():
-            if name not in ELSEWHERE:
+            if name not in UNSUPPORTED:
                 groups.setdefault(why, []).append(name)
         others = "; ".join(f"{', '.join(names)}: {why}" for why, names in groups.items())
         return f"{self.backend.name} ({self.reason})" + (f"; not taken: {others}" if others else "")
@@ -63,8 +63,8 @@ def select(
     """
     if speculative not in ("prefill", "decode"):
         raise ValueError(f"speculative is {speculative!r}; allowed are 'prefill' and 'decode'")
-    wanted = Wanted.of(layers, dtype, kv_dtype, page_size, device, deterministic=deterministic, speculative=speculative)
-    selection = _automatic(wanted) if name == "auto" else _by_name(wanted, name)
+    required = Requirements.of(layers, dtype, kv_dtype, page_size, device, deterministic=deterministic, speculative=speculative)
+    selection = _automatic(required) if name == "auto" else _by_name(required, name)
     logger.info("attention backend: %s", selection.describe())
     return selection
 
@@ -82,18 +82,18 @@ def select_for_pool(
     return select(name, pool.layers, *place, deterministic=deterministic, speculative=speculative)
 
 
-def pick(wanted: Wanted, order: Order, broken: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def pick(required: Requirements, order: Order, broken: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """What "auto" takes, one name or two (prefill, decode), or none; and why those before it in the order do not fit.
 
     Args:
         broken: names to leave out, and why.
     """
     rejected = dict(broken)
-    if wanted.deterministic:  # two would not be batch-invariant
-        picked = [_first(wanted, order.decode, PHASES, broken, rejected)]
+    if required.deterministic:  # two would not be batch-invariant
+        picked = [_first(required, order.decode, PHASES, broken, rejected)]
     else:
-        second = decode_phases(wanted.speculative)
-        picked = [_first(wanted, order.extend, EXTEND, broken, rejected), _first(wanted, order.decode, second, broken, rejected)]
+        second = decode_phases(required.speculative)
+        picked = [_first(required, order.extend, EXTEND, broken, rejected), _first(required, order.decode, second, broken, rejected)]
     names = [name for name in dict.fromkeys(picked) if name is not None]
     if None in picked:
         return [], {name: rejected.get(name, "the other phase has none") for name in (*rejected, *names)}
@@ -108,46 +108,48 @@ def why_picked(order: Order, names: Sequence[str]) -> str:
     return f"{names[0]} for prefill and {names[1]} for decode: the first that fit every layer in {why}"
 
 
-def _automatic(wanted: Wanted) -> Selection:
-    order, broken = wanted.order(), dict[str, str]()
+def _automatic(required: Requirements) -> Selection:
+    order, broken = required.order(), dict[str, str]()
     while True:
-        names, rejected = pick(wanted, order, broken)
+        names, rejected = pick(required, order, broken)
         others = [name for name in backend_names() if name not in rejected and name not in names]
         if not names:
-            raise _refusal(wanted, "auto", rejected | wanted.left_out(others, order, None))
-        made, failed = _made(names, wanted.deterministic)
+            raise _refusal(required, "auto", rejected | required.left_out(others, order, None))
+        made, failed = _made(names, required.deterministic)
         if not failed:
-            backend = _joined(made, wanted.speculative)
-            return Selection(backend, why_picked(order, names), rejected | wanted.left_out(others, order, backend.name))
+            backend = _joined(made, required.speculative)
+            return Selection(backend, why_picked(order, names), rejected | required.left_out(others, order, backend.name))
         logger.warning("an attention backend is left out: %s", "; ".join(f"{name}: {why}" for name, why in failed.items()))
         broken |= failed
 
 
-def _first(wanted: Wanted, names: Sequence[str], phases: frozenset[str], broken: Mapping[str, str], rejected: dict[str, str]) -> str | None:
+def _first(
+    required: Requirements, names: Sequence[str], phases: frozenset[str], broken: Mapping[str, str], rejected: dict[str, str]
+) -> str | None:
     """The first that fits in these phases; why those before it do not goes to `rejected`."""
     for name in names:
         if name in broken:
             continue
-        reasons = wanted.reasons(name, phases)
+        reasons = required.reasons(name, phases)
         if not reasons:
             return name
         rejected[name] = "; ".join(reasons)
     return None
 
 
-def _by_name(wanted: Wanted, name: str) -> Selection:
+def _by_name(required: Requirements, name: str) -> Selection:
     names = split_name(name)
     single = len(names) == 1
-    phases = [PHASES] if single else [EXTEND, decode_phases(wanted.speculative)]
+    phases = [PHASES] if single else [EXTEND, decode_phases(required.speculative)]
     roles = [""] if single else [" (prefill)", " (decode)"]
-    against = {part + role: "; ".join(wanted.reasons(part, asked)) for part, role, asked in zip(names, roles, phases, strict=True)}
+    against = {part + role: "; ".join(required.reasons(part, asked)) for part, role, asked in zip(names, roles, phases, strict=True)}
     against = {part: why for part, why in against.items() if why}
-    if wanted.deterministic and not single:
+    if required.deterministic and not single:
         against[name] = NOT_DETERMINISTIC
-    made, failed = _made([] if against else names, wanted.deterministic)
+    made, failed = _made([] if against else names, required.deterministic)
     if against | failed:
-        raise _refusal(wanted, name, against | failed)
-    backend = _joined(made, wanted.speculative)
+        raise _refusal(required, name, against | failed)
+    backend = _joined(made, required.speculative)
     others = [other for other in backend_names() if other not in names]
     return Selection(backend, "asked for by name", dict.fromkeys(others, "asked for another by name"))
 
@@ -189,12 +191,12 @@ def _joined(backends: Sequence[AttentionBackend], speculative: str) -> Attention
     return backends[0] if len(backends) == 1 else hybrid_of(backends[0], backends[1], speculative)
 
 
-def _refusal(wanted: Wanted, name: str, against: Mapping[str, str]) -> UnsupportedError:
+def _refusal(required: Requirements, name: str, against: Mapping[str, str]) -> UnsupportedError:
     listed = "\n".join(f"  {backend}: {why}" for backend, why in against.items())
-    asked = " and deterministic=True" if wanted.deterministic else ""
-    if fits := wanted.fitting():
-        hint = f"What fits{', with batch-invariant results' if wanted.deterministic else ''}: {', '.join(fits)}. Try backend='auto' or"
-    elif wanted.deterministic:
+    asked = " and deterministic=True" if required.deterministic else ""
+    if fits := required.fitting():
+        hint = f"What fits{', with batch-invariant results' if required.deterministic else ''}: {', '.join(fits)}. Try backend='auto' or"
+    elif required.deterministic:
         able = [each for each, cls in loadable_classes().items() if Feature.DETERMINISTIC in cls.capabilities.features]
         hint = f"Batch-invariant are {', '.join(able) or 'none'}, which do not fit otherwise. Leave deterministic off, or"
     else:

@@ -28,7 +28,7 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Artifact]
 
 
 @dataclass(frozen=True)
-class KeptPiece:
+class CachedPiece:
     """A piece whose compiled form is on disk: its name in the split graph, and under what that form was compiled.
 
     Attributes:
@@ -55,7 +55,7 @@ class PieceReport:
     distinct: int
     loaded: int
     seconds: float
-    kept: tuple[KeptPiece, ...] | None = None
+    kept: tuple[CachedPiece, ...] | None = None
 
     def describe(self) -> str:
         """`4 distinct of 33 in 12.3 s, 3 of them loaded from disk`."""
@@ -103,7 +103,7 @@ def compile_pieces(
     logger.info("compiling %d distinct pieces of %d; the first takes longest", distinct, len(pieces))
     shared: dict[str, list[Compiled]] = {}
     made = loaded = 0
-    kept: list[KeptPiece] = []
+    kept: list[CachedPiece] = []
     calls = _calls(split)
     for piece in pieces:
         known = shared.setdefault(piece.fingerprint or piece.name, [])
@@ -115,14 +115,14 @@ def compile_pieces(
         _put(split, piece.name, fitting, piece.single)
         if cache is not None and piece.fingerprint is not None and fitting.guards is not None and portable(piece.gm):
             arguments = tuple(str(argument) for argument in calls[piece.name].args)
-            kept.append(KeptPiece(piece.name, piece.fingerprint, fitting.guards, arguments, piece.single))
+            kept.append(CachedPiece(piece.name, piece.fingerprint, fitting.guards, arguments, piece.single))
     all_kept = tuple(kept) if len(kept) == len(pieces) else None
     report = PieceReport(len(pieces), made, loaded, time.perf_counter() - started, all_kept)
     logger.info("compiled pieces: %s", report.describe())
     return report
 
 
-def load_pieces(split: SplitGraph, kept: Sequence[KeptPiece], cache: ArtifactCache) -> PieceReport | None:
+def load_pieces(split: SplitGraph, kept: Sequence[CachedPiece], cache: ArtifactCache) -> PieceReport | None:
     """Put the compiled form of every piece in its place, without a look at what the pieces compute; None, and nothing done, if one is gone
     or is called with something that the graph has not.
 

@@ -52,7 +52,7 @@ def coarse_to_fine(sizes: Sequence[int]) -> list[int]:
     return order
 
 
-class Ladder:
+class BucketSizes:
     """Sizes that were captured; `fit(n)` is the smallest of them that holds n, or None beyond the largest."""
 
     def __init__(self, sizes: Iterable[int] = ()) -> None:

@@ -17,9 +17,9 @@ from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.capture.graphs.segments import OpNotRecorded, Segments, may_break, record
 
 logger = logging.getLogger("paged_attn")
-Mode = Literal["full", "pieces"]
+Mode = Literal["full", "piecewise"]
 MIB = 2**20
-ELSEWHERE = "another process that runs this model can not capture it or has no room for it"
+UNSUPPORTED = "another process that runs this model can not capture it or has no room for it"
 
 
 class GraphKey(NamedTuple):
@@ -34,7 +34,7 @@ class GraphKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CaptureSpec:
     """How to record one shape.
 
     Attributes:
@@ -61,7 +61,7 @@ class Captured:
     seconds: float
 
 
-Prepare = Callable[[GraphKey], AbstractContextManager[Recipe]]
+Prepare = Callable[[GraphKey], AbstractContextManager[CaptureSpec]]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class GraphSet:
         fits = self.nbytes < self.budget
         if not self.agree(fits):
             taken = f"the graphs before it take {self.nbytes / MIB:,.0f} MiB of the {self.budget / MIB:,.0f} MiB allowed"
-            self._refuse(key, ELSEWHERE if fits else taken)
+            self._refuse(key, UNSUPPORTED if fits else taken)
             return before
         started, mark = time.perf_counter(), self.recorder.mark()
         try:
@@ -118,7 +118,7 @@ class GraphSet:
             adds = (
                 f"it would add {added / MIB:,.0f} MiB to {self.nbytes / MIB:,.0f} MiB of graphs; {self.budget / MIB:,.0f} MiB are allowed"
             )
-            self._refuse(key, ELSEWHERE if fits else adds)
+            self._refuse(key, UNSUPPORTED if fits else adds)
             return self.recorder.bytes_in_use()
         self.nbytes += added
         self.captured[key] = Captured(key, segments, state, added, time.perf_counter() - started)
@@ -128,10 +128,10 @@ class GraphSet:
         """An op that can not be recorded, and need not be, stays between the graphs from then on."""
         while True:
             try:
-                with prepare(key) as recipe:
+                with prepare(key) as spec:
                     with self.recorder.session():
-                        recipe.run()  # what runs for the first time may compile, allocate or wait, which a recording must not
-                    return self._record_between(recipe), recipe.state
+                        spec.run()  # what runs for the first time may compile, allocate or wait, which a recording must not
+                    return self._record_between(spec), spec.state
             except OpNotRecorded as error:
                 if not may_break(error.op):
                     raise
@@ -139,8 +139,8 @@ class GraphSet:
                 self.unsafe[error.op] = _first_line(error.__cause__ or error)
                 logger.info("%s can not be captured and runs between the graphs: %s", error.op, self.unsafe[error.op])
 
-    def _record_between(self, recipe: Recipe) -> Segments:
-        return record(recipe.run, self.recorder, lambda op: recipe.breaks(op) or op in self.unsafe, recipe.keep)
+    def _record_between(self, spec: CaptureSpec) -> Segments:
+        return record(spec.run, self.recorder, lambda op: spec.breaks(op) or op in self.unsafe, spec.keep)
 
     def _refuse(self, key: GraphKey, reason: str, error: BaseException | None = None) -> None:
         if self.strict:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import CaptureError
 
 
-class Addresses:
+class PointerCheck:
     """The parameters of a model, and those of its buffers that are among `bound`, as they are now.
 
     `check` looks at every one of them, by name in its module and by address: a replaced parameter, a moved one and one of another dtype are

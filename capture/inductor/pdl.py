@@ -18,7 +18,7 @@ from paged_attn.capture.inductor.cache_mark import marked
 
 
 @contextlib.contextmanager
-def early_launches(wanted: bool) -> Iterator[None]:
+def pdl(wanted: bool) -> Iterator[None]:
     """What Inductor compiles inside starts early, if that is wanted, on GPUs that can."""
     from torch._inductor import config
 

@@ -30,7 +30,7 @@ class Outcome:
     best_bits: float = math.inf
     best_step: int = 0
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    history: list[dict[str, float]] = field(default_factory=list)
+    recompute: list[dict[str, float]] = field(default_factory=list)
     steps: int = 0
     bytes_seen: int = 0
     seconds: float = 0.0
@@ -74,7 +74,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.AdamW, batch: tuple[torc
 
 def evaluate(model: nn.Module, corpus: Corpus, outcome: Outcome) -> None:
     bits = bits_per_byte(model, corpus, WINDOW)
-    outcome.history.append({"step": outcome.steps, "seconds": round(outcome.seconds, 1), "bits_per_byte": bits})
+    outcome.recompute.append({"step": outcome.steps, "seconds": round(outcome.seconds, 1), "bits_per_byte": bits})
     print(f"step {outcome.steps:5d}  {outcome.seconds:6.1f} s  held-out {bits:.4f} bits/byte", flush=True)
     if bits < outcome.best_bits:
         outcome.best_bits, outcome.best_step = bits, outcome.steps

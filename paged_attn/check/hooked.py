@@ -26,7 +26,7 @@ from paged_attn.check.runs.tapped import Visit
 from paged_attn.check.runs.truth import Truth
 from paged_attn.check.self_check import check_served
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
-from paged_attn.passes.runner import LayerReport
+from paged_attn.passes.report import LayerReport
 
 logger = logging.getLogger("paged_attn")
 HEADS_FIRST = (0, 2, 1, 3)  # transformers' attention functions give [1, T, heads, v_dim]

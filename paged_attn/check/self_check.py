@@ -31,7 +31,7 @@ from paged_attn.check.runs.truth import Truth
 from paged_attn.check.warm_up import warm_up
 from paged_attn.compiled.graph_inputs import GraphInputs
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
-from paged_attn.passes.runner import LayerReport
+from paged_attn.passes.report import LayerReport
 
 logger = logging.getLogger("paged_attn")
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from paged_attn.engine.config import EngineConfig, parse_setting
+from paged_attn.engine.old_settings import GONE, NEW_NAMES
 from paged_attn.engine.sampling_params import GUIDES, SamplingParams
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ENGINE = "engine_"
+METAVARS = {"tuple[str, ...]": "NAME,..."}
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +75,16 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine (each also as environment variable PAGED_ATTN_NAME)")
     for setting in fields(EngineConfig):
         _add_setting(group, setting)
+    for old in (*NEW_NAMES, *GONE):
+        flag, dest = f"--{old.replace('_', '-')}", _ENGINE + old
+        group.add_argument(flag, dest=dest, nargs="?", const="on", help=argparse.SUPPRESS)
+        group.add_argument(f"--no-{old.replace('_', '-')}", dest=dest, action="store_const", const="off", help=argparse.SUPPRESS)
 
 
 def _add_setting(group: argparse._ArgumentGroup, setting: Field[Any]) -> None:
     flag, dest = f"--{setting.name.replace('_', '-')}", _ENGINE + setting.name
     text = setting.metadata["help"].replace("%%", "%").replace("%", "%%")
-    if setting.default is not None:
+    if setting.default is not None and setting.default != ():
         text += f" (default: {_word(setting.default)})"
     if "bool" in str(setting.type):
         group.add_argument(flag, dest=dest, nargs="?", const="on", metavar="on|off", help=text)
@@ -86,7 +92,9 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Field[Any]) -> None:
             f"--no-{setting.name.replace('_', '-')}", dest=dest, action="store_const", const="off", help=f"same as {flag} off"
         )
     else:
-        group.add_argument(flag, dest=dest, metavar=str(setting.type).removesuffix(" | None").upper(), help=text)
+        group.add_argument(
+            flag, dest=dest, metavar=METAVARS.get(str(setting.type)) or str(setting.type).removesuffix(" | None").upper(), help=text
+        )
 
 
 def _word(value: object) -> str:
@@ -101,7 +109,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """
     texts = {name.removeprefix(_ENGINE): text for name, text in vars(args).items() if name.startswith(_ENGINE) and text is not None}
     try:
-        return EngineConfig.from_environment(**{name: parse_setting(name, text) for name, text in texts.items()})
+        return EngineConfig.from_environment(**{name: parse_setting(NEW_NAMES.get(name, name), text) for name, text in texts.items()})
     except TypeError as error:
         raise ValueError(str(error)) from error
 

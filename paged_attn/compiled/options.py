@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from paged_attn.passes.runner import NO_PASSES, OptionalPasses
+from paged_attn.passes.report import NO_PASSES, OptionalPasses
 
 
 @dataclass(frozen=True)
@@ -17,20 +17,20 @@ class CompileOptions:
         inductor: compile the pieces between attentions with Inductor. None means on CUDA yes, elsewhere no (Inductor's C++
             compiles take minutes on a laptop).
         self_check: before the first paged batch, compare the rewritten graph with the original on a small ragged probe.
-        early_launches: for engines only, as it pays in graphs: see `paged_attn.capture.inductor.pdl`.
+        pdl: for engines only, as it pays in graphs: see `paged_attn.capture.inductor.pdl`.
         passes: for engines only, as whoever calls the graph must merge weights, and give the rows whose logits are wanted as a tensor.
     """
 
     inductor: bool | None = None
     self_check: bool = True
-    early_launches: bool = False
+    pdl: bool = False
     passes: OptionalPasses = NO_PASSES
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> CompileOptions:
         """Raises ValueError for an unknown option, listing the known ones, and TypeError for a wrong type."""
         allowed = {field.name: (bool, type(None)) if field.name == "inductor" else (bool,) for field in fields(cls)}
-        del allowed["early_launches"], allowed["passes"]
+        del allowed["pdl"], allowed["passes"]
         for name, value in (given or {}).items():
             if name not in allowed:
                 raise ValueError(f"unknown option {name!r} for backend='paged_attn'; known options: {', '.join(sorted(allowed))}")

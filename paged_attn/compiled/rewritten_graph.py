@@ -20,7 +20,8 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.hashing.code_files import traced_files
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
-from paged_attn.passes.runner import Rewrite, rewrite
+from paged_attn.passes.report import Rewrite
+from paged_attn.passes.runner import rewrite
 from paged_attn.recurrent.layer import RecurrentLayer
 
 logger = logging.getLogger("paged_attn")

@@ -20,13 +20,13 @@ from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.runners.patched_runner import PatchedRunner
 from paged_attn.engine.runners.runner import Runner
-from paged_attn.engine.sampling.sampler import best_tokens
+from paged_attn.engine.sampling.sampler import greedy_sample
 from paged_attn.engine.steps.capture_progress import show_progress
 from paged_attn.engine.steps.capture_settings import CaptureSettings
 from paged_attn.engine.steps.step_runner import StepRunner
 from paged_attn.engine.tracing.trace_model import only_device
 from paged_attn.parallel.local_model import served_locally
-from paged_attn.passes.runner import OptionalPasses
+from paged_attn.passes.report import OptionalPasses
 from paged_attn.recurrent.run import RecurrentRunner
 
 MOST_CAPTURED_ROWS = 2048  # a step of more takes the device longer than the host takes to launch it op by op
@@ -50,11 +50,11 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             use_one_row_kernel(one_row_linear)
         passes = OptionalPasses(
             merge_linears=cuda if config.merge_linears is None else config.merge_linears,
-            early_rows=config.early_rows,
-            one_row_linears=own_kernels if config.one_row_linears is None else config.one_row_linears,
-        )
-        early = cuda and config.graphs != "off" if config.early_launches is None else config.early_launches
-        runner = ModelRunner(model, replace(options, early_launches=early, passes=passes), config.follow_generate, probe)
+            early_logits_gather=config.early_logits_gather,
+            gemv=own_kernels if config.gemv is None else config.gemv,
+        ).without(config.disable_passes)
+        early = cuda and config.graphs != "off" if config.pdl is None else config.pdl
+        runner = ModelRunner(model, replace(options, pdl=early, passes=passes), config.follow_generate, probe)
     if ranks is not None and runner.recurrent:
         runner.close()
         raise UnsupportedError(
@@ -85,7 +85,7 @@ def ready_to_step(
     if runner.ranks is not None:
         num_pages = runner.ranks.least_of(num_pages)  # every rank's pool has room for the same tokens
 
-    tail = best_tokens if config.graph_sampling else None
+    tail = greedy_sample if config.graph_sampling else None
 
     def select(pool: KVPool) -> Selection:
         return select_for_pool(
@@ -98,7 +98,7 @@ def ready_to_step(
     if steps.graphs is not None:
         scratch = KVPool(runner.layers, SCRATCH_PAGES, config.page_size, runner.dtype, runner.device)
         steps.use(scratch, select(scratch).backend)
-        steps.capture_pieces(show_progress(steps.graphs, "pieces"))
+        steps.capture_pieces(show_progress(steps.graphs, "piecewise"))
         kept_free = steps.full_bytes()
     pool = KVPool(runner.layers, num_pages(kept_free), config.page_size, runner.dtype, runner.device)
     selection = select(pool)

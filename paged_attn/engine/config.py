@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+from paged_attn.engine.old_settings import GONE, NEW_NAMES, renamed
+from paged_attn.passes.optional import check_disabled
 
 
 def _setting(default: Any, help: str, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help, "low": low, "choices": choices})
 
 
-OF_THE_GRAPH = ("inductor", "merge_linears", "one_row_linears", "early_launches")  # True only where somebody asked
+OF_THE_GRAPH = ("inductor", "merge_linears", "gemv", "pdl")  # True only where somebody asked
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,21 @@ class EngineConfig:
         None,
         "one matrix product for q, k and v, one for gate and up; their parameters become views of one tensor; default: on CUDA only",
     )
-    one_row_linears: bool | None = _setting(
+    gemv: bool | None = _setting(
         None, "a kernel of our own for matrix products with a single row, and graphs for steps of one request; default: on CUDA only"
     )
-    early_rows: bool = _setting(
+    disable_passes: tuple[str, ...] = _setting(
+        (), "optional passes that are left out whatever else is set, by the names that `paged-attn passes` lists"
+    )
+    early_logits_gather: bool = _setting(
         True, "after the last attention compute only the tokens whose logits are wanted, where that is proved to change nothing"
     )
     graphs: str = _setting(
         "auto",
-        "capture steps in CUDA graphs: full (decode whole, other steps in pieces), pieces, off; auto: full on CUDA",
-        choices=("auto", "full", "pieces", "off"),
+        "capture steps in CUDA graphs: full (decode whole, other steps piecewise), piecewise, off; auto: full on CUDA",
+        choices=("auto", "full", "piecewise", "off"),
     )
-    early_launches: bool | None = _setting(
+    pdl: bool | None = _setting(
         None,
         "Inductor's kernels start before the one in front has ended and wait for it first of all, on GPUs that can (compute capability "
         "9.0); default: if steps are captured",
@@ -100,6 +107,7 @@ class EngineConfig:
             choices = setting.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(f"{setting.name} is {value!r}; allowed are {' and '.join(map(repr, choices))}: {setting.metadata['help']}")
+        check_disabled(self.disable_passes)
         if not self.compile and (asked := [f"{name}=True" for name in OF_THE_GRAPH if getattr(self, name)]):
             raise ValueError(
                 f"{', '.join(asked)} with compile=False: that needs the model's graph, and with eager breaks none is traced; "
@@ -118,14 +126,18 @@ class EngineConfig:
         Raises:
             ValueError: an unknown setting in `given`, listing the known ones; or a variable that does not parse.
         """
+        given = renamed(given)
         known = cls._checked_names(given)
         values = {
-            name: parse_setting(name, os.environ[variable]) for name in known if (variable := f"PAGED_ATTN_{name.upper()}") in os.environ
+            name: parse_setting(NEW_NAMES.get(name, name), os.environ[variable])
+            for name in (*NEW_NAMES, *known)
+            if (variable := f"PAGED_ATTN_{name.upper()}") in os.environ
         }
         return cls(**{**values, **given})
 
     def with_(self, **given: Any) -> EngineConfig:
         """A copy with some settings changed; an unknown one raises ValueError."""
+        given = renamed(given)
         self._checked_names(given)
         return replace(self, **given)
 
@@ -137,13 +149,24 @@ class EngineConfig:
         return known
 
 
+_with_new_names = EngineConfig.__init__
+
+
+@functools.wraps(_with_new_names)
+def _with_old_names_too(self: EngineConfig, *args: Any, **given: Any) -> None:
+    _with_new_names(self, *args, **renamed(given))
+
+
+EngineConfig.__init__ = _with_old_names_too  # type: ignore[method-assign]
+
+
 def parse_setting(name: str, text: str) -> Any:
     """A setting from a flag's or a variable's text; "none" stands for None.
 
     Raises:
         ValueError: naming the setting, the text and what is allowed.
     """
-    kind = {setting.name: str(setting.type) for setting in fields(EngineConfig)}[name]
+    kind = {**{setting.name: str(setting.type) for setting in fields(EngineConfig)}, **dict.fromkeys(GONE, "bool")}[name]
     types = _types(kind)
     if text.lower() == "none" and type(None) in types:
         return None
@@ -152,6 +175,8 @@ def parse_setting(name: str, text: str) -> Any:
             return text.lower() in ("1", "true", "yes", "on")
     elif str in types:
         return text
+    elif tuple in types:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
     else:
         number = float if float in types else int
         try:
@@ -168,5 +193,6 @@ def _types(kind: str) -> tuple[type, ...]:
         "bool": (bool,),
         "str": (str,),
         "None": (type(None),),
+        "tuple[str, ...]": (tuple,),
     }
     return tuple(t for name in kind.split(" | ") for t in names[name])

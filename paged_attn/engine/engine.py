@@ -17,18 +17,18 @@ from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.build_runtime import make_runner, ready_to_step
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine_stats import EngineStats
-from paged_attn.engine.input_processor import NewRequests
+from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, pool_pages
-from paged_attn.engine.output_processor import Intake
+from paged_attn.engine.output_processor import OutputProcessor
 from paged_attn.engine.requests.request import FinishReason, Request
 from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
 from paged_attn.engine.sampling.sampler import Sampler
-from paged_attn.engine.sampling.sampler_output import Chosen
+from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
-from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, Flight, lay_out
+from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, InFlightStep, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.token_events import TokenEvents
 from paged_attn.recurrent.run import RecurrentRunner
@@ -84,38 +84,38 @@ class Engine:
         if self.states and self.config.prefix_cache and not slots.snapshots:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
-        self.new_requests = NewRequests(limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None)
+        self.input_processor = InputProcessor(limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None)
         self.scheduler = Scheduler(self.config, self.kv)
         self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
         self.overlaps = self.config.overlap if self.config.overlap is not None else device.type == "cuda"
         self.sampler = Sampler(self.runner.ranks)
-        self.intake = Intake(self.kv, self.scheduler, self.sampler)
+        self.output_processor = OutputProcessor(self.kv, self.scheduler, self.sampler)
         self.last_scheduled: Sequence[Request] = ()
-        self._flights: deque[Flight] = deque()  # two at most, the oldest first
+        self._in_flight: deque[InFlightStep] = deque()  # two at most, the oldest first
         self._nothing_to_do: list[Request] = []  # requests that want no token
-        self._arrivals, self._flight_numbers = itertools.count(), itertools.count(1)
+        self._arrivals, self._step_numbers = itertools.count(), itertools.count(1)
         captured = self.steps.graphs is not None and bool(self.steps.graphs.captured)
         self.watch: ModelWatch | None = ModelWatch(self.runner, captured)
         self._steps_since_look, self._look_is_due, self._is_stale = 0, False, False
 
     @property
     def limits(self) -> ModelLimits:
-        return self.new_requests.limits
+        return self.input_processor.limits
 
     @property
     def requests(self) -> Mapping[str, Request]:
         """Those that have not finished, by id."""
-        return self.intake.requests
+        return self.output_processor.requests
 
     @property
     def stats(self) -> EngineStats:
         """Counters since the engine was made, or since their `reset`."""
-        return self.intake.stats
+        return self.output_processor.stats
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return bool(self.requests or self.intake.owed)
+        return bool(self.requests or self.output_processor.pending)
 
     @in_plain_modes
     def add_request(
@@ -153,11 +153,11 @@ class Engine:
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
             raise ValueError(f"request id {shown(request_id)} is in use by an unfinished request; choose another or cancel that one")
-        request = self.new_requests.make(
+        request = self.input_processor.make(
             prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, tenant=tenant, prompt=prompt,
             priority=priority, text_at_end=text_at_end,
         )  # fmt: skip
-        self.intake.expect(request)
+        self.output_processor.expect(request)
         if request.max_new_tokens:
             self.scheduler.waiting.append(request)
         else:
@@ -169,7 +169,7 @@ class Engine:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self.intake.cancel(request)
+        self.output_processor.cancel(request)
         return True
 
     @in_plain_modes
@@ -190,8 +190,8 @@ class Engine:
         while self._nothing_to_do:
             request = self._nothing_to_do.pop(0)
             if request.finish_reason is None:
-                self.intake.end(request, FinishReason.LENGTH)
-        may_overlap = self.overlaps and not self.scheduler.wants_drain and not self.intake.num_host_bound
+                self.output_processor.end(request, FinishReason.LENGTH)
+        may_overlap = self.overlaps and not self.scheduler.wants_drain and not self.output_processor.num_host_bound
         self._collect(1 if may_overlap else 0)
         launched = self._launch()
         self._collect(1 if launched and self.overlaps else 0)
@@ -202,10 +202,10 @@ class Engine:
         """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""
         for request_id in list(self.requests):
             self.cancel(request_id)
-        self._flights.clear()
+        self._in_flight.clear()
         if self.kv.tree is not None:
             self.kv.tree.clear()
-        self.new_requests.guides.close()
+        self.input_processor.guides.close()
         self.steps.close()
         self.watch = None
         self.runner.close()
@@ -228,15 +228,15 @@ class Engine:
     def _launch(self) -> bool:
         """Start the next step, if there is one to run."""
         self.last_scheduled = ()
-        scheduled = self.scheduler.schedule(drained=not self._flights)
+        scheduled = self.scheduler.schedule(drained=not self._in_flight)
         if not scheduled:
-            assert self._flights or not self.requests, (
+            assert self._in_flight or not self.requests, (
                 f"nothing to schedule for {len(self.requests)} requests: {self.kv.num_available} pages are available"
             )
             return False
         running, requests = self.scheduler.running, scheduled.requests
-        under_way = self._flights[-1].number if self._flights else NONE_UNDER_WAY
-        parts, columns = lay_out(scheduled, running.rows, running.places(requests), under_way)
+        under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
+        parts, columns = build_step(scheduled, running.rows, running.places(requests), under_way)
         self.last_scheduled = requests
         step = self.steps.prepare(columns)
         before_model = time.perf_counter()
@@ -252,7 +252,7 @@ class Engine:
                     self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._flights.append(Flight(parts, chosen, next(self._flight_numbers)))
+        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers)))
         if self.states is not None:
             for request in requests:
                 self.kv.keep_state(request)
@@ -260,32 +260,32 @@ class Engine:
         self.stats.prompt_tokens += parts.num_of_prompts
         return True
 
-    def _choose(self, output: StepOutput, states: dict[int, SamplingState]) -> Chosen:
+    def _choose(self, output: StepOutput, states: dict[int, SamplingState]) -> SamplerOutput:
         chosen = self.sampler.choose(output.logits, states, output.tail)
         if chosen.tokens is not output.tail:
-            self.steps.feed.put(chosen.tokens)
+            self.steps.future_tokens.store(chosen.tokens)
         return chosen
 
     def _collect(self, keep: int) -> None:
-        """Take in what the oldest steps chose, until `keep` are left, and what an exception left over; events go to the intake."""
-        while self._flights and (len(self._flights) > keep or self._flights[0].has_come or not self.requests):
+        """Take in what the oldest steps chose, until `keep` are left, and what an exception left over; events go to the processor."""
+        while self._in_flight and (len(self._in_flight) > keep or self._in_flight[0].has_come or not self.requests):
             if not self.requests:  # nobody waits for what it computes
-                self._flights.clear()
+                self._in_flight.clear()
                 return
             started = time.perf_counter()
-            flight = self._flights[0]
-            self.last_scheduled = flight.requests
+            in_flight = self._in_flight[0]
+            self.last_scheduled = in_flight.requests
             try:
-                flight.wait()
+                in_flight.wait()
             except BaseException:
-                lost = dict.fromkeys(request for late in reversed(self._flights) for request in late.undo())
-                self._flights.clear()
+                lost = dict.fromkeys(request for late in reversed(self._in_flight) for request in late.rollback())
+                self._in_flight.clear()
                 self._restart(list(lost))  # when none has a token under way any more
                 raise
             finally:
                 self.stats.model_seconds += time.perf_counter() - started
-            self.intake.take_in(flight)
-            self._flights.popleft()
+            self.output_processor.process(in_flight)
+            self._in_flight.popleft()
 
     def _restart(self, requests: list[Request]) -> None:
         """After an error: what the device counted for them is not to be relied on, and recurrent states are computed anew: unlike KV, which
@@ -298,4 +298,4 @@ class Engine:
 
     def due_events(self) -> TokenEvents:
         """Events that the next `step` would return first: of tokens that came before a step failed."""
-        return self.intake.due()
+        return self.output_processor.take_pending()

@@ -18,7 +18,7 @@ from paged_attn.shown import shown
 
 
 @dataclass
-class NewRequests:
+class InputProcessor:
     """Makes requests of one engine.
 
     Attributes:
@@ -74,7 +74,7 @@ class NewRequests:
             sampling=SamplingState(params, tokens, guide), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
             prompt=prompt, priority=priority,
         )  # fmt: skip
-        request.is_plain = text_at_end and params.logprobs is None and not self.has_states and guide is None
+        request.skips_host_work = text_at_end and params.logprobs is None and not self.has_states and guide is None
         return request
 
     def _check_fits(self, prompt: int, new: int) -> None:

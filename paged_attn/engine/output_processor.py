@@ -11,17 +11,17 @@ from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SampledToken
 from paged_attn.engine.sampling.structured.guides import GuideError
 from paged_attn.engine.scheduling.scheduler import Scheduler
-from paged_attn.engine.steps.in_flight import Flight
+from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.token_events import TokenEvents
 
 
 @dataclass
-class Intake:
+class OutputProcessor:
     """Of one engine.
 
     Attributes:
         requests: those that have not finished, by id.
-        owed: events that nobody was told yet.
+        pending: events that nobody was told yet.
         num_host_bound: how many requests choose with the host's help.
     """
 
@@ -30,7 +30,7 @@ class Intake:
     sampler: Sampler
     stats: EngineStats = field(default_factory=EngineStats)
     requests: dict[str, Request] = field(default_factory=dict)
-    owed: TokenEvents = field(default_factory=TokenEvents)
+    pending: TokenEvents = field(default_factory=TokenEvents)
     num_host_bound: int = 0
 
     def expect(self, request: Request) -> None:
@@ -38,38 +38,38 @@ class Intake:
         self.requests[request.id] = request
         self.num_host_bound += request.params.needs_host
 
-    def due(self) -> TokenEvents:
-        """The events that are owed, which with this call are not any more."""
-        events, self.owed = self.owed, TokenEvents()
+    def take_pending(self) -> TokenEvents:
+        """The events that are pending, which with this call are not any more."""
+        events, self.pending = self.pending, TokenEvents()
         return events
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """End it without a token."""
-        self.owed.append(self._finish(request, reason))
+        self.pending.append(self._finish(request, reason))
 
     def cancel(self, request: Request) -> None:
         """End it, and tell nobody anything about it any more."""
         self._finish(request, FinishReason.CANCELLED)
-        self.owed = self.owed.without(request.id)
+        self.pending = self.pending.without(request.id)
 
-    def take_in(self, flight: Flight) -> None:
+    def process(self, in_flight: InFlightStep) -> None:
         """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
-        owed, num_plain = self.owed.append, 0
+        pending, num_plain = self.pending.append, 0
         try:
-            for request, end, token_id, known, goes_on in flight.land():
+            for request, end, token_id, known, goes_on in in_flight.results():
                 if request.finish_reason is not None:
                     request.num_tokens -= 1  # it ended while this step ran
                     continue
-                request.num_vouched = end
+                request.num_validated = end
                 if token_id < 0:
                     request.num_tokens -= 1
-                    owed(self._fail(request))
+                    pending(self._fail(request))
                 elif goes_on and token_id not in request.stop_token_ids:
                     num_plain += 1
                     request.tokens.append(token_id)
-                    owed((request.id, token_id))
+                    pending((request.id, token_id))
                 else:
-                    owed(self.accept(request, known or SampledToken(token_id, None, None)))
+                    pending(self.accept(request, known or SampledToken(token_id, None, None)))
         finally:
             self.stats.new_tokens += num_plain
 

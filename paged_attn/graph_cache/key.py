@@ -17,7 +17,7 @@ from paged_attn.capture.compiled.artifact_key import settings_text
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.hashing.model_text import model_text
-from paged_attn.hashing.stable_hasher import Describer
+from paged_attn.hashing.stable_hasher import StableHasher
 
 # All of ours that takes part in a capture, as of when it is imported: files may be edited under a running process.
 _SOURCES = source_digest(
@@ -41,8 +41,8 @@ def _dynamo() -> list[str]:
     from torch._dynamo import config
 
     values = config.save_config_portable(ignore_private_configs=False)
-    describer = Describer({}, strict=False)
-    return [f"dynamo {name}={describer.text(values[name])}" for name in sorted(values) if name not in _PLACES]
+    hasher = StableHasher({}, strict=False)
+    return [f"dynamo {name}={hasher.text(values[name])}" for name in sorted(values) if name not in _PLACES]
 
 
 def _devices() -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.capture.compiled.artifacts import ArtifactCache
-from paged_attn.capture.compiled.pieces import KeptPiece, load_pieces
+from paged_attn.capture.compiled.pieces import CachedPiece, load_pieces
 from paged_attn.capture.split.split_graph import split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.options import CompileOptions
@@ -23,7 +23,7 @@ from paged_attn.passes.find.attention_site import places_of
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.replace.operand_layout import Operand
-from paged_attn.passes.runner import LayerReport, Rewrite
+from paged_attn.passes.report import LayerReport, Rewrite
 
 PROBE_TOKENS = 3  # of the token ids that stand for those of the traced call
 _PER_CALL = ("tokens", "input_ids", "position_ids", "logits_rows", "num_logits")
@@ -51,8 +51,8 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "layers": [asdict(layer) for layer in found.layers],
         "merges": [[list(merge.inputs), list(merge.rows)] for merge in found.merges],
         "nodes": [found.nodes_before, found.nodes_after],
-        "early_rows": found.early_rows,
-        "one_row_linears": found.one_row_linears,
+        "num_gathered": found.num_gathered,
+        "num_gemv": found.num_gemv,
         "positions_redirected": found.positions_redirected,
         "max_positions": found.max_positions,
         "evaluated": list(found.evaluated),
@@ -74,7 +74,7 @@ def restored(record: Data, model: nn.Module, device: torch.device, options: Comp
         pieces = (
             None
             if cache is None
-            else load_pieces(split, [KeptPiece(**{**piece, "arguments": tuple(piece["arguments"])}) for piece in record["pieces"]], cache)
+            else load_pieces(split, [CachedPiece(**{**piece, "arguments": tuple(piece["arguments"])}) for piece in record["pieces"]], cache)
         )
         if pieces is None:
             return None
@@ -99,7 +99,7 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
         CallForm("T", roles, "", record["max_tokens"], record["min_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
         nodes_before=before, nodes_after=after, positions_redirected=record["positions_redirected"],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
-        early_rows=record["early_rows"], one_row_linears=record["one_row_linears"],
+        num_gathered=record["num_gathered"], num_gemv=record["num_gemv"],
         max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
         places=dict(record["places"]),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torch._guards import TracingContext
 
 from paged_attn.hashing.code_text import versioned
-from paged_attn.hashing.stable_hasher import Describer, Indescribable
+from paged_attn.hashing.stable_hasher import Indescribable, StableHasher
 
 # The installed packages, which the key lists; transformers keeps them in an order that changes from process to process.
 _IN_THE_KEY = frozenset({"PACKAGE_DISTRIBUTION_MAPPING"})
@@ -44,8 +44,8 @@ def module_digest(name: str) -> str | None:
     module = sys.modules.get(name)
     if module is None:
         return None
-    describer = Describer({}, strict=False, inside=name)
+    hasher = StableHasher({}, strict=False, inside=name)
     # Names with two underscores are Python's own, and those that Dynamo puts there while it traces.
     names = [key for key in sorted(vars(module)) if not key.startswith("__") and key not in _IN_THE_KEY]
-    lines = [f"{key}={describer.text(vars(module)[key])}" for key in names]
+    lines = [f"{key}={hasher.text(vars(module)[key])}" for key in names]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from paged_attn.hashing.stable_hasher import MOST_BYTES, Describer, Indescribable, class_items, tensor_digest
+from paged_attn.hashing.stable_hasher import MOST_BYTES, Indescribable, StableHasher, class_items, tensor_digest
 
 # Of torch's own attributes of a module; which of the hooks count is asked separately.
 _OF_TORCH = frozenset(nn.Module().__dict__)
@@ -26,12 +26,12 @@ def model_text(model: nn.Module) -> str:
     if any(getattr(torch.nn.modules.module, name) for name in _GLOBAL_HOOKS):
         raise Indescribable("hooks on all modules")
     modules = {id(module): path for path, module in model.named_modules()}
-    describer = Describer(modules, strict=True)
-    lines = [_module(path, module, describer) for path, module in model.named_modules(remove_duplicate=False)]
+    hasher = StableHasher(modules, strict=True)
+    lines = [_module(path, module, hasher) for path, module in model.named_modules(remove_duplicate=False)]
     return "\n".join([*lines, *_classes(model), *_tensors(model)])
 
 
-def _module(path: str, module: nn.Module, describer: Describer) -> str:
+def _module(path: str, module: nn.Module, hasher: StableHasher) -> str:
     hooked = [name for name in _HOOKS if getattr(module, name, None)]
     hooked += [name for name in _REPLACED if module.__dict__.get(name) is not None and not _is_ours(name, module)]
     if hooked:
@@ -42,7 +42,7 @@ def _module(path: str, module: nn.Module, describer: Describer) -> str:
         if name in _OF_TORCH:
             continue
         try:
-            lines.append(f" {name}={describer.text(value)}")
+            lines.append(f" {name}={hasher.text(value)}")
         except Indescribable as reason:
             raise Indescribable(f"{path or 'the model'}.{name} is or holds {reason}") from None
     return "\n".join(lines)
@@ -56,9 +56,9 @@ def _is_ours(name: str, module: nn.Module) -> bool:
 def _classes(model: nn.Module) -> Iterator[str]:
     """What the classes define, also those of torch, and not what the modules in which they lie hold besides."""
     kinds = {base: None for module in model.modules() for base in type(module).__mro__ if base not in (object, nn.Module)}
-    describer = Describer({}, strict=False)
+    hasher = StableHasher({}, strict=False)
     for kind in kinds:
-        items = ", ".join(f"{name}={describer.text(value)}" for name, value in class_items(kind))
+        items = ", ".join(f"{name}={hasher.text(value)}" for name, value in class_items(kind))
         yield f"class {kind.__module__}.{kind.__qualname__} {inspect.isabstract(kind)} {items}"
 
 

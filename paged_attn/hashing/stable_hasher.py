@@ -42,7 +42,7 @@ class Indescribable(Exception):
     """A value of which no text says all."""
 
 
-class Describer:
+class StableHasher:
     """Describes values one after the other; what was described before is named by its number.
 
     Args:

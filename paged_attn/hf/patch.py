@@ -1,6 +1,6 @@
 """`paged_attn.patch(model)`: the Hugging Face hook, for models that can not be traced.
 
-The second road to paged attention: transformers' AttentionInterface and AttentionMaskInterface, without torch.compile. Every
+The second way to paged attention: transformers' AttentionInterface and AttentionMaskInterface, without torch.compile. Every
 layer's spec is proved on entry, the patched model is compared with the original on a ragged probe, and the model is restored on exit.
 """
 

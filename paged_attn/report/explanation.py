@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paged_attn.capture.compiled.pieces import PieceReport
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.passes.runner import LayerReport, Rewrite
+from paged_attn.passes.report import LayerReport, Rewrite
 from paged_attn.recurrent.layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ def besides(found: Rewrite) -> tuple[str, ...]:
     """What was done to a graph beyond what paging needs."""
     linears = sum(len(merge.inputs) for merge in found.merges)
     done = (
-        (found.early_rows, f"{found.early_rows} operations at the end compute the wanted rows only"),
+        (found.num_gathered, f"{found.num_gathered} operations at the end compute the wanted rows only"),
         (linears, f"{linears} weights merged into {len(found.merges)}"),
-        (found.one_row_linears, f"{found.one_row_linears} linears have a kernel for single rows"),
+        (found.num_gemv, f"{found.num_gemv} linears have a kernel for single rows"),
     )
     return tuple(words for count, words in done if count)

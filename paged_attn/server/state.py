@@ -40,7 +40,7 @@ class ServerState:
 
     def _made(self, make_engine: Callable[[], Engine]) -> Engine:
         engine = make_engine()
-        self.texts = Texts(engine.tokenizer, engine.new_requests.room)
+        self.texts = Texts(engine.tokenizer, engine.input_processor.room)
         return engine
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ _PARAMETERS = (
 )
 
 
-def write_out_flex(graph: fx.Graph) -> None:
+def decompose_flex(graph: fx.Graph) -> None:
     """Rewrite every flex_attention of the graph in place.
 
     Raises:

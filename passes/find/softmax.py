@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, module_path
-from paged_attn.passes.find.decompose_flex import write_out_flex
+from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.products import Product, product_of, split_baddbmm
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, move_before, shape_of, symbol, token_dims, value_of
@@ -40,7 +40,7 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     """
     if form.reason or isinstance(form.num_tokens, int):
         return []
-    write_out_flex(graph)
+    decompose_flex(graph)
     softmaxes = [node for node in graph.nodes if is_softmax(node) and _over_tokens(node, form)]
     if softmaxes:
         split_baddbmm(graph)

@@ -70,8 +70,8 @@ def writers_of(graph: fx.Graph) -> Writers:
     return writers
 
 
-def cone_of(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:
-    """Like `cone.ancestors`, but without what only lends its shape (such tensors are to be given) and what wrote the nodes in `stop`."""
+def backward_slice(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:
+    """Like `slicing.ancestors`, but without what only lends its shape (such tensors are to be given) and what wrote the nodes in `stop`."""
     writers = writers_of(node.graph) if writers is None else writers
     found, pending = {node}, [node]
     while pending:

@@ -11,7 +11,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.token_data import cone_of, name_of, token_axis
+from paged_attn.passes.fx.token_data import backward_slice, name_of, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe
 
 
@@ -25,8 +25,8 @@ def refuse_counted_tokens(graph: fx.Graph, form: CallForm, values: dict[fx.Node,
     for node in graph.nodes:
         if name_of(node) != "cumsum" or not isinstance(value_of(node), Tensor) or token_axis(node, form) is None:
             continue
-        cone = cone_of(node, node)
-        if ids not in cone or any(other.op == "placeholder" and other is not ids and form.roles[other] == "owned" for other in cone):
+        sliced = backward_slice(node, node)
+        if ids not in sliced or any(other.op == "placeholder" and other is not ids and form.roles[other] == "owned" for other in sliced):
             continue
         length = 12
         numbers = torch.arange(20, 20 + length, device=value_of(ids).device).to(value_of(ids).dtype)[None]

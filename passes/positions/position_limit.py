@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.token_data import cone_of, name_of
+from paged_attn.passes.fx.token_data import backward_slice, name_of
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.row_probe import RowProbe
 
@@ -52,14 +52,14 @@ def _first_outside(
     user: fx.Node, index: fx.Node, rows: int, form: CallForm, values: dict[fx.Node, Any], positions: BatchPositions
 ) -> int | None:
     starts = frozenset(node for node in (form.positions, positions.made) if node is not None)
-    cone = cone_of(index, user, starts)
-    if not starts & set(cone) or any(
-        node.op == "placeholder" and form.roles[node] not in ("owned", "tokens", "position_ids") for node in cone
+    sliced = backward_slice(index, user, starts)
+    if not starts & set(sliced) or any(
+        node.op == "placeholder" and form.roles[node] not in ("owned", "tokens", "position_ids") for node in sliced
     ):
         return None
     count = rows + 64  # what a learned table starts with (an offset) is far shorter
     numbers = torch.arange(count, device=value_of(index).device)
-    given = {node: numbers[None] if node is form.positions else numbers for node in starts & set(cone)}
+    given = {node: numbers[None] if node is form.positions else numbers for node in starts & set(sliced)}
     try:
         looked_up = RowProbe(form, values, user).at(index, count, given)
     except (RuntimeError, IndexError):

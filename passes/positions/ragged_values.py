@@ -18,7 +18,7 @@ from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import depends_on, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.token_data import (
     UNDEFINED,
-    cone_of,
+    backward_slice,
     indexed_tensor,
     name_of,
     read_inputs,
@@ -52,18 +52,18 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[f
         for value in read_inputs(user):
             if value in data or not isinstance(value_of(value), Tensor) or value.op == "placeholder" or picks_rows(user, value, form):
                 continue
-            cone = (value, *cone_of(value, user, writers=shared.writers))
-            if cone in harmless or not _counts_tokens(cone, form):
+            sliced = (value, *backward_slice(value, user, writers=shared.writers))
+            if sliced in harmless or not _counts_tokens(sliced, form):
                 continue
-            if cone not in replaced:
+            if sliced not in replaced:
                 work = RowReplacement(value, user, shared)
                 if work.is_harmless():
-                    harmless.add(cone)
+                    harmless.add(sliced)
                     continue
                 if (lookup := lookup_of(user)) is not None and lookup.rows is value and token_axis(value, form) == lookup.axis:
                     raise refusal(value, "is looked up by other numbers than each token's position")
-                replaced[cone] = work.make()
-            user.replace_input_with(value, replaced[cone])
+                replaced[sliced] = work.make()
+            user.replace_input_with(value, replaced[sliced])
     return len(replaced)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, value_of
-from paged_attn.passes.fx.token_data import cone_of, name_of, token_axis, token_data, writers_of
+from paged_attn.passes.fx.token_data import backward_slice, name_of, token_axis, token_data, writers_of
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ def _is_position(lookup: Lookup, form: CallForm, values: dict[fx.Node, Any]) -> 
         return False
     probe = RowProbe(form, values, lookup.node)
     try:
-        if form.positions is None or form.positions not in cone_of(lookup.at, lookup.node):
+        if form.positions is None or form.positions not in backward_slice(lookup.at, lookup.node):
             return probe.affine(lookup.at) == Affine(1, 0)
         positions = torch.tensor(PROBED, device=value_of(lookup.at).device)
         return torch.equal(probe.at(lookup.at, len(PROBED), {form.positions: positions[None]}).flatten().long(), positions)

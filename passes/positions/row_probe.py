@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import as_traced, value_of
 from paged_attn.passes.fx.slicing import evaluate
-from paged_attn.passes.fx.token_data import Writers, cone_of, shape_at, token_axis, writers_of
+from paged_attn.passes.fx.token_data import Writers, backward_slice, shape_at, token_axis, writers_of
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
 
@@ -59,12 +59,12 @@ class RowProbe:
             return self._unwritten[key]
         if key not in self._seen:
             self._seen[key] = self._evaluate(node, length, {})
-            if not any(other in self.writers for other in cone_of(node, self.user, writers=self.writers)):
+            if not any(other in self.writers for other in backward_slice(node, self.user, writers=self.writers)):
                 self._unwritten[key] = self._seen[key]
         return self._seen[key]
 
     def _evaluate(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any]) -> Any:
-        nodes = cone_of(node, self.user, frozenset(given), self.writers)
+        nodes = backward_slice(node, self.user, frozenset(given), self.writers)
         known = dict(given)
         inside = set(nodes)
         for each in nodes:

@@ -13,7 +13,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import value_of, writes_in_place, written_values
-from paged_attn.passes.fx.token_data import Writers, cone_of, read_inputs, token_axis
+from paged_attn.passes.fx.token_data import Writers, backward_slice, read_inputs, token_axis
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 from paged_attn.passes.positions.table_rows import TableRows, table_rows
@@ -79,7 +79,7 @@ class RowReplacement:
         return self.shared.tables[node]
 
     def _cone(self, node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
-        return cone_of(node, self.user, stop, self.shared.writers)
+        return backward_slice(node, self.user, stop, self.shared.writers)
 
     def _find_seeds(self, node: fx.Node, seen: set[fx.Node]) -> None:
         """The places where rows are first counted, or taken off a table: what is made from them there (a remainder, a clamp) may count

@@ -52,8 +52,8 @@ def _given(
     nodes: list[fx.Node], starts: set[fx.Node], form: CallForm, values: dict[fx.Node, Any], generator: torch.Generator, changed: bool
 ) -> list[tuple[fx.Node, Any]]:
     inside = set(nodes)
-    lent = {source for node in nodes if node not in starts for source in node.all_input_nodes} - inside
-    given = [(node, zeros_for(node, form, TOKENS)) for node in sorted(lent) if isinstance(value_of(node), Tensor)]
+    shape_only = {source for node in nodes if node not in starts for source in node.all_input_nodes} - inside
+    given = [(node, zeros_for(node, form, TOKENS)) for node in sorted(shape_only) if isinstance(value_of(node), Tensor)]
     for node in nodes:
         if node in starts:
             given.append((node, _rows(node, form, generator, changed)))

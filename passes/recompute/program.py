@@ -24,7 +24,7 @@ LOW_PRECISION_TOLERANCE = 3e-2
 
 
 class Program:
-    """(number of tokens T, rows' tensors, operands) -> [T, heads, v_dim]; what `HistorySpec.program` is.
+    """(number of tokens T, rows' tensors, operands) -> [T, heads, v_dim]; what `RecomputeSpec.program` is.
 
     Attributes:
         owned: the nodes of the original graph that are its operands, in order.

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.graph_tools import bases_of, depends_on, token_dims, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.mask_literals import op_name
-from paged_attn.passes.fx.token_data import Writers, cone_of, name_of, read_inputs, writers_of
+from paged_attn.passes.fx.token_data import Writers, backward_slice, name_of, read_inputs, writers_of
 from paged_attn.passes.prove.score_subgraph import LOOKUPS
 from paged_attn.passes.recompute.mixing import mixing_nodes
 from paged_attn.passes.recompute.token_rows import TokenRows, bytes_of
@@ -77,7 +77,7 @@ class _Search:
             raise self.refusal(f"what it is made from can not be evaluated on random values: {error}") from error
         inside = self._made_from({self.output, *square, *mixing})
         rows = sorted({self._narrowest(node, inside) for node in self._cut(inside)})
-        nodes = cone_of(self.output, self.output, frozenset(rows), self.writers)
+        nodes = backward_slice(self.output, self.output, frozenset(rows), self.writers)
         self._check(nodes, rows)
         empty = {node for node in rows if 0 in value_of(node).shape}
         lent = {source for node in nodes if node not in rows for source in node.all_input_nodes if isinstance(value_of(source), Tensor)}

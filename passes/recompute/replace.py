@@ -3,7 +3,7 @@ its own part of the graph anew on each request's tokens.
 
 Before: out = F.sdpa(q, k, v, mask_from(x)) [1, Hq, T, Dv]
 After:  rows = q, k, v and what the mask is made from, each [T, width]; o = aten.new_empty(rows[0], [T, Hq, Dv]);
-        history_attention_with_output(rows, owned, o, layer_id); out = o^T[None]
+        recompute_attention_with_output(rows, owned, o, layer_id); out = o^T[None]
 The cost of a step is that of the attention on all tokens of every request, so this is the last resort.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 
-from paged_attn.attn_ops.ops.recompute import HISTORY_ATTENTION
-from paged_attn.attn_ops.specs.recompute import HistorySpec, RowInput
+from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec, RowInput
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import value_of
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 ALIGNMENT = 8  # elements: K of later layers starts where kernels can load it
 
 
-class HistoryReplacer:
+class RecomputeReplacer:
     """Replaces such attentions of one graph; make it before any attention of the graph is replaced."""
 
     def __init__(self, graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None) -> None:
@@ -40,7 +40,7 @@ class HistoryReplacer:
         self.tokens = TokenRows(graph, form, values)
         self._proved: dict[str, Program] = {}
 
-    def replace(self, site: AttentionSite, layer_id: int, reason: Recomputable) -> tuple[HistorySpec, fx.Node, fx.Node]:
+    def replace(self, site: AttentionSite, layer_id: int, reason: Recomputable) -> tuple[RecomputeSpec, fx.Node, fx.Node]:
         """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
 
         Raises:
@@ -57,7 +57,7 @@ class HistoryReplacer:
         )  # fmt: skip
         return (spec, *_emit(site, region, spec, program, layer_id))
 
-    def _spec(self, site: AttentionSite, region: Region, layer_id: int) -> tuple[HistorySpec, Program]:
+    def _spec(self, site: AttentionSite, region: Region, layer_id: int) -> tuple[RecomputeSpec, Program]:
         result = value_of(site.node)
         dtype = result.dtype if self.model is None else model_dtype(self.model)
         rows = tuple(row_input(node, self.form, dtype) for node in region.rows)
@@ -66,7 +66,7 @@ class HistoryReplacer:
             owned = [self._tensor(node) for node in program.owned]
             prove_causal(program, rows, owned, self.form.min_tokens, result.device, site.where)
             self._proved[program.computes] = program
-        spec = HistorySpec(
+        spec = RecomputeSpec(
             num_q_heads=int(result.shape[1]),
             num_kv_heads=1,
             qk_head_dim=-(-sum(row.elements for row in rows) // ALIGNMENT) * ALIGNMENT,
@@ -92,7 +92,7 @@ class HistoryReplacer:
         return value
 
 
-def _emit(site: AttentionSite, region: Region, spec: HistorySpec, program: Program, layer_id: int) -> tuple[fx.Node, fx.Node]:
+def _emit(site: AttentionSite, region: Region, spec: RecomputeSpec, program: Program, layer_id: int) -> tuple[fx.Node, fx.Node]:
     graph, value = site.node.graph, value_of(site.node)
     with graph.inserting_before(site.node):
         rows = [_rows(graph, node, row) for node, row in zip(region.rows, spec.rows, strict=True)]
@@ -100,7 +100,7 @@ def _emit(site: AttentionSite, region: Region, spec: HistorySpec, program: Progr
         shape: list[Argument] = [tokens, spec.num_q_heads, int(value.shape[3])]
         output = graph.call_function(aten.new_empty.default, (rows[0], shape), {"dtype": value.dtype})
         arguments: tuple[Argument, ...] = (tuple(rows), program.owned, output, layer_id)
-        op = graph.call_function(HISTORY_ATTENTION, arguments)
+        op = graph.call_function(RECOMPUTE_ATTENTION, arguments)
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
         result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
     for node in (*rows, output, op, heads_first, result):

@@ -18,7 +18,7 @@ from paged_attn.backends.attention.triton.attend_kernel import attend
 from paged_attn.backends.attention.triton.hopper_kernel import attend_hopper
 from paged_attn.backends.attention.triton.launch import LayerLaunch
 from paged_attn.backends.attention.triton.tiling import Machine, tiling
-from paged_attn.backends.attention.triton.work_partition import ShareKind
+from paged_attn.backends.attention.triton.work_partition import PartitionKind
 
 SIXTEEN_BITS = {"query", "keys", "values", "out", "new_keys", "new_values", "sinks", "bias", "lse"}
 INTEGERS = {"page_table", "seq_lens", "query_start", "work", "counters"}
@@ -51,7 +51,7 @@ def compiled(rows: str, context: int, changes: dict[str, Any]) -> dict[str, Any]
     total = context if context == SHORT else 1 << 20
     tiles = tiling(rows, spec, torch.bfloat16, 1 if rows == "one" else 512, context, total, Machine(132, hopper=True, early=True))
     pool = KVPool([spec], 2, 16, torch.bfloat16)
-    launch = LayerLaunch.of(pool, 0, ShareKind.of(spec, rows, tiles), fused_write=rows == "one")
+    launch = LayerLaunch.of(pool, 0, PartitionKind.of(spec, rows, tiles), fused_write=rows == "one")
     kernel, source = (attend_hopper, GluonASTSource) if tiles.hopper else (attend, ASTSource)
     constants = {**launch.constants, "HAS_LSE": spec.gives_lse, **({} if tiles.hopper else {"PRECISION": "tf32"})}
     signature, attributes = {}, {}

@@ -55,7 +55,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
         self.entries = {name: Entry(name, fake(name)) for name in registry.BUILT_IN}
-        for name, target in registry.ELSEWHERE.items():
+        for name, target in registry.UNSUPPORTED.items():
             module, _, attribute = target.partition(":")
             self.entries[name] = Entry(name, getattr(__import__(module, fromlist=[attribute]), attribute))
         monkeypatch.setattr(registry, "_entry_points", lambda: self.entries)

@@ -56,7 +56,7 @@ def test_our_window_holds_the_query_itself_and_theirs_does_not_count_it(change, 
 
 
 class OtherLayer(AttentionSpec):
-    """One that no backend runs, such as `HistorySpec`."""
+    """One that no backend runs, such as `RecomputeSpec`."""
 
     by_backend = False
 

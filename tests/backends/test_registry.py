@@ -18,8 +18,8 @@ from paged_attn.backends.selection import registry
 from paged_attn.backends.selection.ranking import ROWS, Order, default_order
 from paged_attn.backends.selection.registry import (
     BUILT_IN,
-    ELSEWHERE,
     GROUP,
+    UNSUPPORTED,
     backend_class,
     backend_names,
     loadable_classes,
@@ -64,8 +64,8 @@ def test_the_package_registers_its_own():
 
 def test_built_in_without_any_metadata(install):
     install()
-    assert backend_names() == [*BUILT_IN, *ELSEWHERE]
-    assert list(BUILT_IN)[-1] == "reference" and not set(BUILT_IN) & set(ELSEWHERE)
+    assert backend_names() == [*BUILT_IN, *UNSUPPORTED]
+    assert list(BUILT_IN)[-1] == "reference" and not set(BUILT_IN) & set(UNSUPPORTED)
     assert backend_class("torch_native") is TorchNativeBackend
     assert backend_class("reference") is ReferenceBackend
 
@@ -73,7 +73,7 @@ def test_built_in_without_any_metadata(install):
 def test_a_third_partys_backend_is_ranked_before_the_oracle(install):
     install(*OURS, EntryPoint("zeta", "zeta:B", GROUP), EntryPoint("acme", "acme_attention:Backend", GROUP))
     names = backend_names()
-    assert names == [*list(BUILT_IN)[:-1], "acme", "zeta", "reference", *ELSEWHERE]
+    assert names == [*list(BUILT_IN)[:-1], "acme", "zeta", "reference", *UNSUPPORTED]
     assert third_party_names() == ["acme", "zeta"]
     assert default_order("cpu", None, third_party_names()).extend[-3:] == ("acme", "zeta", "reference")
 
@@ -99,7 +99,7 @@ def test_a_third_partys_backend_is_taken_when_ours_can_not(install, monkeypatch)
     monkeypatch.setattr(TorchNativeBackend, "capabilities", replace(TorchNativeBackend.capabilities, dtypes=frozenset()))
     selection = select_for_pool("auto", make([(0, 2)]).pool, torch.float32)
     assert type(selection.backend) is ThirdParty
-    assert set(selection.rejected) == {*BUILT_IN, *ELSEWHERE}
+    assert set(selection.rejected) == {*BUILT_IN, *UNSUPPORTED}
 
 
 def test_its_code_is_loaded_only_when_asked_for(install):
@@ -130,7 +130,7 @@ def test_two_packages_with_one_name(install, name):
 def test_the_same_entry_found_twice_is_one(install):
     """An editable install and a checkout on the path list the same entry point."""
     install(*OURS, *OURS)
-    assert backend_names() == [*BUILT_IN, *ELSEWHERE]
+    assert backend_names() == [*BUILT_IN, *UNSUPPORTED]
 
 
 @pytest.mark.parametrize("name", ["auto", "acme,fa3"])

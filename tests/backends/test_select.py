@@ -15,7 +15,7 @@ from paged_attn.backends.attention.hybrid import HybridBackend
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.backends.selection import requirements as wanted_module
-from paged_attn.backends.selection.registry import BUILT_IN, ELSEWHERE
+from paged_attn.backends.selection.registry import BUILT_IN, UNSUPPORTED
 from paged_attn.backends.selection.requirements import reasons_against
 from paged_attn.backends.selection.select import select, select_for_pool
 from tests.backends.fake_backends import SPEC, Machine, machine
@@ -50,7 +50,7 @@ def test_auto_takes_the_first_that_fits():
     assert type(selection.backend) is TorchNativeBackend
     assert selection.reason == "first that fits every layer in the order for a CPU"
     assert selection.rejected["reference"] == "ranked after torch_native"
-    assert set(selection.rejected) == {*BUILT_IN, *ELSEWHERE} - {"torch_native"}
+    assert set(selection.rejected) == {*BUILT_IN, *UNSUPPORTED} - {"torch_native"}
 
 
 @pytest.mark.parametrize("cls", [TorchNativeBackend, ReferenceBackend])
@@ -82,7 +82,7 @@ def test_auto_that_fits_nothing_lists_every_backend():
     text = str(error.value)
     for name in ("torch_native", "reference"):
         assert f"\n  {name}: KV dtype int8 is not among bfloat16, float16, float32, float64\n" in text
-    assert all(f"\n  {name}: " in text for name in (*BUILT_IN, *ELSEWHERE))
+    assert all(f"\n  {name}: " in text for name in (*BUILT_IN, *UNSUPPORTED))
     assert "Nothing fits in both phases" in text and "`paged-attn backends`" in text
 
 

@@ -111,7 +111,7 @@ def test_head_dims_that_are_no_power_of_two(head_dim):
 def test_the_dealt_shares_cover_all_blocks_once(lengths, feature, multiprocessors, deterministic, item_cost):
     """Walk the programs' shares on the host and count the blocks of every (request, head, tile)."""
     from paged_attn.backends.attention.triton.plan import Plan
-    from paged_attn.backends.attention.triton.work_partition import ShareKind, Shares
+    from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
 
     case = make(lengths, spec_of(feature), page_size=4)
     kinds_of_rows = ("all",) if deterministic else ("one", "more")
@@ -120,8 +120,8 @@ def test_the_dealt_shares_cover_all_blocks_once(lengths, feature, multiprocessor
         if not any(chosen(new) for _, new in lengths):
             continue
         tiles = Tiling(16, 16, 4, 2, 2, 2, part_blocks=2 if deterministic else 0, item_cost=item_cost)
-        kind = ShareKind.of(case.spec, rows, tiles)
-        shares = Shares.allocate(kind, case.batch, multiprocessors)
+        kind = PartitionKind.of(case.spec, rows, tiles)
+        shares = WorkPartition.allocate(kind, case.batch, multiprocessors)
         shares.deal(case.batch)
         assert not shares.counters[: 2 * shares.programs].any()
         covered = walk(shares, case, lengths)

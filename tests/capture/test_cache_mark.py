@@ -11,7 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from paged_attn.capture.inductor.cache_mark import marked
 from paged_attn.capture.inductor.launch_sizes import ROWS, blocks_for_many_rows
-from paged_attn.capture.inductor.pdl import early_launches, waiting_first
+from paged_attn.capture.inductor.pdl import pdl, waiting_first
 
 
 class Users(CustomGraphPass):
@@ -33,7 +33,7 @@ def key() -> Any:
 
 def test_every_change_has_a_key_of_its_own() -> None:
     keys = [key()]
-    with early_launches(True), waiting_first(), blocks_for_many_rows():
+    with pdl(True), waiting_first(), blocks_for_many_rows():
         keys.append(key())
         assert "wait first" in repr(keys[-1]) and f"{ROWS} rows" in repr(keys[-1])
     with blocks_for_many_rows():

@@ -61,7 +61,7 @@ def test_it_runs_prompts_alone_ragged_and_cached_within_the_limits(
         ),
         ("cpu", {"inductor": True}, ["Inductor compiles", "kept in /somewhere/pieces"], ["no cache is filled", "CUDA graphs"]),
         ("cuda:1", {}, ["Inductor compiles", "Triton", "CUDA graphs for up to 55 sizes"], ["no cache is filled"]),
-        ("cuda", {"graphs": "pieces"}, ["Inductor compiles", "up to 20 sizes"], []),
+        ("cuda", {"graphs": "piecewise"}, ["Inductor compiles", "up to 20 sizes"], []),
         ("cuda", {"graphs": "off", "inductor": False}, ["tracing", "Triton"], ["Inductor compiles", "CUDA graphs", "no cache is filled"]),
         ("cuda", {"compile": False}, ["Triton"], ["tracing", "Inductor compiles"]),
     ],

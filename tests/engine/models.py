@@ -139,7 +139,7 @@ def run_past_errors(engine: Engine) -> tuple[list[Any], int]:
             events += engine.step()
         except RuntimeError:
             raised += 1
-            assert not engine._flights and all(request.num_pending == 0 for request in engine.requests.values())
+            assert not engine._in_flight and all(request.num_pending == 0 for request in engine.requests.values())
     return events, raised
 
 

@@ -54,7 +54,7 @@ def launch(scheduled: Sequence[Scheduled]) -> None:
 def collect(*requests: Request) -> None:
     """The token under way of each request has come."""
     for request in requests:
-        request.num_vouched = len(request.tokens)
+        request.num_validated = len(request.tokens)
         request.tokens.append(9)
 
 

@@ -114,7 +114,7 @@ class World:
             for s in scheduled:
                 if s.request.finish_reason is None and self.states is not None and s.request.num_cached:
                     self.states.values[s.request.state_slot] = None
-                    s.request.num_vouched = 0
+                    s.request.num_validated = 0
                     self.scheduler.preempt(s.request)
             return False
         self.flights.append([self._compute(s) for s in scheduled])
@@ -147,7 +147,7 @@ class World:
                 if samples and request.finish_reason is not None:
                     request.num_tokens -= 1
                 elif samples:
-                    request.num_vouched = min(end, request.num_cached)
+                    request.num_validated = min(end, request.num_cached)
                     self._accept(request, end)
 
     def _accept(self, request: Request, end: int) -> None:

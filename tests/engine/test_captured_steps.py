@@ -78,7 +78,7 @@ def test_tokens_are_the_models_own_with_full_graphs_and_pieces(name: str, compil
     modes = modes_of(engine)
     for _ in range(2):  # the second time with a warm prefix cache
         assert tokens_of(engine) == [oracle(prompt, model=model) for prompt in PROMPTS]
-    assert set(modes) == {"full", "pieces"}
+    assert set(modes) == {"full", "piecewise"}
     engine.close()
 
 
@@ -133,14 +133,14 @@ def test_a_graph_of_another_variant_is_no_substitute() -> None:
         del engine.steps.graphs.captured[key]
     modes = modes_of(engine)
     assert tokens_of(engine, [PROMPTS[2]]) == [oracle(PROMPTS[2])]
-    assert modes == ["pieces"] + ["full"] * (SHORT - 3) + ["pieces"] * (len(modes) - 1 - (SHORT - 3))
+    assert modes == ["piecewise"] + ["full"] * (SHORT - 3) + ["piecewise"] * (len(modes) - 1 - (SHORT - 3))
 
 
 def test_a_backend_that_can_not_be_captured_runs_decode_in_pieces() -> None:
     engine = captured_engine(fixed=False)
     modes = modes_of(engine)
     assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
-    assert set(modes) == {"pieces"}
+    assert set(modes) == {"piecewise"}
     assert "torch_native can not be captured" in "\n".join(engine.steps.report().lines())
 
 
@@ -151,7 +151,7 @@ def test_recurrent_layers_run_between_the_graphs() -> None:
     plain = LLM(model, page_size=4, num_pages=128, max_requests=6, max_batch_tokens=16)
     modes = modes_of(engine)
     assert tokens_of(engine, prompts) == [c.token_ids for c in plain.generate(prompts, GREEDY)]
-    assert set(modes) == {"pieces"}
+    assert set(modes) == {"piecewise"}
     with pytest.raises(UnsupportedError, match="graph_verify runs every step twice"):
         captured_engine(model, graph_verify=True)
     assert "recurrent layers" in "\n".join(engine.steps.report().lines())
@@ -174,9 +174,9 @@ class TestBudget:
         everything = captured_engine(**settings).steps.graphs
         engine = captured_engine(graph_memory_gib=3.5 * pieces / 2**30, **settings)
         assert engine.steps.graphs is not None and everything is not None
-        sizes = everything.sizes("pieces")
+        sizes = everything.sizes("piecewise")
         assert len(sizes) == 9
-        assert engine.steps.graphs.sizes("pieces") == [sizes[0], sizes[4], sizes[8]] and engine.steps.graphs.nbytes <= 3.5 * pieces
+        assert engine.steps.graphs.sizes("piecewise") == [sizes[0], sizes[4], sizes[8]] and engine.steps.graphs.nbytes <= 3.5 * pieces
         assert any("allowed" in reason for reason in engine.steps.graphs.refused.values())
         assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
 
@@ -250,7 +250,7 @@ class TestSafety:
         model.load_state_dict(other.state_dict())
         assert tokens_of(engine) == [oracle(prompt, model=other) for prompt in PROMPTS]
 
-    @pytest.mark.parametrize("mode", ["pieces", "full"])
+    @pytest.mark.parametrize("mode", ["piecewise", "full"])
     def test_verify_sees_a_graph_that_computes_something_else(self, mode: str) -> None:
         engine = captured_engine(graph_verify=True, graphs=mode)
         assert engine.steps.graphs is not None and isinstance(engine.steps.graphs.recorder, TapeRecorder)

@@ -1,10 +1,12 @@
 """Engine settings: ranges, types, unknown names, environment variables."""
 
+import argparse
 import dataclasses
 
 import pytest
 
 from paged_attn import EngineConfig
+from paged_attn.cli.options import add_engine, engine_config
 from paged_attn.engine.config import parse_setting
 
 NAMES = [setting.name for setting in dataclasses.fields(EngineConfig)]
@@ -28,7 +30,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: float) -> Non
         EngineConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["inductor", "merge_linears", "one_row_linears", "early_launches"])
+@pytest.mark.parametrize("name", ["inductor", "merge_linears", "gemv", "pdl"])
 def test_what_needs_the_graph_is_refused_without_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=True with compile=False: that needs the model's graph"):
         EngineConfig(compile=False, **{name: True})
@@ -125,3 +127,41 @@ def test_parsed_values_have_the_settings_types() -> None:
 
 def test_every_setting_explains_itself() -> None:
     assert all(len(setting.metadata["help"]) > 10 for setting in dataclasses.fields(EngineConfig))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"early_rows": False}, {"early_logits_gather": False}),
+        ({"one_row_linears": True}, {"gemv": True}),
+        ({"early_launches": False}, {"pdl": False}),
+        ({"graphs": "pieces"}, {"graphs": "piecewise"}),
+        ({"rope_and_store": False}, {}),
+    ],
+)
+def test_names_of_the_last_release_work_with_a_warning(old, new):
+    (name,) = old
+    for make in (EngineConfig, EngineConfig.from_environment, EngineConfig().with_):
+        with pytest.warns(DeprecationWarning, match=name):
+            assert make(**old) == EngineConfig(**new)
+
+
+def test_what_is_gone_or_given_twice_is_refused():
+    with pytest.raises(ValueError, match="rope_and_store=True: this setting is gone"):
+        EngineConfig(rope_and_store=True)
+    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="early_rows is the old name of early_logits_gather, and both"):
+        EngineConfig.from_environment(one_row_linears=True, early_rows=True, early_logits_gather=True)
+
+
+def test_old_variables_and_flags_work(monkeypatch):
+    monkeypatch.setenv("PAGED_ATTN_EARLY_ROWS", "off")
+    with pytest.warns(DeprecationWarning):
+        assert not EngineConfig.from_environment().early_logits_gather
+    monkeypatch.delenv("PAGED_ATTN_EARLY_ROWS")
+    parser = argparse.ArgumentParser()
+    add_engine(parser)
+    args = parser.parse_args(["--no-early-rows", "--graphs", "pieces", "--disable-passes", "gemv, merge_linears"])
+    with pytest.warns(DeprecationWarning):
+        found = engine_config(args)
+    assert found == EngineConfig(early_logits_gather=False, graphs="piecewise", disable_passes=("gemv", "merge_linears"))
+    assert "--early-rows" not in parser.format_help()

@@ -19,7 +19,7 @@ def computed(kv: KVManager, tokens: list[int], namespace: Any = None) -> Request
     request = request_of(tokens, namespace)
     kv.adopt_prefix(request)
     assert kv.reserve(request, len(tokens))
-    request.num_cached = request.num_vouched = len(tokens)
+    request.num_cached = request.num_validated = len(tokens)
     return request
 
 
@@ -75,7 +75,7 @@ class PageOwnership(RuleBasedStateMachine):
     @rule(data=st.data())
     def vouch(self, data: st.DataObject) -> None:
         request = self.pick(data)
-        request.num_vouched = request.num_cached
+        request.num_validated = request.num_cached
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -84,7 +84,7 @@ class PageOwnership(RuleBasedStateMachine):
         before = request.num_locked
         self.kv.share(request)
         if self.kv.tree is not None:
-            assert request.num_locked == max(before, request.num_vouched // 2 * 2)
+            assert request.num_locked == max(before, request.num_validated // 2 * 2)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), share=st.booleans(), again=st.booleans())
@@ -188,7 +188,7 @@ def test_only_tokens_that_finite_logits_vouch_for_are_shared() -> None:
     request = request_of([5] * 17)
     kv.adopt_prefix(request)
     assert kv.reserve(request, 17)
-    request.num_cached, request.num_vouched = 17, 9  # the step with the rest is under way, or gave NaN
+    request.num_cached, request.num_validated = 17, 9  # the step with the rest is under way, or gave NaN
     kv.share(request)
     assert kv.tree is not None and kv.tree.num_pages == 2 and request.num_locked == 8
     kv.release(request, share=True)

@@ -10,7 +10,7 @@ from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.sampling.sampler_output import Chosen
+from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.steps.step_runner import StepOutput
 from tests.engine.models import (
     POISON,
@@ -36,18 +36,18 @@ def overlapped(**settings: Any) -> Engine:
 def log_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Writes down when steps are launched and when their tokens are waited for."""
     log: list[str] = []
-    run, wait = engine.steps.run, Chosen.wait
+    run, wait = engine.steps.run, SamplerOutput.wait
 
     def running(*args: Any) -> Any:
         log.append("launch")
         return run(*args)
 
-    def waiting(self: Chosen) -> Any:
+    def waiting(self: SamplerOutput) -> Any:
         log.append("wait")
         return wait(self)
 
     engine.steps.run = running  # type: ignore[method-assign]
-    monkeypatch.setattr(Chosen, "wait", waiting)
+    monkeypatch.setattr(SamplerOutput, "wait", waiting)
     return log
 
 
@@ -138,7 +138,7 @@ def test_when_all_are_gone_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch
         engine.step()
     engine.cancel(request.id)
     assert not engine.has_work and engine.step() == [] and log.count("wait") == 2
-    assert not engine._flights
+    assert not engine._in_flight
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -147,7 +147,7 @@ def test_preemption_waits_for_what_is_under_way(prefix_cache: bool, monkeypatch:
     preempt = engine.scheduler.preempt
 
     def preempting(request: Any) -> None:
-        assert not engine._flights and not request.num_pending
+        assert not engine._in_flight and not request.num_pending
         preempt(request)
 
     monkeypatch.setattr(engine.scheduler, "preempt", preempting)
@@ -180,18 +180,18 @@ def test_tokens_that_do_not_come_are_computed_again(at_call: int, monkeypatch: p
     engine = overlapped(max_batch_tokens=16)
     penalised = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, frequency_penalty=0.7)
     requests = [engine.add_request(p, params) for p, params in zip(PROMPTS, (GREEDY, GREEDY, penalised), strict=True)]
-    wait, calls = Chosen.wait, iter(range(1, 10**6))
+    wait, calls = SamplerOutput.wait, iter(range(1, 10**6))
 
-    def failing(self: Chosen) -> Any:
+    def failing(self: SamplerOutput) -> Any:
         if next(calls) == at_call:
             raise RuntimeError("the device is gone")
         return wait(self)
 
-    monkeypatch.setattr(Chosen, "wait", failing)
+    monkeypatch.setattr(SamplerOutput, "wait", failing)
     events, raised = run_past_errors(engine)
     alone = make_engine(overlap=False)
     reference = alone.add_request(PROMPTS[2], penalised)
-    monkeypatch.setattr(Chosen, "wait", wait)
+    monkeypatch.setattr(SamplerOutput, "wait", wait)
     run_all(alone)
     expected = [oracle(PROMPTS[0]), oracle(PROMPTS[1]), reference.output_token_ids]
     assert raised == 1 and [r.output_token_ids for r in requests] == expected

@@ -43,7 +43,7 @@ def drawn_from(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tenso
     """The scores that tokens are drawn from."""
     found: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample_tokens, "draw_from_all", lambda scores, uniform: found.append(scores) or scores.argmax(-1))
+        patch.setattr(sample_tokens, "sample_from_all", lambda scores, uniform: found.append(scores) or scores.argmax(-1))
         Sampler().choose(logits, dict(enumerate(states)))
     (scores,) = found
     return scores

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn.engine.requests.request import Request
-from paged_attn.engine.scheduling.queue_policy import ArrivalLine, PrefixLine
+from paged_attn.engine.scheduling.queue_policy import ArrivalOrder, LongestPrefixFirst
 from paged_attn.engine.scheduling.scheduler import HELD_PER_STEP, Scheduler
 from paged_attn.engine.scheduling.waiting_queue import WaitingQueue
 from tests.engine.models import request_of
@@ -158,14 +158,14 @@ def test_lpm_passes_over_the_first_only_so_often() -> None:
     for _ in range(400):
         arrive(scheduler, 0, tokens=[5] * 10)
     order = admissions(scheduler)
-    assert [order.index(request) for request in unlucky] == [PrefixLine.PATIENCE, 2 * PrefixLine.PATIENCE + 1]
+    assert [order.index(request) for request in unlucky] == [LongestPrefixFirst.PATIENCE, 2 * LongestPrefixFirst.PATIENCE + 1]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_no_place_in_an_lpm_line_waits_longer_than_its_bound(seed: int) -> None:
     rng = random.Random(seed)
-    with mock.patch.multiple(PrefixLine, WINDOW=rng.randint(1, 6), PATIENCE=rng.randint(0, 4), LOOKUPS=rng.randint(1, 3)):
+    with mock.patch.multiple(LongestPrefixFirst, WINDOW=rng.randint(1, 6), PATIENCE=rng.randint(0, 4), LOOKUPS=rng.randint(1, 3)):
         scheduler = scheduler_of(max_requests=1, policy="lpm", prefix_cache=True)
         cached(scheduler, [5] * 30)
         deadline: dict[Request, int] = {}
@@ -173,7 +173,7 @@ def test_no_place_in_an_lpm_line_waits_longer_than_its_bound(seed: int) -> None:
             for _ in range(rng.choice([0, 1, 3])):
                 place = len(scheduler.waiting)
                 (request,) = arrive(scheduler, 0, tokens=[rng.choice([5, 6])] * rng.randint(1, 30))
-                deadline[request] = turn + (PrefixLine.PATIENCE + 1) * (place + 1)
+                deadline[request] = turn + (LongestPrefixFirst.PATIENCE + 1) * (place + 1)
             for request in admissions(scheduler, 1):
                 assert turn < deadline.pop(request)
         assert all(turn < last for last in deadline.values())
@@ -184,8 +184,8 @@ def test_no_place_in_an_lpm_line_waits_longer_than_its_bound(seed: int) -> None:
 def test_without_cached_prefixes_an_lpm_line_goes_by_arrival(seed: int) -> None:
     """Also when requests come back that arrived before those in the window."""
     rng = random.Random(seed)
-    with mock.patch.multiple(PrefixLine, WINDOW=rng.randint(1, 4), LOOKUPS=rng.randint(1, 3)):
-        line, waiting = PrefixLine(scheduler_of(prefix_cache=True).kv), []
+    with mock.patch.multiple(LongestPrefixFirst, WINDOW=rng.randint(1, 4), LOOKUPS=rng.randint(1, 3)):
+        line, waiting = LongestPrefixFirst(scheduler_of(prefix_cache=True).kv), []
         for arrival in rng.sample(range(60), 60):
             request = request_of([5] * 9)
             request.arrival = arrival
@@ -196,27 +196,29 @@ def test_without_cached_prefixes_an_lpm_line_goes_by_arrival(seed: int) -> None:
                 assert line.next() is waiting[0]
                 line.take(gone) if gone is waiting[0] else line.remove(gone)
                 waiting.remove(gone)
-                assert len(line) == len(waiting) and len(line._window) <= PrefixLine.WINDOW and set(line._cached) <= set(line._window)
+                assert (
+                    len(line) == len(waiting) and len(line._window) <= LongestPrefixFirst.WINDOW and set(line._cached) <= set(line._window)
+                )
 
 
 def test_an_lpm_line_looks_again_when_pages_were_shared_and_only_then() -> None:
     kv = scheduler_of(prefix_cache=True).kv
-    line = PrefixLine(kv)
+    line = LongestPrefixFirst(kv)
     requests = [request_of([first] * 9) for first in (7, 5, *range(10, 50))]
     for arrival, request in enumerate(requests):
         request.arrival = arrival
         line.push(request)
     with mock.patch.object(kv, "cached_tokens", wraps=kv.cached_tokens) as lookups:
-        assert line.next() is line.next() is requests[0] and lookups.call_count == PrefixLine.LOOKUPS
+        assert line.next() is line.next() is requests[0] and lookups.call_count == LongestPrefixFirst.LOOKUPS
         computed = request_of([5] * 9)
         kv.adopt_prefix(computed)
         assert kv.reserve(computed, 9)
-        computed.num_cached = computed.num_vouched = 9
+        computed.num_cached = computed.num_validated = 9
         kv.release(computed, share=True)
         for _ in range(4):  # in which all of the line are looked up
             kv.version += 1
             line.next()
-        assert line.next() is requests[1] and lookups.call_count == 5 * PrefixLine.LOOKUPS
+        assert line.next() is requests[1] and lookups.call_count == 5 * LongestPrefixFirst.LOOKUPS
 
 
 def test_preempted_requests_come_back_before_new_ones_of_every_namespace() -> None:
@@ -284,7 +286,7 @@ class ByHand:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6))
 def test_the_queue_does_what_one_would_do_by_hand(seed: int) -> None:
-    rng, queue, model = random.Random(seed), WaitingQueue(ArrivalLine), ByHand()
+    rng, queue, model = random.Random(seed), WaitingQueue(ArrivalOrder), ByHand()
     for arrival in range(rng.randint(1, 200)):
         action = rng.choice(["append", "append", "append_preempted", "take", "set_aside", "bring_back", "remove"])
         everyone = [*model.waiting, *model.preempted, *model.aside]
@@ -320,7 +322,7 @@ def test_the_queue_does_what_one_would_do_by_hand(seed: int) -> None:
 
 
 def test_who_left_an_arrival_line_does_not_stay_in_memory() -> None:
-    line = ArrivalLine()
+    line = ArrivalOrder()
     requests = [request_of([1]) for _ in range(2000)]
     for arrival, request in enumerate(requests):
         request.arrival = arrival
@@ -361,7 +363,7 @@ def test_a_step_that_admits_looks_at_few_of_ten_thousand(policy: str) -> None:
         mock.patch.object(kv, "cached_tokens", wraps=kv.cached_tokens) as lookups,
     ):
         scheduler.schedule()
-    assert adopt.call_count <= HELD_PER_STEP + 4 and lookups.call_count <= (HELD_PER_STEP + 4) * PrefixLine.LOOKUPS
+    assert adopt.call_count <= HELD_PER_STEP + 4 and lookups.call_count <= (HELD_PER_STEP + 4) * LongestPrefixFirst.LOOKUPS
 
 
 def arrive_fast(scheduler: Scheduler, tokens: list[int]) -> None:

@@ -152,7 +152,7 @@ def share_what_was_not_vouched_for(engine: Engine) -> None:
     share = engine.kv._share_pages
 
     def sharing(request: Any) -> None:
-        request.num_vouched = request.num_cached
+        request.num_validated = request.num_cached
         share(request)
 
     engine.kv._share_pages = sharing  # type: ignore[method-assign]

@@ -78,7 +78,7 @@ class StateOwnership(RuleBasedStateMachine):
             return
         self.values[request.state_slot] = state_of(request.tokens[:end], request.namespace)
         if outcome == "raises":
-            request.num_vouched = 0
+            request.num_validated = 0
             self.release(request, share=bool(request.sampled))
             return
         request.num_cached = end
@@ -88,7 +88,7 @@ class StateOwnership(RuleBasedStateMachine):
         if outcome == "NaN":
             self.release(request, share=False)
             return
-        request.num_vouched = end
+        request.num_validated = end
         self.kv.share(request)
         assert not request.snapshots and not request.snapshot_points
         request.tokens.append(data.draw(st.integers(1, 2)))
@@ -97,7 +97,7 @@ class StateOwnership(RuleBasedStateMachine):
     @rule(data=st.data(), again=st.booleans())
     def finish(self, data: st.DataObject, again: bool) -> None:
         request = self.pick(data)
-        done, tokens, vouched = request.num_cached, request.tokens[: request.num_cached], request.num_vouched
+        done, tokens, vouched = request.num_cached, request.tokens[: request.num_cached], request.num_validated
         self.release(request, share=bool(request.sampled))
         if again:
             self.kv.release(request, share=True)
@@ -109,7 +109,7 @@ class StateOwnership(RuleBasedStateMachine):
     def release(self, request: Request, share: bool) -> None:
         self.kv.release(request, share=share)
         self.requests.remove(request)
-        assert (request.state_slot, request.num_vouched, request.snapshot_points, request.snapshots) == (0, 0, [], {})
+        assert (request.state_slot, request.num_validated, request.snapshot_points, request.snapshots) == (0, 0, [], {})
 
     @invariant()
     def every_state_is_that_of_its_tokens(self) -> None:

@@ -18,7 +18,7 @@ from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.scheduling.running_set import RunningSet
 from paged_attn.engine.scheduling.step_plan import Scheduled, ScheduledStep
 from paged_attn.engine.steps.future_tokens import place
-from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, lay_out
+from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, build_step
 from tests.engine.models import assert_idle, make_engine, oracle, random_prompts, request_of, tokenizer
 from tests.engine.scheduling_world import World
 from tests.engine.test_scheduling_world import ANYTHING, simulate
@@ -28,7 +28,7 @@ def one_by_one(scheduled: Scheduled) -> BatchRequest:
     request = scheduled.request
     tokens = request.tokens[request.num_cached : request.num_cached + scheduled.count]
     if len(tokens) < scheduled.count:
-        tokens = [*tokens, place(request.feed_row)]
+        tokens = [*tokens, place(request.future_row)]
     return BatchRequest(tokens, list(request.pages), request.num_cached, int(scheduled.samples), request.state_slot)
 
 
@@ -48,7 +48,7 @@ class LaidOut(World):
         assert isinstance(scheduled, ScheduledStep)
         running = self.scheduler.running
         assert running.in_order()[0] == list(running)
-        parts, columns = lay_out(
+        parts, columns = build_step(
             scheduled, running.rows, running.places(scheduled.requests), self.number if self.flights else NONE_UNDER_WAY
         )
         rows = [one_by_one(each) for each in scheduled]
@@ -63,7 +63,7 @@ class LaidOut(World):
         assert parts.sampling == [each.request for each in scheduled if each.samples]
         self.number += 1
         for row, request in enumerate(parts.sampling):
-            request.feed_row, request.chosen_by = row, self.number
+            request.future_row, request.produced_by = row, self.number
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

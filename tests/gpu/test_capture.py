@@ -116,7 +116,7 @@ def test_tokens_are_the_models_own(name: str, compiled: bool) -> None:
         assert f"full graphs of {1 if compiled else 2} to 5" in text and "captured pieces of 16 to 24" in text and "no graph" not in text
 
 
-@pytest.mark.parametrize("mode", ["pieces", "full"])
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
 def test_lengths_pages_and_counts_change_between_replays(mode: str) -> None:
     model = build("llama").cuda()
     expected = {n: [greedy(model, p, 16) for p in PROMPTS[:n]] for n in (1, 2, 3, 5)}
@@ -126,7 +126,7 @@ def test_lengths_pages_and_counts_change_between_replays(mode: str) -> None:
             assert [c.token_ids for c in llm.generate(PROMPTS[:n], GREEDY)] == expected[n]
 
 
-@pytest.mark.parametrize("mode", ["pieces", "full"])
+@pytest.mark.parametrize("mode", ["piecewise", "full"])
 def test_a_captured_decode_step_does_not_wait(mode: str) -> None:
     model = build("llama").cuda()
     with LLM(model, inductor=False, graphs=mode, **SETTINGS) as llm:

@@ -28,13 +28,13 @@ def test_equals_the_reference(name: str) -> None:
     spec, results = SPECS[name], []
     generator = torch.Generator().manual_seed(3)
     rows = sum(len(r.tokens) for r in REQUESTS)
-    history = torch.randn(10 * 16 * spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim), generator=generator)
+    recompute = torch.randn(10 * 16 * spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim), generator=generator)
     q = torch.randn(rows, spec.num_q_heads, spec.qk_head_dim, generator=generator)
     k = torch.randn(rows, spec.num_kv_heads, spec.qk_head_dim, generator=generator)
     v = torch.randn(rows, spec.num_kv_heads, spec.v_head_dim, generator=generator)
     for device, backend in (("cpu", "reference"), ("cuda", "torch_native")):
         pool = KVPool([spec], 10, 16, torch.float32, device)
-        pool.storage.copy_(history)
+        pool.storage.copy_(recompute)
         batch = Batch.build(REQUESTS, 16, device)
         out = torch.full((rows, spec.num_q_heads, spec.v_head_dim), float("nan"), device=device)
         with forward_context(batch, pool, backend):

@@ -22,12 +22,12 @@ from torch import fx, nn
 
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES
+from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.graph_cache.entries import VARIABLE, Entries, _head
 from paged_attn.graph_cache.graph_data import graph_data, graph_of
-from paged_attn.graph_cache.kept_graphs import KeptGraphs
 from paged_attn.hashing.stable_hasher import Indescribable
+from tests.graph_cache.test_cached_graphs import OPTIONS, mistral
 from tests.graph_cache.test_graph_data import CALLS, CPU, graph
-from tests.graph_cache.test_kept_graphs import OPTIONS, mistral
 
 REFUSED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 MARK = "somebody_was_here"
@@ -250,7 +250,7 @@ def cache(traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def is_found() -> bool:
-    kept = KeptGraphs.of(mistral(), OPTIONS, True)
+    kept = CachedGraphs.of(mistral(), OPTIONS, True)
     return kept is not None and kept.find() is not None
 
 
@@ -327,7 +327,7 @@ def test_a_folder_that_others_can_write_is_not_used(
     assert is_found()
     place = cache / "graphs" if which == "folder" else cache
     place.chmod(mode)
-    assert KeptGraphs.of(mistral(), OPTIONS, True) is None
+    assert CachedGraphs.of(mistral(), OPTIONS, True) is None
     assert f"others can write to {place} (mode {mode:o}); run `chmod go-w {place}`" in said(caplog) and VARIABLE in said(caplog)
     place.chmod(0o700)
     assert is_found()

@@ -21,7 +21,8 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module
-from paged_attn.passes.runner import Rewrite, rewrite
+from paged_attn.passes.report import Rewrite
+from paged_attn.passes.runner import rewrite
 
 VOCAB = 32
 TOKENS = 12

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import SymFloat, SymInt, Tensor
 
 from paged_attn.passes.fx.graph_tools import source_name, value_of
-from paged_attn.passes.runner import Rewrite, rewrite
+from paged_attn.passes.report import Rewrite
+from paged_attn.passes.runner import rewrite
 from tests.passes.graphs import Toy, Traced, ragged_error, trace
 
 

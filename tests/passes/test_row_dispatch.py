@@ -10,7 +10,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401 - defines the op
 from torch import Tensor
 
-from tests.passes.test_early_rows import Use, moved
+from tests.passes.test_logits_gather import Use, moved
 
 grouped_mm = torch.ops.transformers.grouped_mm_fallback
 K, EXPERTS = 2, 4

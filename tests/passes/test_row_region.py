@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.passes.test_early_rows import Use, moved
+from tests.passes.test_logits_gather import Use, moved
 
 
 def test_what_is_written_inside_moves() -> None:

@@ -145,7 +145,7 @@ def test_a_guide_that_fails_midway_says_so_and_the_server_goes_on(running: Runni
             found.goes_on_after(1)  # a space, which the expression does not allow
         return found
 
-    guides = running.engine.new_requests.guides
+    guides = running.engine.input_processor.guides
     make = guides.guide
     monkeypatch.setattr(guides, "guide", guide_of_nothing)
     status, error = post(running, "/v1/completions", {"prompt": "a", "regex": "[b-d]+"})

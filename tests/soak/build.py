@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from paged_attn import LLM, EngineConfig
 from paged_attn.engine import llm as llm_module
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.sampling.sampler_output import Chosen
+from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import assert_idle, one_capture, tiny
 from tests.engine.test_captured_steps import fixed_backend
@@ -96,7 +96,7 @@ class Faults:
         self._fail_if("run, late")
         return output
 
-    def _choosing(self, *args: Any) -> Chosen:
+    def _choosing(self, *args: Any) -> SamplerOutput:
         self._fail_if("choose")
         chosen = self._choose(*args)
         wait = chosen.wait

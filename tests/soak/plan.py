@@ -65,7 +65,7 @@ class Plan:
         turns = {"engine": rng.choice([300, 600, 1200]), "threads": rng.choice([120, 300]), "server": rng.choice([120, 360])}[kind]
         own_capture = settings["compile"] and rng.random() < 0.15
         if own_capture:  # what engines do on GPUs; the shared captures are without
-            settings |= {"merge_linears": True, "one_row_linears": True}
+            settings |= {"merge_linears": True, "gemv": True}
         tight = kind == "server" and number % 24 == TIGHT
         if tight:
             settings["max_requests"] = 1

@@ -17,7 +17,7 @@ from paged_attn.backends.attention.flash_style import for_kernel
 from paged_attn.backends.attention.triton.attend_kernel import attend as attend_kernel
 from paged_attn.backends.attention.triton.plan import Plan, kept_rows
 from paged_attn.backends.attention.triton.tiling import power_of_2
-from paged_attn.backends.attention.triton.work_partition import ShareKind, Shares
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
 from paged_attn.backends.fast_launch import FastKernel, device_index
 
 _general = FastKernel(attend_kernel)
@@ -28,7 +28,7 @@ class LayerLaunch:
     """What stays the same from step to step of one kind of launch of one layer."""
 
     spec: AttentionSpec
-    kind: ShareKind
+    kind: PartitionKind
     keys: Tensor
     values: Tensor
     page_size: int
@@ -37,7 +37,7 @@ class LayerLaunch:
     slopes: Tensor | None
 
     @classmethod
-    def of(cls, pool: KVPool, layer_id: int, kind: ShareKind, fused_write: bool) -> LayerLaunch:
+    def of(cls, pool: KVPool, layer_id: int, kind: PartitionKind, fused_write: bool) -> LayerLaunch:
         spec, device = pool.layers[layer_id], pool.device
         slopes, index = slopes_of(spec, device), device_index(device)
         return cls(spec, kind, pool.key(layer_id), pool.value(layer_id), pool.page_size, index, fused_write, slopes)
@@ -68,7 +68,7 @@ class LayerLaunch:
         pool_strides = (self.keys.stride(0), *self.keys.stride()[1:3], *self.values.stride()[1:3])
         self.key = (tuple(self.constants.values()), tuple(self.options.values()), self.keys.dtype, pool_strides)
 
-    def __call__(self, plan: Plan, shares: Shares, call: AttentionCall) -> None:
+    def __call__(self, plan: Plan, shares: WorkPartition, call: AttentionCall) -> None:
         """`call.output` has its last dim contiguous."""
         if self.kind.tiling.hopper:
             # It copies 16 bytes of q at a time, and multiplies it with K as the pool has it.
@@ -76,7 +76,7 @@ class LayerLaunch:
         else:
             self._general(plan, shares, call, unit_last(call.query))
 
-    def _general(self, plan: Plan, shares: Shares, call: AttentionCall, query: Tensor) -> None:
+    def _general(self, plan: Plan, shares: WorkPartition, call: AttentionCall, query: Tensor) -> None:
         spec, kind, batch, keys, values, output = self.spec, self.kind, plan.batch, self.keys, self.values, call.output
         lse, bias, sinks, slopes = call.lse_out, call.bias, call.sinks, self.slopes
         key, value = (unit_last(call.key), unit_last(call.value)) if self.fused_write else (query, query)
@@ -97,7 +97,7 @@ class LayerLaunch:
             constants, self.options, self.device,
         )  # fmt: skip
 
-    def _hopper(self, plan: Plan, shares: Shares, call: AttentionCall, query: Tensor) -> None:
+    def _hopper(self, plan: Plan, shares: WorkPartition, call: AttentionCall, query: Tensor) -> None:
         spec, kind, batch, keys, output = self.spec, self.kind, plan.batch, self.keys, call.output
         lse, sinks = call.lse_out, call.sinks
         strides = query.stride()[:2] + output.stride()[:2] + (0 if lse is None else lse.stride(0),)

@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, machine_of, power_of_2, tiling
-from paged_attn.backends.attention.triton.work_partition import ShareKind, Shares
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Plan:
 
     batch: Batch
     pool: KVPool
-    shares: list[Shares]
+    shares: list[WorkPartition]
     by_layer: tuple[tuple[int, ...], ...]
     partial: Tensor
     partial_stats: Tensor
@@ -41,12 +41,12 @@ class Plan:
             rows += ["more"] if longest > 1 else []
         kinds_of_layers = layer_kinds(pool)
         machine = machine if kinds_of_layers.aligned else replace(machine, hopper=False)
-        indices: dict[ShareKind, int] = {}
+        indices: dict[PartitionKind, int] = {}
         by_kind = []
         for spec in kinds_of_layers.specs:
-            kinds = [ShareKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, total, machine)) for r in rows]
+            kinds = [PartitionKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, total, machine)) for r in rows]
             by_kind.append(tuple(indices.setdefault(kind, len(indices)) for kind in kinds))
-        shares = [Shares.allocate(kind, batch, machine.multiprocessors) for kind in indices]
+        shares = [WorkPartition.allocate(kind, batch, machine.multiprocessors) for kind in indices]
         slots = max((2 * s.programs * kept_rows(s.kind) for s in shares), default=0)
         workspace = torch.empty(slots * (kinds_of_layers.v_dim + 2), dtype=torch.float32, device=batch.slots.device)
         by_layer = tuple(() if kind is None else by_kind[kind] for kind in kinds_of_layers.by_layer)
@@ -88,6 +88,6 @@ def small_step(pool: KVPool) -> int:
     return min((few_keys(spec, pool.dtype, machine) for spec in layer_kinds(pool).specs), default=0)
 
 
-def kept_rows(kind: ShareKind) -> int:
+def kept_rows(kind: PartitionKind) -> int:
     """Rows of a tile that partial results are kept for: a decode tile of few heads is mostly padding."""
     return min(kind.tiling.block_m, power_of_2(kind.group)) if kind.rows == "one" else kind.tiling.block_m

@@ -18,7 +18,7 @@ _count, _deal = FastKernel(count_units), FastKernel(deal_work)
 
 
 @dataclass(frozen=True)
-class ShareKind:
+class PartitionKind:
     """What the deal depends on besides the batch: layers with equal kinds share one deal."""
 
     rows: RowsKind
@@ -39,7 +39,7 @@ class ShareKind:
 
     @classmethod
     @cache
-    def of(cls, spec: AttentionSpec, rows: RowsKind, tiling: Tiling) -> ShareKind:
+    def of(cls, spec: AttentionSpec, rows: RowsKind, tiling: Tiling) -> PartitionKind:
         return cls(rows, spec.num_kv_heads, spec.group_size, spec.causal, spec.sliding_window, spec.chunk, tiling)
 
     @property
@@ -53,10 +53,10 @@ class ShareKind:
 
 
 @dataclass
-class Shares:
+class WorkPartition:
     """work [programs + 1, WORK_COLUMNS], counters [2 * programs], units [R], tile_ends [tiles]; int32 on the batch's device."""
 
-    kind: ShareKind
+    kind: PartitionKind
     programs: int
     search_steps: int
     units: Tensor
@@ -66,7 +66,7 @@ class Shares:
     constants: dict[str, object] = field(default_factory=dict)
 
     @classmethod
-    def allocate(cls, kind: ShareKind, batch: Batch, multiprocessors: int) -> Shares:
+    def allocate(cls, kind: PartitionKind, batch: Batch, multiprocessors: int) -> WorkPartition:
         tiling, requests = kind.tiling, batch.num_requests
         most_tiles = _ceil(max(batch.query_lens_host) * kind.group, tiling.block_m)
         programs = multiprocessors * tiling.programs_per_sm if tiling.part_blocks == 0 else _parts(kind, batch)
@@ -98,7 +98,7 @@ class Shares:
         )  # fmt: skip
 
 
-def _parts(kind: ShareKind, batch: Batch) -> int:
+def _parts(kind: PartitionKind, batch: Batch) -> int:
     """How many parts a fixed cut makes, from the host's lengths; no fewer than the device will find."""
     tiling, parts = kind.tiling, 0
     for length, new in zip(batch.seq_lens_host, batch.query_lens_host, strict=True):

@@ -11,7 +11,7 @@ from paged_attn.check.compare.suspects import Suspect
 from paged_attn.check.runs.served import Original, Served
 from paged_attn.check.runs.steps import steps_of
 from paged_attn.check.runs.truth import Truth
-from paged_attn.passes.runner import LayerReport
+from paged_attn.passes.report import LayerReport
 
 EXACT_BACKEND = "reference"
 

@@ -25,7 +25,7 @@ from paged_attn.check.compare.ragged import RowsOfStep
 from paged_attn.check.runs.served import Served
 from paged_attn.check.runs.steps import LONGEST, Part, ProbeSettings, Step, Steps
 from paged_attn.check.runs.truth import Truth
-from paged_attn.passes.runner import LayerReport
+from paged_attn.passes.report import LayerReport
 from paged_attn.tolerances import row_errors, worst
 
 logger = logging.getLogger("paged_attn")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_attn.capture.split.split_graph import SplitGraph
 from paged_attn.passes.replace.operand_layout import Operand
-from paged_attn.passes.runner import LayerReport, Rewrite
+from paged_attn.passes.report import LayerReport, Rewrite
 
 
 @dataclass(frozen=True)

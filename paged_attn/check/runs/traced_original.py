@@ -23,7 +23,7 @@ from paged_attn.compiled.graph_inputs import GraphInputs
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.find.attention_site import places_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate
-from paged_attn.passes.runner import LayerReport
+from paged_attn.passes.report import LayerReport
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import runner_of
 

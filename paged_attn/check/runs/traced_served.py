@@ -33,7 +33,7 @@ class TracedServed(Served):
 
     otherwise = "compile=False hooks the model's attention instead of rewriting its graph"
     more_than_attention = (
-        "A pass changed more than it may: merge_linears=False, early_rows=False and one_row_linears=False switch the optional ones off; "
+        "A pass changed more than it may: merge_linears=False, early_logits_gather=False and gemv=False switch the optional ones off; "
         "compile=False traces nothing"
     )
 

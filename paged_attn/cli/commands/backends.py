@@ -10,7 +10,7 @@ from paged_attn.cli.problem import add_shape_options, layer_shape, shape_is_give
 from paged_attn.cli.report import bold, width
 
 if TYPE_CHECKING:
-    from paged_attn.backends.selection.requirements import Wanted
+    from paged_attn.backends.selection.requirements import Requirements
 
 FLAGS = ("window", "chunk", "softcap", "sinks", "deterministic", "on")
 
@@ -49,36 +49,36 @@ def _order_text(args: argparse.Namespace) -> str:
     from paged_attn.backends.selection.select import pick, why_picked
     from paged_attn.backends.selection.table import text_table
 
-    title, wanted = _wanted(args)
-    order = wanted.order()
-    names, _ = pick(wanted, order, {})
+    title, required = _wanted(args)
+    order = required.order()
+    names, _ = pick(required, order, {})
     taken = f"{','.join(names)} ({why_picked(order, names)})" if names else f"nothing: none fits in {order.why}"
     ranks: dict[str, list[str]] = {}
     for phase, ranked in (("prefill", order.extend), ("decode", order.decode)):
         for place, name in enumerate(ranked, 1):
             ranks.setdefault(name, []).append(str(place) if order.extend == order.decode else f"{place} in {phase}")
-    unranked = wanted.left_out([name for name in backend_names() if name not in ranks], order, None)
-    rows = [(", ".join(dict.fromkeys(places)), name, _verdict(wanted, name, order.notes.get(name, ""))) for name, places in ranks.items()]
+    unranked = required.left_out([name for name in backend_names() if name not in ranks], order, None)
+    rows = [(", ".join(dict.fromkeys(places)), name, _verdict(required, name, order.notes.get(name, ""))) for name, places in ranks.items()]
     rows += [("-", name, why) for name, why in unranked.items()]
     return f'{bold(title)}\n"auto" takes {taken}\n\n{text_table(("Rank", "Backend", "Fits"), rows, width())}'
 
 
-def _verdict(wanted: Wanted, name: str, note: str) -> str:
-    reasons = {"prefill": wanted.reasons(name, frozenset({"extend"})), "decode": wanted.reasons(name, frozenset({"decode"}))}
+def _verdict(required: Requirements, name: str, note: str) -> str:
+    reasons = {"prefill": required.reasons(name, frozenset({"extend"})), "decode": required.reasons(name, frozenset({"decode"}))}
     if not any(reasons.values()):
         return "yes" + (f", {note}" if note else "")
     if not all(reasons.values()):
         return "; ".join(f"{phase}: {', '.join(why) or 'yes'}" for phase, why in reasons.items())
-    return f"no: {'; '.join(wanted.reasons(name))}"
+    return f"no: {'; '.join(required.reasons(name))}"
 
 
-def _wanted(args: argparse.Namespace) -> tuple[str, Wanted]:
+def _wanted(args: argparse.Namespace) -> tuple[str, Requirements]:
     """A line that says what is asked, and the same as data; a GPU that is not here has no measurements."""
     from dataclasses import replace
 
     import torch
 
-    from paged_attn.backends.selection.requirements import Wanted
+    from paged_attn.backends.selection.requirements import Requirements
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, architecture = _place(args.on)
@@ -89,13 +89,13 @@ def _wanted(args: argparse.Namespace) -> tuple[str, Wanted]:
         raise ValueError(f"--on {args.on} names no GPU, and this machine has none; say which, as sm90 or sm100")
     present = kind is None or (architecture is None and kind == "cuda" and here.type == "cuda")
     local = here if present else torch.device("cpu")
-    wanted = Wanted.of([spec], shape.dtype, shape.dtype, shape.page_size, local, deterministic=bool(args.deterministic))
+    required = Requirements.of([spec], shape.dtype, shape.dtype, shape.page_size, local, deterministic=bool(args.deterministic))
     if kind is not None and not present:
-        problems = tuple(replace(problem, device=kind, architecture=architecture) for problem in wanted.problems)
-        wanted = replace(wanted, problems=problems, device=kind, architecture=architecture, device_name="")
-    place = wanted.device + (f" SM{wanted.architecture}" if wanted.architecture else "")
+        problems = tuple(replace(problem, device=kind, architecture=architecture) for problem in required.problems)
+        required = replace(required, problems=problems, device=kind, architecture=architecture, device_name="")
+    place = required.device + (f" SM{required.architecture}" if required.architecture else "")
     title = f"{spec.describe()}, {str(shape.dtype).removeprefix('torch.')}, pages of {shape.page_size}, on {place}"
-    return title + (", deterministic" if wanted.deterministic else ""), wanted
+    return title + (", deterministic" if required.deterministic else ""), required
 
 
 def _place(text: str | None) -> tuple[str | None, int | None]:

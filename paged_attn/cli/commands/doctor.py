@@ -128,9 +128,9 @@ def _backends() -> list[Finding]:
 
     from paged_attn.backends.selection.matrix import matrix_rows
     from paged_attn.backends.selection.ranking import ORACLE
-    from paged_attn.backends.selection.registry import ELSEWHERE
+    from paged_attn.backends.selection.registry import UNSUPPORTED
 
-    rows = [row for row in matrix_rows() if row.backend not in ELSEWHERE and row.backend != ORACLE]
+    rows = [row for row in matrix_rows() if row.backend not in UNSUPPORTED and row.backend != ORACLE]
     gpu = torch.cuda.is_available()
     return [_backend(row.backend, row.here, gpu and row.here.startswith("yes") and "cuda" in row.here) for row in rows]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from paged_attn.backends.attention.base import AttentionBackend
-    from paged_attn.backends.selection.requirements import Wanted
+    from paged_attn.backends.selection.requirements import Requirements
     from paged_attn.backends.selection.tuned import Entry
 
 Times = dict[str, dict[str, dict[str, float | str]]]  # phase -> shape -> backend -> microseconds, or why there are none
@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if no backend ran every shape of a phase."""
     from paged_attn.backends.devices import device_name
-    from paged_attn.backends.selection.requirements import Wanted
+    from paged_attn.backends.selection.requirements import Requirements
     from paged_attn.backends.selection.tuned import write_entry
 
     device = _device(args.device)
@@ -77,25 +77,30 @@ def run(args: argparse.Namespace) -> int:
     if args.min_ms is not None and not args.min_ms > 0:
         raise ValueError(f"--min-ms is {args.min_ms:g}; allowed are values above 0")
     path = _out(args.out, device_name(device))
-    wanted = Wanted.of([shape.spec], shape.dtype, shape.dtype, shape.page_size, device, deterministic=args.deterministic)
-    backends, left_out = _backends(wanted, args.backend)
+    required = Requirements.of([shape.spec], shape.dtype, shape.dtype, shape.page_size, device, deterministic=args.deterministic)
+    backends, left_out = _backends(required, args.backend)
     print(bold(f"{device_name(device)}: {shape}" + ", deterministic" * args.deterministic), flush=True)
     for why in dict.fromkeys(left_out.values()):
         print(f"  without {', '.join(name for name in left_out if left_out[name] == why)}: {why}")
     min_ms = args.min_ms or MIN_MS[device.type]
-    times = measure(backends, wanted, shape, steps, min_ms, device)
-    entry = _entry(wanted, times, {"layer": str(shape), "min_ms": min_ms, **conditions(device)})
+    times = measure(backends, required, shape, steps, min_ms, device)
+    entry = _entry(required, times, {"layer": str(shape), "min_ms": min_ms, **conditions(device)})
     print(f"\n{table(entry, width())}")
     if not all(entry.ranking(phase) for phase in times):
         print("no backend ran every shape of both phases; nothing was written", file=sys.stderr)
         return 1
     write_entry(path, device_name(device), entry)
-    print(f"\nwritten to {path}\n{_now(wanted, path)}")
+    print(f"\nwritten to {path}\n{_now(required, path)}")
     return 0
 
 
 def measure(
-    backends: Mapping[str, AttentionBackend], wanted: Wanted, shape: LayerShape, steps: Sequence[Step], min_ms: float, device: torch.device
+    backends: Mapping[str, AttentionBackend],
+    required: Requirements,
+    shape: LayerShape,
+    steps: Sequence[Step],
+    min_ms: float,
+    device: torch.device,
 ) -> Times:
     """Time each step with the backends that serve its phase; a line goes to stderr before each."""
     import torch
@@ -104,7 +109,7 @@ def measure(
 
     times: Times = {"extend": {}, "decode": {}}
     for number, step in enumerate(steps, 1):
-        able = {name: each for name, each in backends.items() if not wanted.reasons(name, frozenset({step.phase}))}
+        able = {name: each for name, each in backends.items() if not required.reasons(name, frozenset({step.phase}))}
         print(f"[{number}/{len(steps)}] {_words(step)}: {', '.join(able)}", file=sys.stderr, flush=True)
         kind: Literal["decode", "prefill"] = "decode" if step.phase == "decode" else "prefill"
         problem = TimedProblem(
@@ -191,7 +196,7 @@ def _steps(args: argparse.Namespace, device: torch.device) -> list[Step]:
     return [Step(phase, label) for phase in ("extend", "decode") for label in given[phase]]
 
 
-def _backends(wanted: Wanted, asked: Sequence[str] | None) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
+def _backends(required: Requirements, asked: Sequence[str] | None) -> tuple[dict[str, AttentionBackend], dict[str, str]]:
     """What is timed, and why the others of this hardware are not.
 
     Raises:
@@ -200,19 +205,19 @@ def _backends(wanted: Wanted, asked: Sequence[str] | None) -> tuple[dict[str, At
     """
     from paged_attn.attn_ops.errors import UnsupportedError
     from paged_attn.backends.selection.ranking import ORACLE
-    from paged_attn.backends.selection.registry import ELSEWHERE, backend_class, backend_names
+    from paged_attn.backends.selection.registry import UNSUPPORTED, backend_class, backend_names
 
     made: dict[str, AttentionBackend] = {}
     left_out: dict[str, str] = {}
-    for name in asked or [name for name in backend_names() if name != ORACLE and name not in ELSEWHERE]:
+    for name in asked or [name for name in backend_names() if name != ORACLE and name not in UNSUPPORTED]:
         if name not in backend_names():
             backend_class(name)  # raises, and lists the known names
-        phases = [phase for phase in ("extend", "decode") if not wanted.reasons(name, frozenset({phase}))]
+        phases = [phase for phase in ("extend", "decode") if not required.reasons(name, frozenset({phase}))]
         if not phases:
-            left_out[name] = "; ".join(wanted.reasons(name))
+            left_out[name] = "; ".join(required.reasons(name))
             continue
         try:
-            made[name] = backend_class(name)(deterministic=wanted.deterministic)
+            made[name] = backend_class(name)(deterministic=required.deterministic)
         except (ImportError, OSError) as error:
             left_out[name] = f"it fits, but can not be loaded: {error}"
     if not made or (asked and left_out):
@@ -230,21 +235,21 @@ def _out(given: str | None, name: str) -> Path:
     return path
 
 
-def _entry(wanted: Wanted, times: Times, found: dict[str, Any]) -> Entry:
+def _entry(required: Requirements, times: Times, found: dict[str, Any]) -> Entry:
     from paged_attn.backends.selection.tuned import Entry, Kind, current_versions
 
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Entry(Kind.of(wanted.problems[0]), now, current_versions(), times, found)
+    return Entry(Kind.of(required.problems[0]), now, current_versions(), times, found)
 
 
-def _now(wanted: Wanted, path: Path) -> str:
+def _now(required: Requirements, path: Path) -> str:
     from paged_attn.backends.selection.select import pick, why_picked
     from paged_attn.backends.selection.tuned import VARIABLE, tuned_path
 
-    if tuned_path(wanted.device_name) != path:
+    if tuned_path(required.device_name) != path:
         return f"set {VARIABLE}={path} for backend='auto' to use it"
-    order = wanted.order()
-    names, _ = pick(wanted, order, {})
+    order = required.order()
+    names, _ = pick(required, order, {})
     return f"backend='auto' now takes {','.join(names)} for such layers ({why_picked(order, names)})"
 
 

@@ -127,14 +127,14 @@ class KVManager:
             self.snapshots.attach(node, slot)
 
     def _share_pages(self, request: Request) -> None:
-        if self.tree is None or request.num_vouched // self.page_size * self.page_size <= request.num_locked:
+        if self.tree is None or request.num_validated // self.page_size * self.page_size <= request.num_locked:
             return
         self.version += 1
-        inserted = self.tree.insert(request.tokens[: request.num_vouched], request.pages, request.namespace)
+        inserted = self.tree.insert(request.tokens[: request.num_validated], request.pages, request.namespace)
         self.tree.lock(inserted.node)
         self.tree.unlock(request.lock)
         request.lock = inserted.node
-        request.num_locked = request.num_vouched // self.page_size * self.page_size
+        request.num_locked = request.num_validated // self.page_size * self.page_size
         for position, mine, trees in inserted.duplicates:
             request.replace_page(position, trees)
             self.allocator.free([mine])
@@ -158,7 +158,7 @@ class KVManager:
             self.state_slots.free(request.state_slot)
         request.clear_pages()
         request.num_cached, request.num_locked, request.lock, request.state_slot = 0, 0, None, 0
-        request.num_vouched, request.snapshot_points, request.snapshots = 0, [], {}
+        request.num_validated, request.snapshot_points, request.snapshots = 0, [], {}
 
     @contextmanager
     def advanced_states(self, requests: Collection[Request]) -> Iterator[None]:
@@ -174,7 +174,7 @@ class KVManager:
         """Keep the state of a request that ends or is preempted, if its tokens fill their last page: where `lock` ends."""
         if self.snapshots is None or request in self._advanced:
             return
-        if request.num_vouched != request.num_cached or not request.num_cached == request.num_locked > 0:
+        if request.num_validated != request.num_cached or not request.num_cached == request.num_locked > 0:
             return
         if request.lock.payload is None and (slot := self.snapshots.take(request.state_slot)) is not None:
             self.snapshots.attach(request.lock, slot)

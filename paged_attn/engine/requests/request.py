@@ -48,14 +48,16 @@ class Request:
         namespace: whose cached prefixes it shares; tenant: with whom it takes turns.
         num_cached: tokens whose KV is in its pages, those of launched steps included.
         num_pages: pages that it has: enough for `num_cached` tokens, and maybe more.
-        is_plain: 1 if a token is only one more token while it goes on: there is no text to decode at once, no log-probability, no state.
-        is_simple: 1 if `sampling` is.
-        feed_row: where the device has the last chosen token (see `TokenFeed`).
-        chosen_by: the number of the flight that chose it; 0 before there is one.
+        skips_host_work: 1 if a token is only one more token while it goes on: no text to decode at once, no log-probability, no
+            state.
+        is_argmax_only: 1 if `sampling` is.
+        future_row: where the device has the last chosen token (see `FutureTokens`).
+        produced_by: the number of the step that chose it; 0 before there is one.
         rows, row: where its numbers and pages lie.
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
         state_slot: of its recurrent state while it runs, 0 if it has none.
-        num_vouched: what `num_cached` was when the last known token was sampled: logits were finite, so KV and state up to there are sound.
+        num_validated: what `num_cached` was when the last known token was sampled: logits were finite, so KV and state up to
+            there are sound.
         snapshot_points: numbers of tokens, ascending, at which a prefill stops so that its state there can be kept.
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
@@ -78,7 +80,7 @@ class Request:
     rows: RequestRows = field(default_factory=lambda: RequestRows(1))
     num_locked: int = 0
     lock: Any = None
-    num_vouched: int = 0
+    num_validated: int = 0
     snapshot_points: list[int] = field(default_factory=list)
     snapshots: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0
@@ -92,16 +94,16 @@ class Request:
     num_prompt = _InRow()
     token_limit = _InRow()
     num_pages = _InRow()
-    feed_row = _InRow()
-    chosen_by = _InRow()
+    future_row = _InRow()
+    produced_by = _InRow()
     state_slot = _InRow()
-    is_plain = _InRow()
-    is_simple = _InRow()
+    skips_host_work = _InRow()
+    is_argmax_only = _InRow()
 
     def __post_init__(self) -> None:
         self.row = self.rows.take()
         self.num_tokens, self.num_prompt = len(self.tokens), len(self.prompt_token_ids)
-        self.is_simple = int(self.sampling.is_simple)
+        self.is_argmax_only = int(self.sampling.is_argmax_only)
 
     def move_to(self, rows: RequestRows) -> None:
         """Keep numbers and pages in a row of another place from now on."""

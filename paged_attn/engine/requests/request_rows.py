@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 NAMES = (
-    "num_cached", "num_tokens", "num_prompt", "token_limit", "num_pages", "feed_row", "chosen_by", "state_slot", "is_plain", "is_simple",
+    "num_cached", "num_tokens", "num_prompt", "token_limit", "num_pages", "future_row", "produced_by", "state_slot", 
+    "skips_host_work", "is_argmax_only",
 )  # fmt: skip
 
 
@@ -23,11 +24,11 @@ class RequestRows:
     num_prompt: NDArray[np.int64]
     token_limit: NDArray[np.int64]
     num_pages: NDArray[np.int64]
-    feed_row: NDArray[np.int64]
-    chosen_by: NDArray[np.int64]
+    future_row: NDArray[np.int64]
+    produced_by: NDArray[np.int64]
     state_slot: NDArray[np.int64]
-    is_plain: NDArray[np.int64]
-    is_simple: NDArray[np.int64]
+    skips_host_work: NDArray[np.int64]
+    is_argmax_only: NDArray[np.int64]
 
     def __init__(self, rows: int) -> None:
         self._numbers = np.zeros((len(NAMES), rows), np.int64)

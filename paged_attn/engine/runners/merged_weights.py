@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.passes.optimize.linears.merge import Merge
-from paged_attn.passes.optimize.linears.mergeable_weights import is_plain, lie_in_a_row
+from paged_attn.passes.optimize.linears.mergeable_weights import is_ordinary_parameter, lie_in_a_row
 
 logger = logging.getLogger("paged_attn")
 
@@ -61,7 +61,7 @@ def moved_since(args: Sequence[Any], bound: Sequence[Any], merges: Sequence[Merg
 def _parameters(args: Sequence[Any], merge: Merge) -> list[nn.Parameter]:
     parameters = [args[index] for index in merge.inputs]
     for index, parameter, rows in zip(merge.inputs, parameters, merge.rows, strict=True):
-        if not is_plain(parameter) or parameter.shape[0] != rows:
+        if not is_ordinary_parameter(parameter) or parameter.shape[0] != rows:
             got = f"{type(parameter).__name__} of shape {tuple(getattr(parameter, 'shape', ()))}"
             raise ValueError(f"input {index} of the graph is a {got}, but a parameter of {rows} rows was merged; pass the traced inputs")
     return parameters

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.attn_ops.specs.recompute import HistorySpec
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.call_signature import plain_inputs, positions_are_optional, takes
 from paged_attn.calling.evaluating import as_served
-from paged_attn.capture.inductor.pdl import early_launches
+from paged_attn.capture.inductor.pdl import pdl
 from paged_attn.check.runs.running import logits_of
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.traced_served import TracedServed
@@ -27,8 +27,8 @@ from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_
 from paged_attn.engine.model.model_output import check_output
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.trace_failure import NotTraced, with_advice
-from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, call_model, capture_model, only_device
-from paged_attn.graph_cache.kept_graphs import KeptGraphs
+from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, call_model, only_device, trace_model
+from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
@@ -65,14 +65,14 @@ class ModelRunner:
             self.dtype = model_dtype(model)
             num_ids = check_output(model)
             try:
-                with early_launches(options.early_launches):
+                with pdl(options.pdl):
                     self._capture_as_it_counts(options)
             except UnsupportedError as refusal:
                 self._refuse_state_elsewhere(refusal)
                 self._refuse_choices(num_ids)
                 if isinstance(refusal, NotTraced):
                     refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
-                    if not self.recurrent:  # on the other road there would be no place for states
+                    if not self.recurrent:  # without a trace there would be no room for states
                         raise with_advice(model, refusal) from refusal.__cause__
                 raise
             if options.self_check:
@@ -102,7 +102,7 @@ class ModelRunner:
     def _refuse_choices(self, num_ids: int) -> None:
         """A choice of the best keys is one of the tokens alone, unless equal scores are told apart by how many there are."""
         compiled = getattr(self, "compiled", None)
-        counts = [spec.chooses for spec in (compiled.specs if compiled else ()) if isinstance(spec, HistorySpec) and spec.chooses]
+        counts = [spec.chooses for spec in (compiled.specs if compiled else ()) if isinstance(spec, RecomputeSpec) and spec.chooses]
         if counts:
             refuse_acausal(self.model, min(counts), num_ids, OF_CHOICES.format(min(counts)))
 
@@ -110,7 +110,7 @@ class ModelRunner:
         with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
         with replaced_by_ops(self.recurrent), as_served(self.model):
-            kept = KeptGraphs.of(self.model, options, positions)
+            kept = CachedGraphs.of(self.model, options, positions)
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
             found = None  # ranks trace together, or none does
@@ -123,7 +123,7 @@ class ModelRunner:
                 logger.warning("the graph %s gives other numbers than the model, which is traced anew: %s", path, refusal)
                 kept.entries.remove(path)
         with replaced_by_ops(self.recurrent):
-            self.compiled, args = capture_model(self.model, options, positions)
+            self.compiled, args = trace_model(self.model, options, positions)
         self._use(args, options)
         if kept is not None:
             kept.keep(self.compiled, args)
@@ -200,7 +200,7 @@ class ModelRunner:
 
     @property
     def one_row(self) -> bool:
-        return self.compiled.rewrite.one_row_linears > 0
+        return self.compiled.rewrite.num_gemv > 0
 
     def served(self) -> TracedServed:
         """The graph as it runs, for checks that look between its pieces."""

@@ -1,4 +1,4 @@
-"""Drawing a token of each row, by its own settings, on the device, without waiting for it."""
+"""Sampling a token of each row, by its own settings, on the device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from paged_attn.backends.kv_write.store import has_triton
-from paged_attn.backends.sampling.sampling_tensors import DrawnRows
+from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 NEG_INF = float("-inf")
 
 
-def draw_tokens(logits: Tensor, best: Tensor, of: DrawnRows) -> Tensor:
+def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
     """logits [M, V], any floating dtype, left untouched; best [M] int64, their most likely tokens -> [N] int64, one for each of `of.rows`.
 
     The inverse of the running sum of probabilities in the order of the ids, after temperature, top-k, top-p and min-p. All tokens as likely
@@ -23,19 +23,19 @@ def draw_tokens(logits: Tensor, best: Tensor, of: DrawnRows) -> Tensor:
         from paged_attn.backends.sampling import greedy, sample
 
         if greedy.serves(logits):
-            return sample.draw_tokens(logits, best, of)
-    return draw_with_torch(logits, of)
+            return sample.sample_tokens(logits, best, of)
+    return sample_with_torch(logits, of)
 
 
-def draw_with_torch(logits: Tensor, of: DrawnRows) -> Tensor:
-    """`draw_tokens` in PyTorch's operations, with a sort where top-k or top-p is asked for."""
+def sample_with_torch(logits: Tensor, of: SamplingTensors) -> Tensor:
+    """`sample_tokens` in PyTorch's operations, with a sort where top-k or top-p is asked for."""
     scores = at_temperature(logits.index_select(0, of.rows).float(), of.temperature)
     if of.first_limited < len(scores):
         forbid_unlikely(scores[of.first_limited :], of)
     if of.min_p is not None:
         shares = scores.softmax(-1)
         scores.masked_fill_(shares < of.min_p.unsqueeze(-1) * shares.amax(-1, keepdim=True), NEG_INF)
-    return draw_from_all(scores, of.uniform)
+    return sample_from_all(scores, of.uniform)
 
 
 def at_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def at_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
     return (scores / temperature.unsqueeze(-1)).clamp_(max=torch.finfo(torch.float32).max)
 
 
-def forbid_unlikely(scores: Tensor, of: DrawnRows) -> None:
+def forbid_unlikely(scores: Tensor, of: SamplingTensors) -> None:
     """Set the scores [L, V] float32 of the last L rows to -inf where top-k and top-p leave them out."""
     values, order = torch.sort(scores, dim=-1, stable=True)  # of equals the lower id first
     ranks = torch.arange(scores.shape[-1], device=scores.device)
@@ -59,7 +59,7 @@ def forbid_unlikely(scores: Tensor, of: DrawnRows) -> None:
     scores.masked_fill_(torch.zeros_like(dropped).scatter_(-1, order, dropped), NEG_INF)
 
 
-def draw_from_all(scores: Tensor, uniform: Tensor) -> Tensor:
+def sample_from_all(scores: Tensor, uniform: Tensor) -> Tensor:
     """scores [N, V] float32, uniform [N] float64 -> tokens [N] of their softmax."""
     cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:].contiguous()

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.backends.kv_write.store import has_triton
-from paged_attn.backends.sampling.sampling_tensors import DrawnRows
+from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine.sampling.logit_bias import add_biases
-from paged_attn.engine.sampling.sample_tokens import draw_tokens
-from paged_attn.engine.sampling.sampler_output import Chosen, SampledToken, logprobs_of
+from paged_attn.engine.sampling.sample_tokens import sample_tokens
+from paged_attn.engine.sampling.sampler_output import SampledToken, SamplerOutput, logprobs_of
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
 from paged_attn.engine.sampling.token_counts import TokenCounts, penalised
@@ -37,7 +37,7 @@ class NonFiniteLogitsError(ValueError):
 
 
 class Sampler:
-    """Chooses tokens step after step; nothing here waits for the device but `Chosen.wait`.
+    """Chooses tokens step after step; nothing here waits for the device but `SamplerOutput.wait`.
 
     Args:
         ranks: the processes that run the model together, which get the same logits and must choose the same tokens.
@@ -47,14 +47,14 @@ class Sampler:
         self._ranks = ranks
         self._counts: TokenCounts | None = None
 
-    def choose(self, logits: Tensor, states: Mapping[int, SamplingState], best: Tensor | None = None) -> Chosen:
+    def choose(self, logits: Tensor, states: Mapping[int, SamplingState], best: Tensor | None = None) -> SamplerOutput:
         """Choose one token per row; `num_chosen` of every state advances.
 
         Args:
             logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
             states: of some rows, all different; the others get the most likely token, as those with a simple state do. A request's tokens
                 depend on its own row, seed and tokens so far only.
-            best: what `best_tokens` says of the logits, where it is known already (a captured graph holds it).
+            best: what `greedy_sample` says of the logits, where it is known already (a captured graph holds it).
 
         Raises:
             ValueError: wrong shapes, or a token so far that the vocabulary does not have.
@@ -67,15 +67,15 @@ class Sampler:
         _check(logits)
         if missing := [row for row in states if not 0 <= row < len(logits)]:
             raise ValueError(f"states: got some for rows {missing} of {len(logits)} rows of logits; allowed: 0 to {len(logits) - 1}")
-        tokens = best_tokens(logits) if best is None else best
-        changed = [row for row, state in states.items() if not state.is_plain]
+        tokens = greedy_sample(logits) if best is None else best
+        changed = [row for row, state in states.items() if not state.is_greedy_only]
         if changed:
             tokens = self._choose_changed(logits, tokens, changed, states)
         wanted = {row: count for row, state in states.items() if (count := state.params.logprobs) is not None}
         logprobs = logprobs_of(logits, tokens, wanted, _on_device(list(wanted), logits.device)) if wanted else None
         for state in states.values():
             state.num_chosen += 1
-        return Chosen(tokens, logprobs)
+        return SamplerOutput(tokens, logprobs)
 
     def forget(self, state: SamplingState) -> None:
         """The request ended, or a step of it is to be done again."""
@@ -93,11 +93,11 @@ class Sampler:
         source, most_likely = logits, best
         if edited:
             source = self._edited(logits, states, numbers)
-            most_likely = best_tokens(source)
+            most_likely = greedy_sample(source)
         chosen = most_likely if edited else best.index_select(0, numbers.rows)
         greedy = len(states) - len(numbers.drawn.rows)
         if greedy < len(states):
-            drawn = draw_tokens(source, most_likely, numbers.drawn)
+            drawn = sample_tokens(source, most_likely, numbers.drawn)
             chosen = torch.cat([chosen[:greedy], torch.where(chosen[greedy:] >= 0, drawn, -1)])
         if self._ranks is not None:  # their logits are equal, but exponentials need not round alike on every device
             self._ranks.take_first(chosen)
@@ -150,7 +150,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None 
     return [token for token in tokens if token is not None]
 
 
-def best_tokens(logits: Tensor) -> Tensor:
+def greedy_sample(logits: Tensor) -> Tensor:
     """logits [N, V] -> [N] int64: the most likely token of each row, -1 where the row is not finite. Nothing waits for the device."""
     if logits.is_cuda and has_triton():
         from paged_attn.backends.sampling.greedy import best_token, serves
@@ -168,7 +168,7 @@ class _Numbers(NamedTuple):
     counting: Tensor  # places among the rows that have penalties
     count_rows: Tensor
     penalties: tuple[Tensor, Tensor, Tensor]
-    drawn: DrawnRows
+    drawn: SamplingTensors
 
     @classmethod
     def of(
@@ -179,9 +179,9 @@ class _Numbers(NamedTuple):
         vocab = logits.shape[-1]
         drawn = [state for state in states if not state.params.is_greedy]
         params, counted = [state.params for state in drawn], [states[place].params for place in counting]
-        greedy, num_drawn, num_counting = len(states) - len(drawn), len(drawn), len(counting)
+        greedy, num_random, num_counting = len(states) - len(drawn), len(drawn), len(counting)
         packed = PackedInts(
-            (len(rows), num_counting, num_counting, *(num_drawn,) * 4), (*(num_counting,) * 3, *(num_drawn,) * 2), logits.device
+            (len(rows), num_counting, num_counting, *(num_random,) * 4), (*(num_counting,) * 3, *(num_random,) * 2), logits.device
         )
         host = packed.host
         host[0][:], host[1][:], host[2][:] = rows, counting, count_rows
@@ -200,7 +200,7 @@ class _Numbers(NamedTuple):
             memory.view(np.float32)[:] = np.clip(values, -LARGEST, LARGEST)
         on = packed.to_device()
         repetition, frequency, presence, temperature, min_p = (tensor.view(torch.float32) for tensor in on[7:])
-        settings = DrawnRows(
+        settings = SamplingTensors(
             on[3],
             temperature,
             on[5].view(torch.float64),

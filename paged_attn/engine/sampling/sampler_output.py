@@ -45,7 +45,7 @@ class Logprobs(NamedTuple):
     top: Tensor
 
 
-class Chosen:
+class SamplerOutput:
     """Tokens [N] int64 of one step, -1 where logits were not finite, and log-probabilities. The copy to the host starts at once.
 
     `tokens` may lie in memory that the next step overwrites.

@@ -24,11 +24,11 @@ class SamplingState:
 
     Attributes:
         seed: the seed in use, drawn from entropy when `params.seed` is None.
-        num_chosen: how often `Sampler.choose` got this state, which need not be while it `is_simple`. The next random number depends on it
-            and on the seed alone, so that a step which failed can be done again: set it back.
+        num_chosen: how often `Sampler.choose` got this state, which need not be while it `is_argmax_only`. The next random number
+            depends on it and on the seed alone, so that a step which failed can be done again: set it back.
         edits_logits: something is done to the logits before a token is chosen.
-        is_plain: the most likely token is the one, whatever came before.
-        is_simple: that, and nobody asks for log-probabilities.
+        is_greedy_only: the most likely token is the one, whatever came before.
+        is_argmax_only: that, and nobody asks for log-probabilities.
         counts_tokens: some penalty asks which tokens there were.
     """
 
@@ -40,8 +40,8 @@ class SamplingState:
         self.num_chosen = 0
         self.counts_tokens = params.has_penalty
         self.edits_logits = self.counts_tokens or bool(params.logit_bias) or params.needs_host
-        self.is_plain = params.is_greedy and not self.edits_logits
-        self.is_simple = self.is_plain and params.logprobs is None
+        self.is_greedy_only = params.is_greedy and not self.edits_logits
+        self.is_argmax_only = self.is_greedy_only and params.logprobs is None
 
     @property
     def uniform(self) -> float:

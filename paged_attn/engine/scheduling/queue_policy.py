@@ -11,7 +11,7 @@ from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
 
 
-class Line(Protocol):
+class QueuePolicy(Protocol):
     """Requests that wait for each other. What is `next` stays so until the line or the prefix cache changes."""
 
     def __len__(self) -> int: ...
@@ -29,7 +29,7 @@ class Line(Protocol):
         """Remove the request that `next` gave: it had its turn."""
 
 
-class ArrivalLine:
+class ArrivalOrder:
     """First come, first served. O(log n) for each change, amortised: who leaves stays in the heap until it comes up."""
 
     _SLACK = 64
@@ -65,7 +65,7 @@ class ArrivalLine:
         self.remove(request)
 
 
-class PrefixLine:
+class LongestPrefixFirst:
     """Longest cached prefix first, among the `WINDOW` that came first; who came first of all is passed over `PATIENCE` times at most.
 
     So the request at place k of the line has its turn after (PATIENCE + 1) * (k + 1) turns at most. `next` looks up `LOOKUPS` prefixes
@@ -78,7 +78,7 @@ class PrefixLine:
 
     def __init__(self, kv: KVManager) -> None:
         self._kv = kv
-        self._rest = ArrivalLine()
+        self._rest = ArrivalOrder()
         self._window: list[Request] = []  # by arrival
         self._cached: dict[Request, int] = {}  # tokens of those in the window, as far as known
         self._passed = 0  # how often the first of the window was passed over
@@ -141,6 +141,6 @@ class PrefixLine:
         self._seen = self._kv.version
 
 
-def line_maker(policy: str, kv: KVManager) -> Callable[[], Line]:
+def policy_maker(policy: str, kv: KVManager) -> Callable[[], QueuePolicy]:
     """What makes the lines of a policy. Without a prefix cache all policies are "fcfs"."""
-    return (lambda: PrefixLine(kv)) if policy == "lpm" and kv.tree is not None else ArrivalLine
+    return (lambda: LongestPrefixFirst(kv)) if policy == "lpm" and kv.tree is not None else ArrivalOrder

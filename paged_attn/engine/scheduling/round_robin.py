@@ -1,4 +1,4 @@
-"""Lines that take turns."""
+"""Queues that take turns."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from paged_attn.engine.requests.request import Request
-from paged_attn.engine.scheduling.queue_policy import Line
+from paged_attn.engine.scheduling.queue_policy import QueuePolicy
 
 
-class Turns:
-    """A line that is made of lines, one for each key, which have one turn each, round and round. What it is made of may be `Turns` again.
+class RoundRobin:
+    """A queue that is made of queues, one for each key, which have one turn each. What it is made of may be `RoundRobin` again.
 
     Args:
         key: whose line a request belongs to.
-        make_line: makes a line of its own for a key; a line that is empty is forgotten.
+        make_policy: makes a line of its own for a key; a line that is empty is forgotten.
     """
 
-    def __init__(self, key: Callable[[Request], Hashable], make_line: Callable[[], Line]) -> None:
-        self._key, self._make_line = key, make_line
-        self._lines: OrderedDict[Hashable, Line] = OrderedDict()  # whose turn it is first
+    def __init__(self, key: Callable[[Request], Hashable], make_policy: Callable[[], QueuePolicy]) -> None:
+        self._key, self._make_policy = key, make_policy
+        self._lines: OrderedDict[Hashable, QueuePolicy] = OrderedDict()  # whose turn it is first
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -30,7 +30,7 @@ class Turns:
     def push(self, request: Request) -> None:
         key = self._key(request)
         if key not in self._lines:
-            self._lines[key] = self._make_line()
+            self._lines[key] = self._make_policy()
         self._lines[key].push(request)
 
     def next(self) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
-from paged_attn.engine.scheduling.queue_policy import line_maker
+from paged_attn.engine.scheduling.queue_policy import policy_maker
 from paged_attn.engine.scheduling.running_set import RunningSet
 from paged_attn.engine.scheduling.scheduler_stats import SchedulerStats
 from paged_attn.engine.scheduling.shared_prefills import SharedPrefills
@@ -31,7 +31,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, kv: KVManager) -> None:
         self.config, self.kv = config, kv
-        self.waiting = WaitingQueue(line_maker(config.policy, kv))
+        self.waiting = WaitingQueue(policy_maker(config.policy, kv))
         self.running = RunningSet(config.max_requests)
         self.stats = SchedulerStats()
         self.wants_drain = False

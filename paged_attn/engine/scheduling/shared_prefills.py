@@ -96,7 +96,7 @@ class SharedPrefills:
 
     def _is_shared(self, holder: Request) -> bool:
         """Whether logits vouch for some of what the holder computed since it was admitted."""
-        return holder.num_vouched > self._prefixes[holder][1]
+        return holder.num_validated > self._prefixes[holder][1]
 
     def _will_keep_state_for(self, request: Request, holder: Request) -> bool:
         """Whether the holder keeps its state far enough into what both have in common; if need be, it now does."""

@@ -8,29 +8,29 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 
 from paged_attn.engine.requests.request import Request
-from paged_attn.engine.scheduling.queue_policy import ArrivalLine, Line
-from paged_attn.engine.scheduling.round_robin import Turns
+from paged_attn.engine.scheduling.queue_policy import ArrivalOrder, QueuePolicy
+from paged_attn.engine.scheduling.round_robin import RoundRobin
 
 
 class PriorityClass:
     """Those of one priority. Preempted ones are few, have come first once, and come first again, by arrival."""
 
-    def __init__(self, make_line: Callable[[], Line]) -> None:
-        self.preempted = ArrivalLine()
-        self.turns = Turns(lambda r: r.tenant, lambda: Turns(lambda r: r.namespace, make_line))
+    def __init__(self, make_policy: Callable[[], QueuePolicy]) -> None:
+        self.preempted = ArrivalOrder()
+        self.round_robin = RoundRobin(lambda r: r.tenant, lambda: RoundRobin(lambda r: r.namespace, make_policy))
 
     def __bool__(self) -> bool:
-        return bool(self.turns) or bool(self.preempted)
+        return bool(self.round_robin) or bool(self.preempted)
 
     def next(self) -> Request:
-        return self.preempted.next() if self.preempted else self.turns.next()
+        return self.preempted.next() if self.preempted else self.round_robin.next()
 
     def take(self, request: Request) -> None:
         """Remove who is `next`; then it is the next tenant's turn."""
-        (self.preempted if request in self.preempted else self.turns).take(request)
+        (self.preempted if request in self.preempted else self.round_robin).take(request)
 
     def remove(self, request: Request) -> None:
-        (self.preempted if request in self.preempted else self.turns).remove(request)
+        (self.preempted if request in self.preempted else self.round_robin).remove(request)
 
 
 class WaitingQueue:
@@ -43,9 +43,9 @@ class WaitingQueue:
         count_of: how many of each tenant wait.
     """
 
-    def __init__(self, make_line: Callable[[], Line]) -> None:
+    def __init__(self, make_policy: Callable[[], QueuePolicy]) -> None:
         self.count_of: Counter[Hashable] = Counter()
-        self._make_line = make_line
+        self._make_policy = make_policy
         self._since: dict[Request, float | None] = {}  # None: it ran before
         self._aside: set[Request] = set()
         self._classes: dict[int, PriorityClass] = {}
@@ -117,13 +117,13 @@ class WaitingQueue:
 
     def _enter(self, request: Request) -> None:
         if request.priority not in self._classes:
-            self._classes[request.priority] = PriorityClass(self._make_line)
+            self._classes[request.priority] = PriorityClass(self._make_policy)
             bisect.insort(self._priorities, request.priority)
         of_priority = self._classes[request.priority]
         if self._since[request] is None:
             of_priority.preempted.push(request)
         else:
-            of_priority.turns.push(request)
+            of_priority.round_robin.push(request)
 
     def _leave(self, request: Request, had_turn: bool) -> None:
         of_priority = self._classes[request.priority]

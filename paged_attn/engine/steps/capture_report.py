@@ -43,7 +43,7 @@ class CaptureReport:
             return cls(None, None, why_not_full="capture is off", runs_as=runs_as)
         refused = {str(key): reason for key, reason in graphs.refused.items()}
         unsafe = {str(op): reason for op, reason in graphs.unsafe.items()}
-        return cls(_phase(graphs, "full"), _phase(graphs, "pieces"), refused, unsafe, why_not_full, runs_as, settings.verify)
+        return cls(_phase(graphs, "full"), _phase(graphs, "piecewise"), refused, unsafe, why_not_full, runs_as, settings.verify)
 
     @property
     def nbytes(self) -> int:

@@ -17,11 +17,11 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import GraphSupport
-from paged_attn.capture.graphs.graph_set import GraphKey, Recipe
+from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_settings import CaptureSettings
-from paged_attn.engine.steps.future_tokens import TokenFeed
+from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.engine.steps.one_row_check import check_one_row
 from paged_attn.recurrent.run import RecurrentRunner
 
@@ -39,14 +39,14 @@ class FullState:
     batch: Batch
 
 
-def logits_and_tail(runner: Runner, batch: Batch, tail: Tail | None, feed: TokenFeed) -> Output:
-    """A step, under its context. It takes from the feed what the host did not know, and leaves there what the tail chose."""
-    feed.fill_in(batch.input_ids)
+def logits_and_tail(runner: Runner, batch: Batch, tail: Tail | None, future_tokens: FutureTokens) -> Output:
+    """A step, under its context. It takes from the future_tokens what the host did not know, and leaves there what the tail chose."""
+    future_tokens.resolve(batch.input_ids)
     logits = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)
     if tail is None:
         return logits, None
     tokens = tail(logits)
-    feed.put(tokens)
+    future_tokens.store(tokens)
     return logits, tokens
 
 
@@ -61,7 +61,7 @@ def extend_shape(size: int, settings: CaptureSettings) -> StepShape:
 
 
 @dataclass(frozen=True)
-class CaptureRecipes:
+class CaptureSpecs:
     """`pieces` and `full` are what `GraphSet.capture` prepares a shape with."""
 
     runner: Runner
@@ -71,7 +71,7 @@ class CaptureRecipes:
     buffers: StepBuffers
     recurrent: RecurrentRunner | None
     tail: Tail | None
-    feed: TokenFeed
+    future_tokens: FutureTokens
 
     @property
     def why_not_full(self) -> str:
@@ -83,7 +83,7 @@ class CaptureRecipes:
         if self.runner.recurrent:
             return "recurrent layers run between the graphs"
         if not all(layer.by_backend for layer in self.runner.layers):
-            return "attention from history runs between the graphs"
+            return "attention that is recomputed runs between the graphs"
         return ""
 
     def full_keys(self) -> list[GraphKey]:
@@ -97,18 +97,20 @@ class CaptureRecipes:
         ]
 
     @contextmanager
-    def pieces(self, key: GraphKey) -> Iterator[Recipe]:
+    def pieces(self, key: GraphKey) -> Iterator[CaptureSpec]:
         """Any step of `key.size` rows: attention between the graphs, on a made-up prompt."""
         size, ops = key.size, split_ops()
         shape = extend_shape(size, self.settings)
         batch = Batch.build(self._prompts(size), self.pool.page_size, self.runner.device, shape, self.buffers)
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
-            yield Recipe(
-                lambda: logits_and_tail(self.runner, batch, self.tail, self.feed), lambda op: is_split_op(op, ops), self._kept(batch)
+            yield CaptureSpec(
+                lambda: logits_and_tail(self.runner, batch, self.tail, self.future_tokens),
+                lambda op: is_split_op(op, ops),
+                self._kept(batch),
             )
 
     @contextmanager
-    def full(self, key: GraphKey) -> Iterator[Recipe]:
+    def full(self, key: GraphKey) -> Iterator[CaptureSpec]:
         """A decode step of `key.size` requests, attention included."""
         size, device = key.size, self.runner.device
         if size == 1:
@@ -121,10 +123,10 @@ class CaptureRecipes:
 
         def run() -> Any:
             backend.plan_in_graph(plan)
-            return logits_and_tail(self.runner, batch, self.tail, self.feed)
+            return logits_and_tail(self.runner, batch, self.tail, self.future_tokens)
 
         with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
-            yield Recipe(run, lambda op: is_split_op(op, ops), self._kept(batch), FullState(backend, plan, batch))
+            yield CaptureSpec(run, lambda op: is_split_op(op, ops), self._kept(batch), FullState(backend, plan, batch))
 
     def _kept(self, batch: Batch) -> list[Tensor]:
         return [
@@ -134,7 +136,7 @@ class CaptureRecipes:
             batch.slots,
             batch.logits_rows,
             self.pool.storage,
-            self.feed.tokens,
+            self.future_tokens.tokens,
         ]
 
     def _prompts(self, tokens: int) -> list[BatchRequest]:

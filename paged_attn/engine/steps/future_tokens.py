@@ -12,23 +12,23 @@ from torch import Tensor
 Rows = TypeVar("Rows", int, NDArray[np.int64])
 
 
-def place(row: Rows) -> Rows:
+def future_token(row: Rows) -> Rows:
     """The token id, or ids, that stand for "what row `row` of the last step chose"."""
     return -1 - row
 
 
-class TokenFeed:
+class FutureTokens:
     """tokens [rows] int64, at one address, so that captured graphs may read and write it."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # as StepBuffers
             self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def fill_in(self, input_ids: Tensor) -> None:
+    def resolve(self, input_ids: Tensor) -> None:
         """Replace places in input_ids [T] by their tokens; doing it twice changes nothing."""
         rows = (~input_ids).clamp_(min=0)
         torch.where(input_ids < 0, self.tokens.index_select(0, rows), input_ids, out=input_ids)
 
-    def put(self, tokens: Tensor) -> None:
+    def store(self, tokens: Tensor) -> None:
         """Take a step's tokens [N]; a row that has none (-1) counts as token 0: its request ends when the host knows."""
         torch.clamp(tokens, min=0, out=self.tokens[: len(tokens)])

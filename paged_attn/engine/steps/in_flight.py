@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from paged_attn.attn_ops.batch.requests import RequestColumns
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
-from paged_attn.engine.sampling.sampler_output import Chosen, ChosenTokens, SampledToken
+from paged_attn.engine.sampling.sampler_output import ChosenTokens, SampledToken, SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.scheduling.step_plan import ScheduledStep
-from paged_attn.engine.steps.future_tokens import place
+from paged_attn.engine.steps.future_tokens import future_token
 
 NONE_UNDER_WAY = -1
 
-Landed = tuple[Request, int, int, SampledToken | None, bool]
+StepResult = tuple[Request, int, int, SampledToken | None, bool]
 
 
-class Parts(NamedTuple):
+class StepLayout(NamedTuple):
     """Of each request of a step the tokens from `starts` to `ends` are computed; for those `sampling` the next one is chosen.
 
     Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `places` says where in `rows` the
@@ -41,15 +41,15 @@ class Parts(NamedTuple):
     num_of_prompts: int
 
 
-def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64], under_way: int) -> tuple[Parts, RequestColumns]:
+def build_step(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64], under_way: int) -> tuple[StepLayout, RequestColumns]:
     """What each request's share of a step is, and what the batch is made of; the requests are at `places` [requests] in `rows`, and the
-    host has all tokens but those of the flight that is `under_way` (its number)."""
+    host has all tokens but those of the in_flight that is `under_way` (its number)."""
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[places]
     ends = starts + counts
     num_pages, is_prompt = rows.num_pages[places], rows.num_tokens[places] == rows.num_prompt[places]
     columns = RequestColumns(
-        tokens=_tokens(step, starts, place(rows.feed_row[places]), rows.chosen_by[places] == under_way),
+        tokens=_tokens(step, starts, future_token(rows.future_row[places]), rows.produced_by[places] == under_way),
         page_table=rows.pages.take(places, axis=0)[:, : num_pages.max(initial=0)],
         num_pages=num_pages,
         num_cached=starts,
@@ -60,9 +60,9 @@ def lay_out(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64], u
     num_of_prompts = int(counts[is_prompt].sum())
     picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples
     sampling = requests if isinstance(picked, slice) else list(compress(requests, samples.tolist()))
-    others = (rows.is_simple[places[picked]] == 0).nonzero()[0].tolist()
+    others = (rows.is_argmax_only[places[picked]] == 0).nonzero()[0].tolist()
     states = {row: sampling[row].sampling for row in others}
-    return Parts(requests, rows, places, starts, ends, sampling, picked, states, num_of_prompts), columns
+    return StepLayout(requests, rows, places, starts, ends, sampling, picked, states, num_of_prompts), columns
 
 
 def _tokens(
@@ -82,50 +82,50 @@ def _tokens(
     return tokens
 
 
-class Flight:
+class InFlightStep:
     """A step that runs. Its requests count it as done from now on.
 
     Args:
         chosen: a row for each part that samples, in order; None if none does.
-        number: above 0, and that of no other flight.
+        number: above 0, and that of no other in_flight.
     """
 
-    def __init__(self, parts: Parts, chosen: Chosen | None, number: int) -> None:
+    def __init__(self, parts: StepLayout, chosen: SamplerOutput | None, number: int) -> None:
         self.number = number
         self.chosen = chosen
         self.parts = parts
         self.requests = parts.requests
-        self._landing: Iterator[Landed] | None = None
+        self._results: Iterator[StepResult] | None = None
         rows, sampling = parts.rows, parts.places[parts.samples]
         rows.num_cached[parts.places] = parts.ends
         num_tokens = rows.num_tokens[sampling] + 1
         rows.num_tokens[sampling] = num_tokens
-        rows.feed_row[sampling] = np.arange(len(sampling))
-        rows.chosen_by[sampling] = number
+        rows.future_row[sampling] = np.arange(len(sampling))
+        rows.produced_by[sampling] = number
         is_inner = (num_tokens > rows.num_prompt[sampling] + 1) & (num_tokens < rows.token_limit[sampling])
-        self._goes_on = is_inner & (rows.is_plain[sampling] > 0)
+        self._goes_on = is_inner & (rows.skips_host_work[sampling] > 0)
 
     def wait(self) -> None:
         """Until the tokens are there."""
-        if self._landing is None:
+        if self._results is None:
             tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([], [])
             ends = self.parts.ends[self.parts.samples]
-            self._landing = zip(self.parts.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
+            self._results = zip(self.parts.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
 
     @property
     def has_come(self) -> bool:
         """Whether the tokens are there, and some may have been taken in."""
-        return self._landing is not None
+        return self._results is not None
 
-    def land(self) -> Iterator[Landed]:
+    def results(self) -> Iterator[StepResult]:
         """Each request that samples, once: what an exception of the caller leaves over comes at the next call. With it come up to where it
         was computed, its token (-1: logits were not finite), the token with log-probabilities if it asks for them, and whether the token is
-        neither its first nor its last one and it `is_plain`."""
+        neither its first nor its last one and it `skips_host_work`."""
         self.wait()
-        assert self._landing is not None
-        return self._landing
+        assert self._results is not None
+        return self._results
 
-    def undo(self) -> list[Request]:
+    def rollback(self) -> list[Request]:
         """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""
         assert not self.has_come
         for request in self.parts.sampling:

@@ -14,15 +14,15 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend
-from paged_attn.capture.graphs.buckets import Ladder
+from paged_attn.capture.graphs.buckets import BucketSizes
 from paged_attn.capture.graphs.graph_set import Captured, GraphKey, GraphSet
-from paged_attn.capture.graphs.pointer_check import Addresses
+from paged_attn.capture.graphs.pointer_check import PointerCheck
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_report import CaptureReport
 from paged_attn.engine.steps.capture_settings import CaptureSettings
-from paged_attn.engine.steps.capture_specs import CaptureRecipes, Output, Tail, extend_shape, full_shape, logits_and_tail
-from paged_attn.engine.steps.future_tokens import TokenFeed
+from paged_attn.engine.steps.capture_specs import CaptureSpecs, Output, Tail, extend_shape, full_shape, logits_and_tail
+from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.tolerances import logits_apart
 
@@ -49,11 +49,11 @@ class StepRunner:
     Args:
         recorder: makes the graphs; None captures nothing.
         page_size, max_pages: of the pool, and of one request.
-        tail: chooses a token for each row of logits [N, vocabulary], -1 for none, in the graphs, too; they go to `feed`.
+        tail: chooses a token for each row of logits [N, vocabulary], -1 for none, in the graphs, too; they go to `future_tokens`.
 
     Attributes:
-        feed: the tokens of the last step, for whoever launches the next before knowing them (`token_feed.place`). Who chooses otherwise
-            than the tail puts those tokens there.
+        future_tokens: the tokens of the last step, for whoever launches the next before knowing them (`future_token`). Who chooses
+            otherwise than the tail puts those tokens there.
 
     Raises:
         UnsupportedError: `settings.verify` for a model with recurrent state.
@@ -78,19 +78,19 @@ class StepRunner:
             )
         self.runner, self.settings, self.recurrent, self.tail = runner, settings, recurrent, tail
         self.page_size = page_size
-        self.feed = TokenFeed(max(settings.max_requests, MIN_ROWS), runner.device)
+        self.future_tokens = FutureTokens(max(settings.max_requests, MIN_ROWS), runner.device)
         self.pool: KVPool | None = None
         self.backend: AttentionBackend | None = None
         self.graphs: GraphSet | None = None
         self.buffers: StepBuffers | None = None
-        self._addresses: Addresses | None = None
-        self._pieces, self._full = Ladder(), Ladder()
+        self._pointer_check: PointerCheck | None = None
+        self._pieces, self._full = BucketSizes(), BucketSizes()
         self.why_not_full = ""
         if recorder is not None:
             self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict, agree=runner.ranks.all_say if runner.ranks else bool)
             most = settings.max_requests + (settings.max_requests < 2)
             self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device)
-            self._addresses = Addresses(runner.model, runner.owned.values())
+            self._pointer_check = PointerCheck(runner.model, runner.owned.values())
 
     def use(self, pool: KVPool, backend: AttentionBackend) -> None:
         """Steps read and write this pool from now on. Full graphs hold its addresses: capture them afterwards."""
@@ -100,15 +100,15 @@ class StepRunner:
         """Record the graphs between the split ops, which know no pool: any pool of the same layers will do."""
         if self.graphs is None:
             return
-        keys = [GraphKey("pieces", size) for size in self.settings.extend_order()]
-        for _ in progress(self.graphs.capture(keys, self._recipes().pieces), len(keys)):
+        keys = [GraphKey("piecewise", size) for size in self.settings.extend_order()]
+        for _ in progress(self.graphs.capture(keys, self._capture_specs().pieces), len(keys)):
             pass
-        self._pieces = Ladder(self.graphs.sizes("pieces"))
+        self._pieces = BucketSizes(self.graphs.sizes("piecewise"))
 
     def full_bytes(self) -> int:
         """What all full graphs will take, measured on the largest and the smallest with the pool at hand; those are not kept."""
-        recipes = self._recipes()
-        keys = recipes.full_keys()
+        specs = self._capture_specs()
+        keys = specs.full_keys()
         if self.graphs is None or not keys:
             return 0
         trial = GraphSet(
@@ -119,7 +119,7 @@ class StepRunner:
             agree=self.graphs.agree,
         )
         mark = trial.recorder.mark()
-        for _ in trial.capture([keys[0], *keys[1:][-1:]], recipes.full):
+        for _ in trial.capture([keys[0], *keys[1:][-1:]], specs.full):
             pass
         sizes = [captured.nbytes for captured in trial.captured.values()]
         trial.recorder.rollback(mark)
@@ -129,11 +129,11 @@ class StepRunner:
         """Record whole decode steps on the pool in use."""
         if self.graphs is None:
             return
-        recipes = self._recipes()
-        keys, self.why_not_full = recipes.full_keys(), recipes.why_not_full
-        for _ in progress(self.graphs.capture(keys, recipes.full), len(keys)) if keys else ():
+        specs = self._capture_specs()
+        keys, self.why_not_full = specs.full_keys(), specs.why_not_full
+        for _ in progress(self.graphs.capture(keys, specs.full), len(keys)) if keys else ():
             pass
-        self._full = Ladder(self.graphs.sizes("full"))
+        self._full = BucketSizes(self.graphs.sizes("full"))
 
     def prepare(self, requests: Sequence[BatchRequest]) -> Step:
         """Lay the requests out for the smallest captured shape that holds them, or as they are."""
@@ -160,7 +160,7 @@ class StepRunner:
         if size is None or num_logits > (shape := extend_shape(size, self.settings)).logits:
             return None
         batch = Batch.build(requests, self.page_size, device, shape, self.buffers)
-        return Step(batch, self.graphs.captured[GraphKey("pieces", size)], num_logits)
+        return Step(batch, self.graphs.captured[GraphKey("piecewise", size)], num_logits)
 
     def run(self, step: Step) -> StepOutput:
         """Logits [num_logits, vocabulary], and what `tail` makes of them.
@@ -171,8 +171,8 @@ class StepRunner:
         if step.captured is None:
             output = self._uncaptured(step.batch)
         else:
-            assert self._addresses is not None
-            self._addresses.check()
+            assert self._pointer_check is not None
+            self._pointer_check.check()
             output = self._replay(step.batch, step.captured)
             if self.settings.verify and step.num_logits:
                 self._verify(step, output[0])
@@ -186,12 +186,14 @@ class StepRunner:
     def close(self) -> None:
         """Free all graphs; later steps run uncaptured."""
         if self.graphs is not None:
-            self._pieces, self._full = Ladder(), Ladder()
+            self._pieces, self._full = BucketSizes(), BucketSizes()
             self.graphs.clear()
 
-    def _recipes(self) -> CaptureRecipes:
+    def _capture_specs(self) -> CaptureSpecs:
         assert self.pool is not None and self.backend is not None and self.buffers is not None
-        return CaptureRecipes(self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.feed)
+        return CaptureSpecs(
+            self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.future_tokens
+        )
 
     def _replay(self, batch: Batch, captured: Captured) -> Output:
         assert self.pool is not None and self.backend is not None
@@ -211,7 +213,7 @@ class StepRunner:
     def _uncaptured(self, batch: Batch) -> Output:
         assert self.pool is not None and self.backend is not None
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
-            return logits_and_tail(self.runner, batch, self.tail, self.feed)
+            return logits_and_tail(self.runner, batch, self.tail, self.future_tokens)
 
     def _verify(self, step: Step, logits: Tensor) -> None:
         """KV is written twice, with the same numbers."""

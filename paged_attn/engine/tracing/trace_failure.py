@@ -44,7 +44,7 @@ def lacks_fake(failure: BaseException | None) -> bool:
 
 
 def with_advice(model: nn.Module, refusal: NotTraced) -> NotTraced:
-    """The same refusal, with the other road where the model's attention can be reached on it."""
+    """The same refusal, with the other way where the model's attention can be reached that way."""
     if not can_be_hooked(model):
         return refusal
     return NotTraced(f"{refusal} LLM(model, compile=False), which traces nothing, may serve it.")

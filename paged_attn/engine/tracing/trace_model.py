@@ -37,7 +37,7 @@ class _Captured(Exception):
     """Ends the traced call before it computes anything."""
 
 
-def capture_model(model: nn.Module, options: CompileOptions, positions: bool = True) -> tuple[CompiledGraph, list[Any]]:
+def trace_model(model: nn.Module, options: CompileOptions, positions: bool = True) -> tuple[CompiledGraph, list[Any]]:
     """Trace with T and the number of logits rows symbolic; returns the graph and the flat inputs of the traced call.
 
     A model whose attention is set to another implementation (eager, which writes the softmax out) is traced with SDPA instead where

@@ -139,7 +139,7 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
     if params.guide is None:
         return None
     try:
-        return await state.guide_pool.run(caller.tenant, lambda: engine.new_requests.guides.prototype(params))
+        return await state.guide_pool.run(caller.tenant, lambda: engine.input_processor.guides.prototype(params))
     except ValueError as error:  # UnsupportedError is one
         raise bad_request(error, params.guide[0]) from error
 
@@ -203,4 +203,4 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 def _room(engine: Engine, prompts: Sequence[Prompt]) -> int:
     """New tokens that there is room for after the longest prompt; at least 1, so that a prompt that is too long gets the engine's words."""
-    return max(engine.new_requests.room - max(len(prompt.token_ids) for prompt in prompts) + 1, 1)
+    return max(engine.input_processor.room - max(len(prompt.token_ids) for prompt in prompts) + 1, 1)

@@ -19,7 +19,7 @@ from paged_attn.passes.optimize.linears.sites import linear_of
 logger = logging.getLogger("paged_attn")
 
 
-def use_one_row_linears(graph: fx.Graph, form: CallForm) -> int:
+def use_gemv(graph: fx.Graph, form: CallForm) -> int:
     """Rewrite in place; returns how many linears take the op now."""
     found = [linear for node in graph.nodes if (linear := linear_of(node, form)) is not None]
     found = [linear for linear in found if any(isinstance(size, SymInt) for size in shape_of(linear.input))]

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import bases_of, value_of, writes_in_place, written_values
-from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_plain, lie_in_a_row
+from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
 
@@ -78,7 +78,7 @@ def _mergeable(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], slices
     linear = linear_of(node, form)
     if linear is None or not slices.takes_slices(node):
         return None
-    return linear if all(len(owned.users) == 1 and is_plain(values[owned]) for owned in linear.owned) else None
+    return linear if all(len(owned.users) == 1 and is_ordinary_parameter(values[owned]) for owned in linear.owned) else None
 
 
 def _movable(group: list[Linear], values: dict[fx.Node, Any], memory: Memory) -> list[Linear]:

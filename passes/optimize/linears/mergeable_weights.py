@@ -31,7 +31,7 @@ class Memory:
         return self._holders[storage.data_ptr()] <= 1 and storage.nbytes() == tensor.nbytes and not shared
 
 
-def is_plain(value: Any) -> bool:
+def is_ordinary_parameter(value: Any) -> bool:
     """Whether a value is a leaf parameter of the ordinary class with dense memory, of which aligned slices can be made along dim 0."""
     return (
         type(value) is nn.Parameter

@@ -22,7 +22,7 @@ from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import depends_on, remove_dead_code, value_of
 from paged_attn.passes.fx.row_layout import Rows, plain_rows
 from paged_attn.passes.fx.token_data import name_of
-from paged_attn.passes.optimize.logits_gather.gathered_region import FewerRows, agrees
+from paged_attn.passes.optimize.logits_gather.gathered_region import GatheredRegion, agrees
 from paged_attn.passes.optimize.logits_gather.row_ops import is_known, is_moving, layout_of
 from paged_attn.passes.optimize.logits_gather.row_region import find_region
 
@@ -40,7 +40,7 @@ class _Picking:
     rows: fx.Node
 
 
-def select_rows_early(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
+def gather_logits_early(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
     """Rewrite in place; returns how many nodes compute fewer rows now.
 
     Args:
@@ -94,7 +94,7 @@ def _move(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], pickings:
         return _move(graph, form, values, moving) if moving else 0
     if not any(not is_moving(node) for node in region.layouts):
         return 0
-    fewer = FewerRows(form, region, pickings[0].rows)
+    fewer = GatheredRegion(form, region, pickings[0].rows)
     sources = {picking.source: picking.axis for picking in pickings}
     if not fewer.fits() or not agrees(fewer, sources, values):
         logger.info("rows are picked where the model picks them: before it, the same operations gave something else")

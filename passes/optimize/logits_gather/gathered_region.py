@@ -23,7 +23,7 @@ ROUNDING = 16  # units in the last place, of the largest result
 _COPYING = {"view": "reshape", aten.view.default: aten.reshape.default}
 
 
-class FewerRows:
+class GatheredRegion:
     """The region with the frontier's rows `rows` [N] only.
 
     Numbers made of T become those of N. A view becomes a reshape, as the picked rows may lie otherwise in memory.
@@ -146,7 +146,7 @@ def _traced_like(value: FakeTensor) -> Iterator[None]:
         yield
 
 
-def agrees(fewer: FewerRows, results: Mapping[fx.Node, int], values: dict[fx.Node, Any]) -> bool:
+def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: dict[fx.Node, Any]) -> bool:
     """Whether the rows PICKED of TOKENS random ones come out the same, picked before the region and after it.
 
     Args:
@@ -182,11 +182,11 @@ def _other(node: fx.Node, random: Callable[[fx.Node], Tensor]) -> Any:
     return random(node) if isinstance(value_of(node), Tensor) else value_of(node)
 
 
-def _counted(fewer: FewerRows, length: int) -> dict[fx.Node, Any]:
+def _counted(fewer: GatheredRegion, length: int) -> dict[fx.Node, Any]:
     return {each: with_tokens(value_of(each), fewer.tokens, length) for each in fewer.numbers}
 
 
-def _close(one: Tensor, other: Tensor, fewer: FewerRows) -> bool:
+def _close(one: Tensor, other: Tensor, fewer: GatheredRegion) -> bool:
     """As far as the coarsest dtype of the region allows."""
     if not one.is_floating_point() or one.shape != other.shape:
         return torch.equal(one, other)

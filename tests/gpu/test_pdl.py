@@ -12,7 +12,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.linear import LINEAR, use_one_row_kernel
-from paged_attn.capture.inductor.pdl import early_launches, waiting_first
+from paged_attn.capture.inductor.pdl import pdl, waiting_first
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
@@ -38,7 +38,7 @@ def test_every_kernel_waits_first_and_none_overtakes() -> None:
     torch.manual_seed(0)
     weights = [torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(6)]
     x = torch.zeros(1, 2048, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad(), fresh_cache(), early_launches(True), waiting_first():
+    with torch.no_grad(), fresh_cache(), pdl(True), waiting_first():
         compiled = torch.compile(chain, dynamic=False)
         _, sources = run_and_get_code(compiled, x, weights)
     bodies = re.findall(r"\ndef triton_\w+\([^\n]*\):\n(.*?)\n'''", "\n".join(sources), re.S)
@@ -66,7 +66,7 @@ def test_every_kernel_waits_first_and_none_overtakes() -> None:
             assert torch.allclose(once.float(), chain(x, weights).float(), atol=0.1, rtol=0.1), seed
 
 
-@pytest.mark.parametrize("settings", [{}, {"early_launches": False}], ids=["early", "late"])
+@pytest.mark.parametrize("settings", [{}, {"pdl": False}], ids=["early", "late"])
 def test_engines_give_the_models_tokens(settings: dict[str, Any]) -> None:
     model = build("llama", num_hidden_layers=3).cuda()
     prompts = random_prompts((3, 17, 40, 1))

@@ -14,7 +14,7 @@ from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.row_layout import has_rows
 from paged_attn.passes.fx.token_data import name_of
 from paged_attn.passes.optimize.logits_gather import gather, row_ops
-from paged_attn.passes.optimize.logits_gather.gather import select_rows_early
+from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
 from tests.passes.graphs import VOCAB, Traced, copied, trace
 
 Use = Callable[[Tensor, Any, Tensor], Any]
@@ -55,7 +55,7 @@ def moved(use: Use, pick: Callable[[Any, Tensor], Any] = chosen, negative: bool 
 
     def work(traced: Traced) -> list[list[str]]:
         gm, form, values = copied(traced)
-        count = select_rows_early(gm.graph, form, values)
+        count = gather_logits_early(gm.graph, form, values)
         gm.graph.lint()
         gm.recompile()
         for length, rows in CALLS[:1] if static else CALLS if negative else CALLS[:-1]:

@@ -1,4 +1,4 @@
-"""Attention whose mask or bias is computed from hidden states: recomputed from each request's history, or refused with the reason."""
+"""Attention whose mask or bias is computed from hidden states: recomputed from all tokens of each request, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.specs.recompute import HistorySpec
-from paged_attn.passes.runner import Rewrite
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
+from paged_attn.passes.report import Rewrite
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, rewrite_of
 from tests.passes.written_out import SCALE, WithPositions, mask, repeated, visible
 
@@ -166,7 +166,7 @@ def test_every_spelling_runs_ragged(name: str) -> None:
     attend, kv_heads = SPELLINGS[name]
     result = assert_ragged_equals_alone(toy(attend, kv_heads))
     (spec,) = result.specs
-    assert isinstance(spec, HistorySpec)
+    assert isinstance(spec, RecomputeSpec)
     assert (spec.num_q_heads, spec.num_kv_heads, spec.v_head_dim, spec.causal) == (4, 1, 0, True)
 
 
@@ -175,7 +175,7 @@ def test_what_the_report_says(caplog: pytest.LogCaptureFixture) -> None:
         (report,) = rewrite_of(toy(content_bias)).layers
     assert (report.found_by, report.spec.module) == ("F.sdpa", "attend")
     assert report.proof.startswith("mask computed from hidden states: recomputed from each request's history")
-    assert report.spec.describe() == "4 heads, causal, recomputed from history: 100 values a token"  # q, k, v and the keys' sums
+    assert report.spec.describe() == "4 heads, causal, recomputed from all tokens: 100 values a token"  # q, k, v and the keys' sums
     assert sum("grows with the square of the length" in record.message for record in caplog.records) == 1
 
 
@@ -187,7 +187,7 @@ def test_the_report_says_that_heads_are_mixed(attend: Callable[..., Tensor]) -> 
 
 def rows_of(result: Rewrite) -> list[int]:
     (spec,) = result.specs
-    assert isinstance(spec, HistorySpec)
+    assert isinstance(spec, RecomputeSpec)
     return sorted(row.width for row in spec.rows)
 
 
@@ -197,7 +197,7 @@ def test_keys_are_kept_before_they_are_repeated() -> None:
 
 def test_wide_values_take_several_elements_of_the_pages() -> None:
     (spec,) = rewrite_of(toy(sum_in_float64)).specs
-    assert isinstance(spec, HistorySpec)
+    assert isinstance(spec, RecomputeSpec)
     assert sorted((row.width, row.elements) for row in spec.rows) == [(4, 8), (32, 32), (32, 32), (32, 32)]
 
 
@@ -240,7 +240,7 @@ def test_among_other_attentions_in_graph_order() -> None:
         return top_k_written_out(third, k, v)
 
     result = assert_ragged_equals_alone(toy(attend))
-    assert [isinstance(spec, HistorySpec) for spec in result.specs] == [False, True, False, True]
+    assert [isinstance(spec, RecomputeSpec) for spec in result.specs] == [False, True, False, True]
     assert [layer.found_by for layer in result.layers] == ["F.sdpa", "F.sdpa", "F.sdpa", "softmax"]
     assert [spec.kv_layer for spec in result.specs] == [0, 1, 0, 3]
 
@@ -251,7 +251,7 @@ def test_a_mask_shared_by_two_attentions_is_kept_for_both() -> None:
         return sdpa(sdpa(q, k, v, seen) * 2, k, v, seen)
 
     result = assert_ragged_equals_alone(toy(attend))
-    assert all(isinstance(spec, HistorySpec) for spec in result.specs)
+    assert all(isinstance(spec, RecomputeSpec) for spec in result.specs)
 
 
 def test_equal_programs_are_told_apart_from_others() -> None:

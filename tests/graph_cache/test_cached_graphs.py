@@ -24,14 +24,14 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.runners import model_runner
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache import entries, key
+from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.graph_cache.graph_data import graph_data
-from paged_attn.graph_cache.kept_graphs import KeptGraphs
-from paged_attn.passes.runner import OptionalPasses
+from paged_attn.passes.report import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
-MERGED = OptionalPasses(merge_linears=True, early_rows=True, one_row_linears=True)
+MERGED = OptionalPasses(merge_linears=True, early_logits_gather=True, gemv=True)
 OPTIONS = CompileOptions(passes=MERGED)
 ROOT = Path(__file__).parents[2]
 
@@ -68,17 +68,17 @@ def no_trace(*_: Any) -> Any:
 
 
 def is_found(model: nn.Module, options: CompileOptions = OPTIONS, positions: bool = True) -> bool:
-    kept = KeptGraphs.of(model, options, positions)
+    kept = CachedGraphs.of(model, options, positions)
     return kept is not None and kept.find() is not None
 
 
 def test_the_graph_from_disk_is_the_traced_one(first: tuple[ModelRunner, Path], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "capture_model", no_trace)
+    monkeypatch.setattr(model_runner, "trace_model", no_trace)
     traced, again = first[0].compiled, ModelRunner(mistral(seed=3), OPTIONS).compiled  # of other weights
     assert graph_data(again.original) == graph_data(traced.original), "the one that it is compared with, too"
     assert again.rewrite.layers == traced.rewrite.layers and again.rewrite.merges == traced.rewrite.merges
-    assert again.rewrite.merges and again.specs == traced.specs and again.rewrite.early_rows == traced.rewrite.early_rows > 0
-    assert again.rewrite.one_row_linears == traced.rewrite.one_row_linears > 0
+    assert again.rewrite.merges and again.specs == traced.specs and again.rewrite.num_gathered == traced.rewrite.num_gathered > 0
+    assert again.rewrite.num_gemv == traced.rewrite.num_gemv > 0
     assert (again.roles, again.max_positions, again.rewrite.form.max_tokens) == (traced.roles, traced.max_positions, None)
     assert (again.rewrite.nodes_before, again.rewrite.nodes_after) == (traced.rewrite.nodes_before, traced.rewrite.nodes_after)
     assert again.rewrite.gm is not None and traced.rewrite.gm is not None and again.split is not None and traced.split is not None
@@ -87,10 +87,10 @@ def test_the_graph_from_disk_is_the_traced_one(first: tuple[ModelRunner, Path], 
 
 
 def test_it_gives_the_models_own_tokens(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "capture_model", no_trace)
+    monkeypatch.setattr(model_runner, "trace_model", no_trace)
     model, prompts = mistral(seed=5), random_prompts((1, 9, 30))
     expected = [greedy(model, prompt, 12) for prompt in prompts]
-    with LLM(model, merge_linears=True, one_row_linears=True, num_pages=64, max_batch_tokens=16) as llm:
+    with LLM(model, merge_linears=True, gemv=True, num_pages=64, max_batch_tokens=16) as llm:
         got = llm.generate(prompts, SamplingParams(max_new_tokens=12))
     assert [completion.token_ids for completion in got] == expected
 
@@ -98,8 +98,8 @@ def test_it_gives_the_models_own_tokens(cache: Path, monkeypatch: pytest.MonkeyP
 def test_another_process_finds_it(tmp_path: Path) -> None:
     """Two processes of their own: this one's modules may have been changed by other tests, and that would be seen."""
     code = (
-        "import torch; from tests.graph_cache.test_kept_graphs import *\n"
-        "kept = KeptGraphs.of(mistral(), OPTIONS, True)\n"
+        "import torch; from tests.graph_cache.test_cached_graphs import *\n"
+        "kept = CachedGraphs.of(mistral(), OPTIONS, True)\n"
         "print('key', kept.key, 'found', kept.find() is not None)\n"
         "ModelRunner(mistral(), OPTIONS)\n"
     )
@@ -283,18 +283,18 @@ def with_a_subclass(model: Any) -> Any:
     ],
 )
 def test_what_no_text_says_all_of_is_not_kept(cache: Path, said: Callable[[int], str], change: Callable[[Any], Any], words: str) -> None:
-    assert KeptGraphs.of(change(mistral()), OPTIONS, True) is None
+    assert CachedGraphs.of(change(mistral()), OPTIONS, True) is None
     assert words in said(logging.INFO)
 
 
 def test_without_a_self_check_or_a_cache_nothing_is_looked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert KeptGraphs.of(mistral(), CompileOptions(passes=MERGED, self_check=False), True) is None
+    assert CachedGraphs.of(mistral(), CompileOptions(passes=MERGED, self_check=False), True) is None
     monkeypatch.setenv("PAGED_ATTN_CACHE", "none")
-    assert KeptGraphs.of(mistral(), OPTIONS, True) is None
+    assert CachedGraphs.of(mistral(), OPTIONS, True) is None
 
 
 def entry_of(model: nn.Module) -> Path:
-    kept = KeptGraphs.of(model, OPTIONS, True)
+    kept = CachedGraphs.of(model, OPTIONS, True)
     assert kept is not None
     (path,) = kept.entries.folder.glob(f"{kept.key}-*.graph")
     return path
@@ -384,11 +384,11 @@ def test_parameters_on_whose_values_a_proof_rests_are_compared(tmp_path: Path, m
     with torch.no_grad():
         other.slopes.mul_(2)
         other.head.weight.mul_(2)
-    kept = KeptGraphs.of(other, CompileOptions(), True)
+    kept = CachedGraphs.of(other, CompileOptions(), True)
     assert kept is not None and list(kept.entries.read(kept.key)), "the key knows no parameter's values"
     assert kept.find() is None
     assert ModelRunner(other, CompileOptions()).layers[0].alibi_slopes == (1.0, 0.5)
-    monkeypatch.setattr(model_runner, "capture_model", no_trace)
+    monkeypatch.setattr(model_runner, "trace_model", no_trace)
     ModelRunner(Slopes(), CompileOptions())  # both are kept, side by side
     assert ModelRunner(other, CompileOptions()).layers[0].alibi_slopes == (1.0, 0.5)
 

@@ -11,7 +11,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Problem, unmet
 from paged_attn.backends.selection.ranking import ROWS
-from paged_attn.backends.selection.registry import ELSEWHERE, backend_class
+from paged_attn.backends.selection.registry import UNSUPPORTED, backend_class
 from paged_attn.backends.selection.select import select
 from tests.backends.fake_backends import SPEC, Machine, machine
 from tests.backends.problems import make
@@ -37,10 +37,10 @@ def problem(device: str, architecture: int | None, spec: AttentionSpec = SPEC, p
 
 
 def test_every_one_is_looked_at_here():
-    assert set(AT_HOME) == set(ELSEWHERE)
+    assert set(AT_HOME) == set(UNSUPPORTED)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_at_home_only_the_missing_kernel_call_is_in_the_way(name):
     device, architecture, spec, page_size = AT_HOME[name]
     cls = backend_class(name)
@@ -50,7 +50,7 @@ def test_at_home_only_the_missing_kernel_call_is_in_the_way(name):
     assert why.startswith("this project has no tested kernel call for it yet: use ")
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 @pytest.mark.parametrize(
     "place", [("cuda", 75), ("cuda", 90), ("cuda", 100), ("cpu", None), ("cpu-amx", None), ("hip", None), ("npu", None)]
 )
@@ -65,12 +65,12 @@ def test_elsewhere_the_device_is_the_reason_that_comes_first(name, place):
         assert reasons[0].startswith("needs SM") and reasons[0].endswith(f"this GPU is SM{place[1]}")
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_it_is_in_no_order(name):
     assert not any(name in (*row.names, *row.by_name_only) for row in ROWS)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_making_one_says_why_and_what_to_use(name):
     with pytest.raises(UnsupportedError, match=rf"attention backend '{name}' \(for .*\) is known but can not run: this project .*: use .*"):
         backend_class(name)()
@@ -81,12 +81,12 @@ def test_making_one_says_why_and_what_to_use(name):
             call()
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_auto_never_takes_one_even_where_all_else_is_missing(machine: Machine, name):
     device, architecture, spec, page_size = AT_HOME[name]
     machine.device(device, architecture)
     for other in list(machine.entries):
-        if other not in ELSEWHERE:
+        if other not in UNSUPPORTED:
             machine.put(other, devices=frozenset())
     with pytest.raises(UnsupportedError, match=rf"  {name}: (serves decode, not extend; )?this project has no tested kernel call"):
         machine.take(spec=spec, page_size=page_size)

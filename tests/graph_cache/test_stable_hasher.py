@@ -19,13 +19,13 @@ from torch import nn
 
 from paged_attn.hashing import stable_hasher
 from paged_attn.hashing.code_text import code_digest, versioned
-from paged_attn.hashing.stable_hasher import Describer, Indescribable, tensor_digest
+from paged_attn.hashing.stable_hasher import Indescribable, StableHasher, tensor_digest
 
 ROOT = Path(__file__).parents[2]
 
 
 def text(value: Any, strict: bool = True, **modules: Any) -> str:
-    return Describer({id(module): path for path, module in modules.items()}, strict).text(value)
+    return StableHasher({id(module): path for path, module in modules.items()}, strict).text(value)
 
 
 def function(body: str) -> Any:
@@ -137,11 +137,11 @@ def test_what_can_not_be_told_is_refused_or_named(value: Any) -> None:
 
 
 def test_of_other_files_only_the_own_code_counts() -> None:
-    describer = Describer({}, False, inside="somewhere")
-    assert describer.text(closing_over(3)) == Describer({}, False, inside="somewhere").text(closing_over(4))
-    assert describer.text(Point).endswith("Point")
-    here = Describer({}, False, inside=__name__)
-    assert here.text(closing_over(3)) != Describer({}, False, inside=__name__).text(closing_over(4))
+    hasher = StableHasher({}, False, inside="somewhere")
+    assert hasher.text(closing_over(3)) == StableHasher({}, False, inside="somewhere").text(closing_over(4))
+    assert hasher.text(Point).endswith("Point")
+    here = StableHasher({}, False, inside=__name__)
+    assert here.text(closing_over(3)) != StableHasher({}, False, inside=__name__).text(closing_over(4))
 
 
 def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +164,9 @@ def test_versioned_files() -> None:
 
 
 def test_the_text_is_the_same_in_another_process() -> None:
-    code = "from tests.graph_cache.test_describe import *\nprint(*[text(make(), False) for make in ALIKE], sep='\\n')"
+    code = "from tests.graph_cache.test_stable_hasher import *\nprint(*[text(make(), False) for make in ALIKE], sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": "5"}, capture_output=True, text=True)
-    there = done.stdout.replace("tests.graph_cache.test_describe", __name__).splitlines()
+    there = done.stdout.replace("tests.graph_cache.test_stable_hasher", __name__).splitlines()
     assert there == [text(make(), False) for make in ALIKE], done.stderr[-1000:]
 
 

@@ -27,8 +27,8 @@ def nodes() -> tuple[fx.Graph, fx.Node, fx.Node, fx.Node]:
     return graph, x, called(graph, "zeros")[0], called(graph, "relu")[0]
 
 
-def targets(cone: list[fx.Node]) -> list[str]:
-    return [str(getattr(node.target, "__name__", node.target)) for node in cone]
+def targets(sliced: list[fx.Node]) -> list[str]:
+    return [str(getattr(node.target, "__name__", node.target)) for node in sliced]
 
 
 def test_writes_before_the_user_belong_to_the_value() -> None:
@@ -43,8 +43,8 @@ def test_what_lies_behind_a_stop_is_left_out() -> None:
     graph, x_node, _, relu = nodes()
     reading = next(node for node in called(graph, "getitem") if node.args[0] is x_node)
     assert x_node in ancestors(relu, relu.next)
-    cone = ancestors(relu, relu.next, frozenset({reading}))
-    assert x_node not in cone and reading in cone
+    sliced = ancestors(relu, relu.next, frozenset({reading}))
+    assert x_node not in sliced and reading in sliced
 
 
 def test_evaluation_with_literals_replaced_and_inputs_kept() -> None:
@@ -54,12 +54,12 @@ def test_evaluation_with_literals_replaced_and_inputs_kept() -> None:
     def smaller(node: fx.Node, value: object) -> object:
         return 1 if node.target == "sub_" and value is node.args[1] else value
 
-    cone = ancestors(mask, relu)
-    assert evaluate(cone, {x_node: x}, mask).tolist() == [-5, -3, -2]
-    assert evaluate(cone, {x_node: x}, mask, smaller).tolist() == [-1, 1, 2]
+    sliced = ancestors(mask, relu)
+    assert evaluate(sliced, {x_node: x}, mask).tolist() == [-5, -3, -2]
+    assert evaluate(sliced, {x_node: x}, mask, smaller).tolist() == [-1, 1, 2]
     assert x.tolist() == [1, 2, 3]
     with pytest.raises(KeyError):
-        evaluate(cone, {}, mask)
+        evaluate(sliced, {}, mask)
 
 
 def test_a_given_tensor_that_is_written_is_copied() -> None:

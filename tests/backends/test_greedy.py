@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged_attn.engine.sampling.sampler import best_tokens
+from paged_attn.engine.sampling.sampler import greedy_sample
 
 pytest.importorskip("triton")
 from paged_attn.backends.sampling.greedy import PART, best_token, serves
@@ -24,7 +24,7 @@ def test_as_argmax(dtype: torch.dtype, vocabulary: int) -> None:
     """In 16 bits many logits are equal: the first of them counts."""
     logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(dtype)
     assert torch.equal(best_token(logits), plainly(logits))
-    assert torch.equal(best_tokens(logits), plainly(logits))
+    assert torch.equal(greedy_sample(logits), plainly(logits))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.graph_data import graph_data, graph_of
 from paged_attn.passes.fx.graph_tools import depends_on, value_of
 from paged_attn.passes.fx.token_data import name_of
-from paged_attn.passes.runner import OptionalPasses
+from paged_attn.passes.report import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import RECURRENT, recurrent
 from tests.tiny_models import ARCHITECTURES, COMMON, build
@@ -58,7 +58,7 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 
 def tokens_of(model: PreTrainedModel, **settings: Any) -> tuple[list[list[int]], LLM]:
     llm = LLM(model, **{"page_size": 4, "num_pages": 200, "max_batch_tokens": 16, **settings})
-    assert llm.engine.runner.compiled.rewrite.early_rows > 0
+    assert llm.engine.runner.compiled.rewrite.num_gathered > 0
     return [c.token_ids for c in llm.generate(PROMPTS, GREEDY)], llm
 
 
@@ -107,7 +107,7 @@ def test_merged_linears_take_the_chosen_rows(name: str, products: int) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_such_a_graph_can_be_kept(name: str) -> None:
-    gm = ModelRunner(model_of(name), CompileOptions(passes=OptionalPasses(early_rows=True))).compiled.rewrite.gm
+    gm = ModelRunner(model_of(name), CompileOptions(passes=OptionalPasses(early_logits_gather=True))).compiled.rewrite.gm
     assert gm is not None
     again = graph_of(graph_data(gm), torch.device("cpu"))
     assert [node.name for node in again.graph.nodes] == [node.name for node in gm.graph.nodes]

@@ -21,7 +21,7 @@ from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.steps.one_row_check import check_one_row
-from paged_attn.passes.runner import OptionalPasses
+from paged_attn.passes.report import OptionalPasses
 from paged_attn.report.explanation import besides
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import oracle, random_prompts, run_all, tiny
@@ -31,7 +31,7 @@ from tests.tiny_models import build
 PROMPT, OTHER = random_prompts(6, 5, 9)
 SETTINGS: dict[str, Any] = {
     "page_size": 4, "num_pages": 64, "max_requests": 4, "max_batch_tokens": 24, "graph_decode_sizes": 4, "graph_extend_sizes": 2,
-    "one_row_linears": True,
+    "gemv": True,
 }  # fmt: skip
 
 
@@ -81,14 +81,14 @@ def test_pages_of_one_token() -> None:
 
 
 def test_by_default_a_request_on_the_cpu_is_padded_to_two_rows() -> None:
-    engine = engine_of(one_row_linears=None)
+    engine = engine_of(gemv=None)
     sizes = sizes_of(engine)
     assert tokens_of(engine, (PROMPT, 4)) == [oracle(PROMPT, 4)]
     assert set(sizes) == {0, 2}
 
 
 def test_eager_breaks_know_no_single_rows() -> None:
-    engine = engine_of(compile=False, one_row_linears=None)
+    engine = engine_of(compile=False, gemv=None)
     sizes = sizes_of(engine)
     assert tokens_of(engine, (PROMPT, 4)) == [oracle(PROMPT, 4)]
     assert set(sizes) == {0, 2}
@@ -134,7 +134,7 @@ class TestWhereOneRowIsNotWhatMoreAre:
 
 def test_compiled_pieces_run_one_row() -> None:
     """Inductor compiled them for two rows and more."""
-    options = CompileOptions(inductor=True, passes=OptionalPasses(merge_linears=True, early_rows=True, one_row_linears=True))
+    options = CompileOptions(inductor=True, passes=OptionalPasses(merge_linears=True, early_logits_gather=True, gemv=True))
     runner = ModelRunner(build("llama", tie_word_embeddings=False), options)
     pool = KVPool(runner.layers, 2, 4, runner.dtype)
     backend = select_for_pool("torch_native", pool, runner.dtype).backend
@@ -147,5 +147,5 @@ def test_compiled_pieces_run_one_row() -> None:
 def test_the_graph_calls_the_op_and_explain_says_so() -> None:
     found = engine_of().runner.compiled.rewrite  # type: ignore[attr-defined]
     calls = [node for node in found.gm.graph.nodes if node.target is LINEAR]
-    assert len(calls) == found.one_row_linears == 22  # q, k, v, o, gate, up and down of three layers, and the head
+    assert len(calls) == found.num_gemv == 22  # q, k, v, o, gate, up and down of three layers, and the head
     assert "22 linears have a kernel for single rows" in besides(found)

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 from paged_attn.backends.sampling import sample
-from paged_attn.backends.sampling.sample import Drawing, draw_tokens
-from paged_attn.backends.sampling.sampling_tensors import DrawnRows
+from paged_attn.backends.sampling.sample import Drawing, sample_tokens
+from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 INF = float("inf")
 
@@ -53,10 +53,10 @@ SETTINGS = [  # temperature, top-k, top-p, min-p
 ]
 
 
-def rows_of(settings: list[tuple[float, int, float, float]], uniform: list[float], vocabulary: int, rows: list[int]) -> DrawnRows:
+def rows_of(settings: list[tuple[float, int, float, float]], uniform: list[float], vocabulary: int, rows: list[int]) -> SamplingTensors:
     first = next((i for i, (_, k, p, _m) in enumerate(settings) if k or p < 1.0), len(settings))
     any_k, any_p = any(k for _, k, _, _ in settings), any(p < 1.0 for _, _, p, _ in settings)
-    return DrawnRows(
+    return SamplingTensors(
         torch.tensor(rows),
         torch.tensor([t for t, _, _, _ in settings]),
         torch.tensor(uniform, dtype=torch.float64),
@@ -105,18 +105,18 @@ def test_settings_alone_and_rows_in_any_order() -> None:
     """Alone, beside others, from another row of the logits: the same token, whatever filters the others use."""
     logits = logits_of("ties", len(SETTINGS), 60)
     best, uniform = logits.argmax(-1), torch.rand(len(SETTINGS), generator=torch.Generator().manual_seed(2)).tolist()
-    together = draw_tokens(logits, best, rows_of(SETTINGS, uniform, 60, list(range(len(SETTINGS))))).tolist()
+    together = sample_tokens(logits, best, rows_of(SETTINGS, uniform, 60, list(range(len(SETTINGS))))).tolist()
     turned = list(range(len(SETTINGS)))[::-1]
-    assert draw_tokens(logits.flip(0), best.flip(0), rows_of(SETTINGS, uniform, 60, turned)).tolist() == together
+    assert sample_tokens(logits.flip(0), best.flip(0), rows_of(SETTINGS, uniform, 60, turned)).tolist() == together
     for row, setting in list(enumerate(SETTINGS))[1::3]:
-        assert draw_tokens(logits, best, rows_of([setting], [uniform[row]], 60, [row])).tolist() == [together[row]], setting
+        assert sample_tokens(logits, best, rows_of([setting], [uniform[row]], 60, [row])).tolist() == [together[row]], setting
 
 
 @pytest.mark.parametrize(("top_p", "first_kept"), [(0.25, 6), (0.5, 4), (0.3, 5), (1e-9, 7), (0.999, 0)])
 def test_of_tied_tokens_top_p_drops_the_lower_ids(top_p: float, first_kept: int) -> None:
     for uniform, token in ((0.0, first_kept), (1.0 - 2**-53, 7)):
         of = rows_of([(1.0, 0, top_p, 0.0)], [uniform], 8, [0])
-        assert draw_tokens(torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), of).item() == token
+        assert sample_tokens(torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64), of).item() == token
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e30, 3.4e38])
@@ -124,7 +124,7 @@ def test_extreme_temperatures(temperature: float) -> None:
     logits = torch.tensor([[1.0, -INF, 3.0, 2.0, -0.0, 0.0]])
     uniform = [0.0, 0.3, 0.5, 0.7, 0.999999]
     of = rows_of([(temperature, 0, 1.0, 0.0)] * 5 + [(temperature, 0, 0.9, 0.0)] * 5, uniform * 2, 6, [0] * 10)
-    tokens = set(draw_tokens(logits, logits.argmax(-1), of).tolist())
+    tokens = set(sample_tokens(logits, logits.argmax(-1), of).tolist())
     assert tokens == ({2} if temperature < 1 else {0, 2, 3, 4, 5})
 
 
@@ -133,5 +133,5 @@ def test_rows_that_are_not_finite_end() -> None:
     logits = torch.zeros(4, 70)
     logits[0], logits[1, 3], logits[2, 5] = -INF, float("nan"), INF
     best = torch.tensor([-1, -1, -1, 0])
-    got = draw_tokens(logits, best, rows_of([(1.0, 9, 0.9, 0.1)] * 4, [0.99] * 4, 70, [0, 1, 2, 3]))
+    got = sample_tokens(logits, best, rows_of([(1.0, 9, 0.9, 0.1)] * 4, [0.99] * 4, 70, [0, 1, 2, 3]))
     assert bool(((got >= 0) & (got < 70)).all()) and got[3] == 69

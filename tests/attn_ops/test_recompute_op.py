@@ -1,4 +1,4 @@
-"""The op that recomputes from history: schema, opcheck, what it stores and reads, refusals."""
+"""The op that recomputes from recompute: schema, opcheck, what it stores and reads, refusals."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.kv_pool import KVPool, page_elements
-from paged_attn.attn_ops.ops.recompute import HISTORY_ATTENTION
+from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.attn_ops.specs.recompute import HistorySpec, RowInput
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec, RowInput
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.capture.split.split_ops import split_ops
 
@@ -33,10 +33,10 @@ def program(length: int, rows: Sequence[Tensor], owned: Sequence[Tensor]) -> Ten
     return sums.float() + owned[0] + torch.arange(length)[:, None, None]
 
 
-def layer(dtype: torch.dtype = torch.float32, page_dtype: torch.dtype = torch.float32, min_tokens: int = 2) -> HistorySpec:
+def layer(dtype: torch.dtype = torch.float32, page_dtype: torch.dtype = torch.float32, min_tokens: int = 2) -> RecomputeSpec:
     times = max(1, dtype.itemsize // page_dtype.itemsize)
     rows = (RowInput((1, 2, 3), 2, (0, 2, 1, 3), dtype, 6 * times), RowInput((), 0, (0,), dtype, times))
-    return HistorySpec(2, 1, 16, 0, 1.0, kv_layer=1, rows=rows, min_tokens=min_tokens, computes="sums", program=program)
+    return RecomputeSpec(2, 1, 16, 0, 1.0, kv_layer=1, rows=rows, min_tokens=min_tokens, computes="sums", program=program)
 
 
 class Steps:
@@ -45,7 +45,7 @@ class Steps:
     lengths = ((5, 9), (1, 2), (3, 4))  # after the first and the second step
     tables = ([7, 3, 5], [2], [9])
 
-    def __init__(self, spec: HistorySpec, page_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, spec: RecomputeSpec, page_dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
         self.spec, self.owned = spec, [torch.tensor([1.0, 2.0, 3.0])]
         self.pool = KVPool([SMALL, spec], 12, PAGE_SIZE, page_dtype)
@@ -82,16 +82,16 @@ class Steps:
         rows = self.rows(step, padding)
         output = torch.full((len(rows[0]), 2, 3), float("nan"))
         with ForwardContext(self.batch(step, padding), self.pool, select_for_pool("auto", self.pool).backend):
-            HISTORY_ATTENTION(rows, self.owned, output, 1)
+            RECOMPUTE_ATTENTION(rows, self.owned, output, 1)
         return output
 
 
 def test_schema_mutates_output_alone() -> None:
-    assert str(HISTORY_ATTENTION._schema) == (
-        "paged_attn::history_attention_with_output(Tensor[] rows, Tensor[] owned, Tensor(a!) output, int layer_id) -> ()"
+    assert str(RECOMPUTE_ATTENTION._schema) == (
+        "paged_attn::recompute_attention_with_output(Tensor[] rows, Tensor[] owned, Tensor(a!) output, int layer_id) -> ()"
     )
-    assert HISTORY_ATTENTION is torch.ops.paged_attn.history_attention_with_output.default
-    assert HISTORY_ATTENTION in split_ops()
+    assert RECOMPUTE_ATTENTION is torch.ops.paged_attn.recompute_attention_with_output.default
+    assert RECOMPUTE_ATTENTION in split_ops()
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -103,7 +103,7 @@ def test_opcheck(grad: bool, operands: int) -> None:
     steps = Steps(replace(layer(), program=without_operand))
     rows = [row.requires_grad_(grad) for row in steps.rows(0)]
     with ForwardContext(steps.batch(0), steps.pool, select_for_pool("auto", steps.pool).backend):
-        results = torch.library.opcheck(HISTORY_ATTENTION, (rows, steps.owned[:operands], torch.zeros(len(rows[0]), 2, 3), 1))
+        results = torch.library.opcheck(RECOMPUTE_ATTENTION, (rows, steps.owned[:operands], torch.zeros(len(rows[0]), 2, 3), 1))
     assert results == dict.fromkeys(UTILITIES, "SUCCESS")
 
 
@@ -171,7 +171,7 @@ def test_to_the_pool_it_is_a_layer_without_values() -> None:
     assert page_elements([SMALL, spec], PAGE_SIZE) == PAGE_SIZE * (16 + 16)
     assert pool.key(1).shape == (3, PAGE_SIZE, 1, 16) and pool.value(1).shape == (3, PAGE_SIZE, 1, 0)
     assert select_for_pool("auto", pool).backend.name == "torch_native"
-    assert spec.describe() == "2 heads, causal, recomputed from history: 7 values a token"
+    assert spec.describe() == "2 heads, causal, recomputed from all tokens: 7 values a token"
 
 
 def test_specs_differ_by_what_they_compute_not_by_the_object_that_does() -> None:
@@ -183,7 +183,7 @@ def test_specs_differ_by_what_they_compute_not_by_the_object_that_does() -> None
 
 def test_outside_any_context() -> None:
     with pytest.raises(ContextError, match="outside any forward context"):
-        HISTORY_ATTENTION([torch.zeros(2, 6)], [], torch.zeros(2, 2, 3), 0)
+        RECOMPUTE_ATTENTION([torch.zeros(2, 6)], [], torch.zeros(2, 2, 3), 0)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_what_does_not_belong_together(change: dict[str, int], message: str) -> 
     output = torch.zeros(change.get("rows", len(rows[0])), 2, 3)
     with ForwardContext(steps.batch(0), steps.pool, select_for_pool("auto", steps.pool).backend):
         with pytest.raises(ContextError, match=message):
-            HISTORY_ATTENTION(rows, steps.owned, output, change.get("layer_id", 1))
+            RECOMPUTE_ATTENTION(rows, steps.owned, output, change.get("layer_id", 1))
 
 
 def test_on_meta_tensors_it_does_nothing() -> None:
-    HISTORY_ATTENTION([torch.empty(4, 6, device="meta")], [], torch.empty(4, 2, 3, device="meta"), 0)
+    RECOMPUTE_ATTENTION([torch.empty(4, 6, device="meta")], [], torch.empty(4, 2, 3, device="meta"), 0)

@@ -20,6 +20,7 @@ from paged_attn.graph_cache.record import record_of, restored
 from paged_attn.hashing.code_files import module_digest, modules_of
 from paged_attn.hashing.owned_tensors import OwnedTensors
 from paged_attn.hashing.stable_hasher import Indescribable, tensor_digest
+from paged_attn.passes.dump import is_dumping
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.shown import shown
 
@@ -29,7 +30,7 @@ _UNUSABLE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, A
 MOST_EVALUATED_BYTES = 256 << 20  # of the tensors on whose values the proofs rest
 
 
-class KeptGraphs:
+class CachedGraphs:
     """The graphs on disk of one model, as it is now, captured with these settings.
 
     A record is found by a key (`graph_key`), and used if its evidence still holds: the code of every file that the trace went through, and
@@ -40,10 +41,11 @@ class KeptGraphs:
         self.entries, self.key, self.model, self.options = entries, key, model, options
 
     @classmethod
-    def of(cls, model: nn.Module, options: CompileOptions, positions: bool) -> KeptGraphs | None:
-        """None where nothing may be kept: no cache, no self-check, or a model of which no text says all (then the log says why)."""
+    def of(cls, model: nn.Module, options: CompileOptions, positions: bool) -> CachedGraphs | None:
+        """None where nothing may be kept: no cache, no self-check, passes to be dumped, or a model of which no text says all (then the
+        log says why)."""
         entries = Entries.of_user()
-        if entries is None or not options.self_check:
+        if entries is None or not options.self_check or is_dumping():
             return None
         started = time.perf_counter()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged_attn.engine.sampling.sampler import best_tokens
+from paged_attn.engine.sampling.sampler import greedy_sample
 
 INF, NAN = float("inf"), float("nan")
 
@@ -15,22 +15,22 @@ INF, NAN = float("inf"), float("nan")
 def test_as_argmax(dtype: torch.dtype, rows: int, vocabulary: int) -> None:
     torch.manual_seed(rows)
     logits = torch.randn(rows, vocabulary, device="cuda").to(dtype)
-    assert torch.equal(best_tokens(logits), logits.argmax(-1))
+    assert torch.equal(greedy_sample(logits), logits.argmax(-1))
     logits[0, vocabulary // 2] = NAN
     logits[-1] = -INF
-    assert best_tokens(logits)[[0, -1]].tolist() == [-1, -1]
-    assert torch.equal(best_tokens(logits)[1:-1], logits.argmax(-1)[1:-1])
+    assert greedy_sample(logits)[[0, -1]].tolist() == [-1, -1]
+    assert torch.equal(greedy_sample(logits)[1:-1], logits.argmax(-1)[1:-1])
 
 
 def test_a_captured_one_waits_for_the_logits() -> None:
     weight = torch.randn(32000, 4096, device="cuda", dtype=torch.bfloat16)
     x = torch.zeros(16, 4096, device="cuda", dtype=torch.bfloat16)
-    tokens = best_tokens(x @ weight.t())
+    tokens = greedy_sample(x @ weight.t())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(4):  # each overwrites what the one before it reads, if memory is used again
             logits = x @ weight.t()
-            tokens = best_tokens(logits)
+            tokens = greedy_sample(logits)
             logits.zero_()
     for seed in range(30):
         torch.manual_seed(seed)

@@ -15,7 +15,7 @@ from torch._inductor.utils import IndentedBuffer
 
 from paged_attn.capture.compiled import pieces
 from paged_attn.capture.compiled.artifact_key import settings_text
-from paged_attn.capture.inductor.pdl import early_launches, waiting_first
+from paged_attn.capture.inductor.pdl import pdl, waiting_first
 
 WAIT, LAUNCH = TritonKernel.GDC_WAIT, TritonKernel.GDC_LAUNCH
 theirs = TritonKernel._filter_pdl
@@ -38,7 +38,7 @@ def body(*lines: str) -> IndentedBuffer:
 
 
 def filtered(code: IndentedBuffer, early: bool = True, times: int = 1) -> list[str]:
-    with early_launches(True), waiting_first():
+    with pdl(True), waiting_first():
         for _ in range(times):  # Inductor may write one body out twice
             TritonKernel._filter_pdl(Kernel(early), code)  # type: ignore[arg-type]
     return code.getvalue().splitlines()
@@ -97,14 +97,14 @@ def seen_while_compiling(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bo
 
 
 def test_no_kernel_waits_unless_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    with early_launches(False):
+    with pdl(False):
         ((early, waits, mark),) = seen_while_compiling(monkeypatch)
     assert not early and not waits and "wait" not in repr(mark.uuid())
 
 
 def test_pieces_wait_first_and_inductors_cache_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     before = settings_text()
-    with early_launches(True):
+    with pdl(True):
         ((early, waits, mark),) = seen_while_compiling(monkeypatch)
         assert early and waits and "wait first" in repr(mark.uuid()) and mark(fx.Graph()) is None
         assert settings_text() != before, "pieces on disk would be taken for those that start late"
@@ -119,7 +119,7 @@ def test_pieces_wait_first_if_the_user_lets_kernels_start_early(monkeypatch: pyt
 
 
 def test_an_error_while_compiling_leaves_inductor_as_it_was() -> None:
-    with pytest.raises(ZeroDivisionError), early_launches(True), waiting_first():
+    with pytest.raises(ZeroDivisionError), pdl(True), waiting_first():
         raise ZeroDivisionError
     assert TritonKernel._filter_pdl is theirs and not config.triton.enable_pdl and config.post_grad_custom_post_pass is None
 

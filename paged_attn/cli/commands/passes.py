@@ -1,0 +1,25 @@
+"""`paged-attn passes`: what is done to a model's graph, in order, and which of it can be switched off."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from typing import Any
+
+from paged_attn.cli.options import add_common
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("passes", help="list the graph passes in their order", description=__doc__, allow_abbrev=False)
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from paged_attn.backends.selection.table import text_table
+    from paged_attn.passes.pass_list import pass_table
+
+    rows = [[name, optional, what] for name, what, optional in pass_table()]
+    print(text_table(["pass", "runs", "what it does"], rows, shutil.get_terminal_size().columns))
+    print("\n--disable-passes NAME,... leaves optional ones out; PAGED_ATTN_DUMP=FOLDER writes the graph before and after each.")
+    return 0

@@ -1,0 +1,41 @@
+"""`PAGED_ATTN_DUMP=folder`: the graph before and after each pass, with how many nodes of each kind there are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from pathlib import Path
+
+from torch import fx
+
+_numbers = itertools.count()
+
+
+def is_dumping() -> bool:
+    return bool(os.environ.get("PAGED_ATTN_DUMP"))
+
+
+class Dump:
+    """The files of one graph: `0-model/00-traced.txt`, `0-model/01-find_attention.txt`, ..."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder / f"{os.getpid()}-{next(_numbers)}-{name}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._files = itertools.count()
+
+    @classmethod
+    def of_environment(cls, name: str) -> Dump | None:
+        folder = os.environ.get("PAGED_ATTN_DUMP")
+        return cls(Path(folder), name) if folder else None
+
+    def write(self, graph: fx.Graph, after: str, said: str = "") -> None:
+        counts = Counter(node._pretty_print_target(node.target) if node.op == "call_function" else node.op for node in graph.nodes)
+        lines = [
+            f"# after {after}" + (f": {said}" if said else ""),
+            f"# {len(graph.nodes)} nodes",
+            *(f"# {count:6,} {target}" for target, count in counts.most_common()),
+            "",
+            *(node.format_node() or "" for node in graph.nodes),
+        ]
+        self.folder.joinpath(f"{next(self._files):02}-{after}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,98 @@
+"""All passes in their order. `paged-attn passes` prints this list; `disable_passes` leaves optional ones out, `PAGED_ATTN_DUMP` writes the
+graph before and after each."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
+from paged_attn.passes.find.attention import find_attention
+from paged_attn.passes.find.attention_site import AttentionSite
+from paged_attn.passes.fx.call_form import CallNotPaged
+from paged_attn.passes.fx.constants import specialise_numbers
+from paged_attn.passes.fx.graph_tools import remove_dead_code
+from paged_attn.passes.optimize.linears.gemv import use_gemv
+from paged_attn.passes.optimize.linears.merge import merge_linears
+from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
+from paged_attn.passes.optional import OPTIONAL
+from paged_attn.passes.positions.own_positions import use_own_positions
+from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
+from paged_attn.passes.prove.score_subgraph import Recomputable
+from paged_attn.passes.replace_layers import replace_layers
+from paged_attn.passes.report import Facts, GraphPass
+
+
+def _specialise(graph: fx.Graph, facts: Facts) -> str:
+    return f"{specialise_numbers(facts.original, graph)} nodes"
+
+
+def _find(graph: fx.Graph, facts: Facts) -> str:
+    facts.sites = find_attention(graph, facts.form)
+    if facts.form.reason:
+        refuse_implausible(facts.sites, facts.form, facts.values)
+        raise CallNotPaged(facts.form.reason)
+    if not facts.sites and not any(node.target is RECURRENT_LAYER for node in graph.nodes):
+        none = "the model has no attention that paged_attn can see; there is nothing to page"
+        # A part of a broken graph has no positions.
+        raise UnsupportedError(none) if facts.form.positions is not None else CallNotPaged(none)
+    return f"{len(facts.sites)} attentions"
+
+
+def _prove(graph: fx.Graph, facts: Facts) -> str:
+    prover = Prover(facts.form, facts.values, facts.model)
+    facts.proofs = [_proof_of(prover, site) for site in facts.sites]
+    anew = sum(isinstance(proof, Recomputable) for proof in facts.proofs)
+    return f"{len(facts.proofs) - anew} proved" + (f", {anew} to be evaluated anew on all tokens" if anew else "")
+
+
+def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | Recomputable:
+    """Its proof, or why it has none and must be evaluated anew on all tokens of each request."""
+    try:
+        return prover.prove(site)
+    except Recomputable as reason:
+        return reason
+
+
+def _positions(graph: fx.Graph, facts: Facts) -> str:
+    result = facts.result
+    result.positions_redirected, longest = use_own_positions(graph, facts.form, facts.values)
+    limits = [longest, *(proof.max_tokens for proof in facts.proofs if isinstance(proof, AttentionProof))]
+    result.max_positions = min((limit for limit in limits if limit is not None), default=None)
+    remove_dead_code(graph)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    result.evaluated = tuple(index for index, node in enumerate(placeholders) if node in facts.values.read)
+    return f"{result.positions_redirected} values"
+
+
+def _gather(graph: fx.Graph, facts: Facts) -> str:
+    facts.result.num_gathered = gather_logits_early(graph, facts.form, facts.values)
+    return f"{facts.result.num_gathered} operations"
+
+
+def _merge(graph: fx.Graph, facts: Facts) -> str:
+    facts.result.merges = merge_linears(graph, facts.form, facts.values, facts.model)
+    return f"{sum(len(merge.inputs) for merge in facts.result.merges)} weights into {len(facts.result.merges)}"
+
+
+def _gemv(graph: fx.Graph, facts: Facts) -> str:
+    facts.result.num_gemv = use_gemv(graph, facts.form)
+    return f"{facts.result.num_gemv} linears"
+
+
+PASSES = (
+    GraphPass("specialise_numbers", "numbers of the model that Dynamo made symbolic become constants again", _specialise),
+    GraphPass("find_attention", "every attention, in whatever way it is written", _find),
+    GraphPass("prove_attention", "what each computes (mask, bias, scale, softcap, sinks), evaluated and compared", _prove),
+    GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
+    GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
+    GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
+    GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge, optional=True),
+    GraphPass("gemv", "linears through an op that has a kernel for a single row", _gemv, optional=True),
+)
+assert tuple(each.name for each in PASSES if each.optional) == OPTIONAL
+
+
+def pass_table() -> list[tuple[str, str, str]]:
+    """(name, what it does, whether it can be switched off) of each, in order."""
+    return [(each.name, each.what, "optional" if each.optional else "always") for each in PASSES]

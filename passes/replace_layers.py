@@ -1,0 +1,90 @@
+"""Attentions that were found and proved become ops, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
+from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.prove.score_subgraph import Recomputable
+from paged_attn.passes.recompute.replace import RecomputeReplacer
+from paged_attn.passes.replace.attention import replace_attention
+from paged_attn.passes.replace.equal_heads import has_equal_heads
+from paged_attn.passes.replace.kv_heads import KVSource, as_received, is_written, kv_source
+from paged_attn.passes.replace.operand_layout import operand_of
+from paged_attn.passes.report import Facts, LayerReport
+
+RECOMPUTED = "recomputed from each request's history; no later token changes an earlier row"
+NOT_COMPARED = "not compared with the config: the graph's own mask is evaluated"
+
+
+def replace_layers(graph: fx.Graph, facts: Facts) -> str:
+    """Every attention that was found becomes an op, in place; layers that read the same keys and values share them."""
+    form, values, model, result = facts.form, facts.values, facts.model, facts.result
+    recompute = RecomputeReplacer(graph, form, values, model) if any(isinstance(p, Recomputable) for p in facts.proofs) else None
+    owners: dict[tuple[KVSource, KVSource], tuple[int, fx.Node]] = {}
+    replaced: dict[fx.Node, fx.Node] = {}  # attention may read another attention's output directly
+    for layer_id, (found, proof) in enumerate(zip(facts.sites, facts.proofs, strict=True)):
+        if isinstance(proof, Recomputable):
+            assert recompute is not None
+            recomputed, op, replaced[found.node] = recompute.replace(found, layer_id, proof)
+            words = (found.found_by, f"{proof.what}: {RECOMPUTED}", NOT_COMPARED)
+            result.layers.append(LayerReport(layer_id, recomputed, *words, found.original, found.original_order, op.name))
+            continue
+        operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
+        site = replace(found, **operands)  # type: ignore[arg-type]
+        key, value = _keys_and_values(site, form, values)
+        owner = owners.get((key, value))
+        if owner is not None and is_written({key.base, value.base}, owner[1], site.node):
+            owner = None  # they have changed since
+        spec = AttentionSpec(
+            num_q_heads=int(shape_of(site.query)[1]),
+            num_kv_heads=key.num_heads,
+            qk_head_dim=int(shape_of(site.query)[3]),
+            v_head_dim=int(shape_of(site.value)[3]),
+            scale=proof.function.scale,
+            causal=proof.family.causal,
+            sliding_window=proof.family.window,
+            chunk=proof.family.chunk,
+            softcap=proof.function.softcap,
+            has_sinks=proof.function.has_sinks,
+            alibi_slopes=proof.bias.slopes if proof.bias else None,
+            bias_index=proof.bias.index if proof.bias else None,
+            gives_lse=isinstance(site.scores, WrittenScores) and site.scores.lse is not None,
+            kv_layer=layer_id if owner is None else owner[0],
+            module=site.module,
+        )
+        dtype = value_of(site.value).dtype if model is None else model_dtype(model)
+        traced = [operand_of(source, form) for source in (as_received(site.query, spec.num_q_heads), key, value)]
+        come_from = tuple(each for each in traced if each is not None) if None not in traced else ()
+        op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value, proof, dtype)
+        owners[key, value] = owner or (layer_id, op)
+        words = (site.found_by, proof.evidence, proof.declared)
+        result.layers.append(LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name, come_from))
+    remove_dead_code(graph)
+    return f"{len(result.layers)} layers"
+
+
+def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:
+    """Both before repetition, with the same number of heads."""
+    key, value = kv_source(site.key, site.node, form), kv_source(site.value, site.node, form)
+    fewest = min(key.num_heads, value.num_heads)
+    sources = []
+    for source, operand in ((key, site.key), (value, site.value)):
+        if source.num_heads != fewest and has_equal_heads(operand, site.node, fewest, form, values):
+            source = as_received(operand, fewest)
+        sources.append(source)
+    if sources[0].num_heads != sources[1].num_heads:
+        sources = [as_received(n, int(shape_of(n)[1])) for n in (site.key, site.value)]
+    if sources[0].num_heads != sources[1].num_heads:
+        raise UnsupportedError(
+            f"{site.where}: {sources[0].num_heads} heads of keys but {sources[1].num_heads} of values; known is one number"
+        )
+    return sources[0], sources[1]

@@ -1,0 +1,123 @@
+"""What the passes found and did, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx, nn
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.passes.find.attention_site import AttentionSite
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.read_values import ReadValues
+from paged_attn.passes.optimize.linears.merge import Merge
+from paged_attn.passes.prove.attention import AttentionProof
+from paged_attn.passes.prove.score_subgraph import Recomputable
+from paged_attn.passes.replace.operand_layout import Operand
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One line of `explain`: the spec, how the attention was found and proved, and the nodes before and after.
+
+    operands: where query, key and value come from in the traced graph; none where they are no mere change of layout of its values.
+    """
+
+    layer_id: int
+    spec: AttentionSpec
+    found_by: str
+    proof: str
+    declared: str
+    original_node: str
+    original_order: tuple[int, ...]
+    op_node: str
+    operands: tuple[Operand, ...] = ()
+
+
+@dataclass(frozen=True)
+class OptionalPasses:
+    """What makes a paged graph faster, each alone or all together.
+
+    Attributes:
+        merge_linears: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
+        early_logits_gather: pick the rows whose logits are wanted as early as is proved.
+        gemv: linears through an op that has a kernel for a single row.
+    """
+
+    merge_linears: bool = False
+    early_logits_gather: bool = False
+    gemv: bool = False
+
+    def without(self, names: Sequence[str]) -> OptionalPasses:
+        return replace(self, **dict.fromkeys(names, False))
+
+    def __contains__(self, name: str) -> bool:
+        return bool(getattr(self, name))
+
+
+NO_PASSES = OptionalPasses()
+
+
+@dataclass
+class Rewrite:
+    """The rewritten graph of a paged call, or the reason why this call is not one (`gm` is None)."""
+
+    form: CallForm
+    gm: fx.GraphModule | None = None
+    layers: list[LayerReport] = field(default_factory=list)
+    not_paged: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    nodes_before: int = 0
+    nodes_after: int = 0
+    positions_redirected: int = 0
+    merges: tuple[Merge, ...] = ()
+    num_gathered: int = 0  # nodes that compute the wanted rows only
+    num_gemv: int = 0  # linears with a kernel for a single row
+    max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
+    evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
+    traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both
+    places: dict[str, str] = field(default_factory=dict)  # of a graph from disk: the modules of nodes of the traced graph
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        return tuple(report.spec for report in self.layers)
+
+
+@dataclass
+class Facts:
+    """What all passes are given beside the graph, and where they put what they found.
+
+    Attributes:
+        original: the graph as Dynamo traced it; it stays as it is.
+        form: which call it was traced from, by the placeholders of the copy.
+        values: the tensors behind the placeholders; remembers which were read.
+        model: if it is known.
+        sites: every attention, once it was found; those that a later pass replaced are in `result.layers`.
+        proofs: of each site, why it may be replaced and by what.
+    """
+
+    original: fx.Graph
+    form: CallForm
+    values: ReadValues
+    model: nn.Module | None
+    result: Rewrite
+    sites: list[AttentionSite] = field(default_factory=list)
+    proofs: list[AttentionProof | Recomputable] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """One rewrite of a graph.
+
+    Attributes:
+        name: by which it is listed, timed, dumped and switched off.
+        what: it does, in a line.
+        run: changes the graph in place and says in words what it did; raises UnsupportedError or CallNotPaged if it can not.
+        optional: without it the graph is as right, and slower.
+    """
+
+    name: str
+    what: str
+    run: Callable[[fx.Graph, Facts], str]
+    optional: bool = False

@@ -1,0 +1,59 @@
+"""The list of passes: printed, switched off one by one, dumped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paged_attn import LLM
+from paged_attn.cli.main import main
+from paged_attn.engine.config import EngineConfig
+from paged_attn.passes.optional import OPTIONAL
+from paged_attn.passes.pass_list import PASSES
+from tests.tiny_models import build
+
+ALL = {"merge_linears": True, "early_logits_gather": True, "gemv": True, "num_pages": 16, "self_check": False}
+DID = {"merge_linears": "merges", "early_logits_gather": "num_gathered", "gemv": "num_gemv"}
+
+
+def rewrite_of(**settings: Any) -> Any:
+    with LLM(build("llama"), **{**ALL, **settings}) as llm:
+        return llm.engine.runner.compiled.rewrite
+
+
+def test_every_optional_pass_can_be_switched_off_by_its_name() -> None:
+    assert set(DID) == set(OPTIONAL)
+    whole = rewrite_of()
+    assert all(getattr(whole, did) for did in DID.values())
+    for name in OPTIONAL:
+        without = rewrite_of(disable_passes=(name,))
+        assert {did for did in DID.values() if not getattr(without, did)} == {DID[name]} and name not in without.seconds
+
+
+@pytest.mark.parametrize("name", ["prove_attention", "nonsense"])
+def test_a_pass_that_is_needed_or_not_there_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}'.* can be switched off are early_logits_gather, merge_linears, gemv"):
+        EngineConfig(disable_passes=("gemv", name))
+
+
+def test_the_graph_is_dumped_before_and_after_each_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_ATTN_DUMP", str(tmp_path))
+    rewrite_of(disable_passes=("gemv",))
+    (folder,) = tmp_path.iterdir()
+    names = ["traced", *(each.name for each in PASSES if each.name != "gemv")]
+    assert folder.name.endswith("-LlamaForCausalLM")
+    assert sorted(path.name for path in folder.iterdir()) == [f"{i:02}-{name}.txt" for i, name in enumerate(names)]
+    before, after = (folder.joinpath(f"0{i}-{names[i]}.txt").read_text() for i in (3, 4))
+    assert before.count("scaled_dot_product_attention](") == 3 and "unified_attention_with_output" not in before
+    assert after.startswith("# after replace_attention: 3 layers\n") and after.count("unified_attention_with_output.default](") == 3
+    assert "     3 torch.ops.paged_attn.unified_attention_with_output.default\n" in after and "scaled_dot_product_attention" not in after
+
+
+def test_the_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["passes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines if line.split()[1:2] and line.split()[1] in ("always", "optional")] == [
+        [each.name, "optional" if each.optional else "always"] for each in PASSES
+    ]
