@@ -38,7 +38,7 @@ fast: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 -m "not slow" tests/passes tests/attn_ops tests/backends tests/capture $(ARGS)
 
 examples: $(VENV)/.dev
-	for example in compile_backend serve_prompts patch_model engine_author plain_gpt nanogpt_like moe_split_point generate_on_pages structured_output tensor_parallel pypi_model; do $(BIN)/python examples/$$example.py || exit 1; done
+	for example in compile_backend serve_prompts patch_model engine_author plain_gpt nanogpt_like moe_split_point generate_on_pages structured_output tensor_parallel own_backend pypi_model; do $(BIN)/python examples/$$example.py || exit 1; done
 	$(BIN)/python examples/train_tiny_lm.py --steps 2 --batch-size 2 --device cpu --out build/tiny_lm
 
 lint: $(VENV)/.dev
@@ -52,6 +52,7 @@ types: $(VENV)/.dev
 docs: $(VENV)/.base
 	$(BIN)/python docs/make_backends.py
 	$(BIN)/python docs/make_capture.py
+	$(BIN)/python docs/make_settings.py
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info

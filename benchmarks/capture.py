@@ -150,7 +150,7 @@ def profile(engine: Engine, requests: Sequence[BatchRequest]) -> dict[str, Any]:
 
 def address_check_us(engine: Engine) -> float:
     """Microseconds of the check of all tensors' addresses before a replay."""
-    check, started = engine.steps._addresses.check, time.perf_counter()
+    check, started = engine.steps._pointer_check.check, time.perf_counter()
     for _ in range(200):
         check()
     return (time.perf_counter() - started) / 200 * 1e6

@@ -34,12 +34,12 @@ def step(scheduler: Scheduler) -> tuple[float, int]:
     started = time.perf_counter()
     scheduled = scheduler.schedule()
     seconds = time.perf_counter() - started
-    for s in scheduled:
-        s.request.num_cached += s.count
-        if s.samples:
-            s.request.num_tokens += 1
-            s.request.num_validated = s.request.num_cached
-            s.request.tokens.append(1)
+    for request, count, samples in zip(scheduled.requests, scheduled.counts.tolist(), scheduled.samples.tolist(), strict=True):
+        request.num_cached += count
+        if samples:
+            request.num_tokens += 1
+            request.num_validated = request.num_cached
+            request.tokens.append(1)
     return seconds * 1e6, len(scheduled)
 
 

@@ -26,6 +26,7 @@ _EXPORTS = {
     "EngineConfig": "engine.config",
     "Completion": "engine.requests.request",
     "LLM": "engine.llm",
+    "first_rank_leads": "engine.lead",
     "SamplingParams": "engine.sampling_params",
 }
 __all__ = sorted(_EXPORTS)

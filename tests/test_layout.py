@@ -213,3 +213,12 @@ def test_the_public_names_are_light_too():
     )
     heavy = [m for m in python(code) if any(m == h or m.startswith(h + ".") for h in HEAVY)]
     assert not heavy
+
+
+def test_what_moved_is_found_where_it_was():
+    import paged_attn
+    from paged_attn.engine.lead import first_rank_leads
+
+    with pytest.warns(DeprecationWarning, match="from paged_attn import first_rank_leads"):
+        from paged_attn.parallel.lead import first_rank_leads as old
+    assert old is first_rank_leads is paged_attn.first_rank_leads

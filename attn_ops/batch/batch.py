@@ -76,7 +76,7 @@ class Batch:
     @classmethod
     def build(
         cls,
-        requests: Sequence[BatchRequest],
+        requests: Sequence[BatchRequest] | RequestColumns,
         page_size: int,
         device: torch.device | str = "cpu",
         shape: StepShape | None = None,
@@ -102,12 +102,12 @@ class Batch:
         seq_lens = cached + new
         need = (seq_lens + (page_size - 1)) // page_size  # pages
         if ((cached | (new - 1) | (counts - need) | logits | (new - logits)) < 0).any():
-            refuse(requests, page_size)
+            refuse(columns.rows(), page_size)
         one_each = num_tokens == num_real == num_logits  # as each has one token at least, and no more logits than tokens
         if shape is None:
             shape = StepShape.smallest(num_tokens, num_logits)
         elif shape.requests is not None and not (one_each and cached.all()):
-            refuse_extensions(requests, shape)
+            refuse_extensions(columns.rows(), shape)
         shape.check(num_tokens, num_logits, num_real)
 
         width, num_dummies = columns.page_table.shape[1], (shape.requests or num_real) - num_real
@@ -121,7 +121,7 @@ class Batch:
         table = full_table[:num_real]
         ids[:num_tokens], table[:] = columns.tokens, columns.page_table
         if np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
-            refuse(requests, page_size)
+            refuse(columns.rows(), page_size)
 
         seq_lens_out[:num_real], query_lens_out[:num_real] = seq_lens, new
         if one_each:

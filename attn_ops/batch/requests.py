@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ class BatchRequest(NamedTuple):
     state_slot: int = 0
 
 
-class RequestColumns(Sequence[BatchRequest]):
+class RequestColumns:
     """R BatchRequests as arrays, which is what a batch is made of: who has hundreds of requests keeps them so.
 
     Args:
@@ -56,7 +56,7 @@ class RequestColumns(Sequence[BatchRequest]):
         self.num_new, self.num_logits, self.state_slots = num_new, num_logits, state_slots
 
     @classmethod
-    def of(cls, requests: Sequence[BatchRequest]) -> RequestColumns:
+    def of(cls, requests: Sequence[BatchRequest] | RequestColumns) -> RequestColumns:
         """`requests` itself, if it is one.
 
         Raises:
@@ -80,18 +80,14 @@ class RequestColumns(Sequence[BatchRequest]):
     def __len__(self) -> int:
         return len(self.num_new)
 
-    @overload
-    def __getitem__(self, index: int) -> BatchRequest: ...
-    @overload
-    def __getitem__(self, index: slice) -> RequestColumns: ...
-    def __getitem__(self, index: int | slice) -> BatchRequest | RequestColumns:
-        if isinstance(index, slice):
-            return RequestColumns.of(list(self)[index])
-        index = range(len(self))[index]
-        start = self.num_new[:index].sum()
-        tokens: list[int] = self.tokens[start : start + self.num_new[index]].tolist()
-        pages: list[int] = self.page_table[index, : self.num_pages[index]].tolist()
-        return BatchRequest(tokens, pages, *(int(c[index]) for c in (self.num_cached, self.num_logits, self.state_slots)))
+    def rows(self) -> list[BatchRequest]:
+        """The requests one by one: for messages, and for tests."""
+        ends = self.num_new.cumsum().tolist()
+        starts, numbers = [0, *ends], zip(self.num_cached.tolist(), self.num_logits.tolist(), self.state_slots.tolist(), strict=True)
+        return [
+            BatchRequest(self.tokens[start:end].tolist(), table[:pages].tolist(), *others)
+            for start, end, table, pages, others in zip(starts, ends, self.page_table, self.num_pages.tolist(), numbers, strict=False)
+        ]
 
 
 def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:

@@ -45,7 +45,7 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
     for request, (start, new) in enumerate(zip(starts, context.batch.query_lens_host, strict=False)):
         length = context.batch.seq_lens_host[request]
         count = max(length, spec.min_tokens)  # copies of the last token come after it, which change no row before them
-        result = spec.program(count, _history(context, spec, layer_id, request, count), owned)
+        result = spec.program(count, _all_tokens(context, spec, layer_id, request, count), owned)
         output[start : start + new] = result[length - new : length]
     output[context.batch.num_tokens :].zero_()
 
@@ -62,7 +62,7 @@ def _store(context: ForwardContext, spec: RecomputeSpec, rows: Sequence[Tensor],
         offset += row.elements
 
 
-def _history(context: ForwardContext, spec: RecomputeSpec, layer_id: int, request: int, count: int) -> list[Tensor]:
+def _all_tokens(context: ForwardContext, spec: RecomputeSpec, layer_id: int, request: int, count: int) -> list[Tensor]:
     """The program's tensors for one request, of `count` tokens, of which those past its last one repeat that."""
     batch, keys = context.batch, context.pool.key(layer_id)
     places = torch.arange(count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)

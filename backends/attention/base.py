@@ -66,12 +66,8 @@ class AttentionBackend(ABC):
     def plan_in_graph(self, plan: Any) -> None:  # noqa: B027 (a hook)
         """Device work of static shape, once per step after `plan`, that a captured graph may hold; nothing by default."""
 
-    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
-        """Device memory that the backend keeps besides the pool."""
-        return 0
-
-    def graph_support(self, phase: str) -> GraphSupport:
-        """Which steps of a phase ("extend" or "decode") a captured graph may hold; at most what the capabilities say.
+    def graph_support(self) -> GraphSupport:
+        """Which decode steps a captured graph may hold; at most what the capabilities say.
 
         The graph of R decode requests holds `plan_in_graph` and `forward`; `plan` ran before it. It is replayed for any R requests, dummies
         with one token in page 0 among them, in the same tensors of the batch. Its plan must live as long as it does, and one
@@ -79,7 +75,7 @@ class AttentionBackend(ABC):
         that must hold for every batch of the variant (see `graph_lengths`). `page_table` has its full width, and stale ids in what a
         request does not use.
         """
-        return self.capabilities.graphs.get(phase, GraphSupport.NEVER)
+        return self.capabilities.graphs.get("decode", GraphSupport.NEVER)
 
     def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
         """The backend that the graph of `max_requests` decode requests plans and runs with; by default this one.

@@ -53,11 +53,8 @@ class HybridBackend(AttentionBackend):
     def plan_in_graph(self, plan: HybridPlan) -> None:
         plan.child.plan_in_graph(plan.plan)
 
-    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
-        return sum(child.workspace_bytes(max_requests, max_tokens) for child in (self.prefill, self.decode))
-
-    def graph_support(self, phase: str) -> GraphSupport:
-        return (self.decode if phase == "decode" else self.prefill).graph_support(phase)
+    def graph_support(self) -> GraphSupport:
+        return self.decode.graph_support()
 
     def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
         """What the one that serves decode makes: a graph holds no other steps."""

@@ -1,4 +1,5 @@
-"""Which backends exist: the entry-point group `paged_attn.backends`, ours and third parties', loaded when asked for."""
+"""Which backends exist: the entry-point group `paged_attn.backends`, ours and third parties', loaded when asked for, and what a program
+registers itself."""
 
 from __future__ import annotations
 
@@ -34,6 +35,31 @@ UNSUPPORTED = {
     "intel_amx": "paged_attn.backends.attention.unsupported:IntelAmxBackend",
     "intel_xpu": "paged_attn.backends.attention.unsupported:IntelXpuBackend",
 }
+_of_this_process: dict[str, type[AttentionBackend]] = {}
+
+
+def register_backend(name: str, cls: type[AttentionBackend]) -> None:
+    """Make a backend known under a name, in this process: for `backend=name`, and for "auto" after ours.
+
+    A package declares an entry point of the group `paged_attn.backends` instead (`name = "module:Class"`), which every process finds.
+    A second class under a name replaces the first, as when a notebook's cell runs again; engines that run keep what they have.
+
+    Raises:
+        TypeError: not a class that has all of `AttentionBackend`'s methods, `name` and `capabilities`.
+        ValueError: the class calls itself otherwise; the name is empty or means something else; a package or this project has it.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, AttentionBackend)):
+        raise TypeError(f"{cls!r} can not be registered as {name!r}; allowed is a class derived from AttentionBackend")
+    missing = sorted(getattr(cls, "__abstractmethods__", ())) + [each for each in ("name", "capabilities") if not hasattr(cls, each)]
+    if missing:
+        raise TypeError(f"{cls.__qualname__} can not be registered as {name!r}; it lacks {', '.join(missing)}")
+    if cls.name != name:
+        raise ValueError(f"{cls.__qualname__} can not be registered as {name!r}; its own name, which reports show, is {cls.name!r}")
+    if name in ("", "auto") or "," in name or name != name.strip():
+        raise ValueError(f"an attention backend can not be called {name!r}; 'auto', a comma, and spaces around a name mean something else")
+    if name in _entry_points():
+        raise ValueError(f"there is an attention backend {name!r}: {_entry_points()[name].value}; choose another name")
+    _of_this_process[name] = cls
 
 
 @cache
@@ -60,8 +86,8 @@ def backend_names() -> list[str]:
 
 
 def third_party_names() -> list[str]:
-    """Names that other packages register."""
-    return sorted(name for name in _entry_points() if name not in BUILT_IN and name not in UNSUPPORTED)
+    """Names that other packages and this program register."""
+    return sorted({*_entry_points(), *_of_this_process} - BUILT_IN.keys() - UNSUPPORTED.keys())
 
 
 def loadable_classes() -> dict[str, type[AttentionBackend]]:
@@ -80,6 +106,8 @@ def backend_class(name: str) -> type[AttentionBackend]:
         ValueError: an unknown name; the message lists the known ones.
         ImportError: its module can not be imported.
     """
+    if name in _of_this_process:
+        return _of_this_process[name]
     if name not in _entry_points():
         raise ValueError(
             f"unknown attention backend {name!r}; known are 'auto', {', '.join(map(repr, backend_names()))}, and two of them as "

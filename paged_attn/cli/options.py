@@ -72,9 +72,10 @@ def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """A flag for each setting of `EngineConfig`; `engine_config` reads them."""
-    group = parser.add_argument_group("engine (each also as environment variable PAGED_ATTN_NAME)")
+    group = parser.add_argument_group("engine", "each also as environment variable PAGED_ATTN_NAME")
+    advanced = parser.add_argument_group("engine, advanced", "settings that few people need; environment variables, too")
     for setting in fields(EngineConfig):
-        _add_setting(group, setting)
+        _add_setting(advanced if setting.metadata["advanced"] else group, setting)
     for old in (*NEW_NAMES, *GONE):
         flag, dest = f"--{old.replace('_', '-')}", _ENGINE + old
         group.add_argument(flag, dest=dest, nargs="?", const="on", help=argparse.SUPPRESS)

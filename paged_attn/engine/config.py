@@ -12,8 +12,11 @@ from paged_attn.engine.old_settings import GONE, NEW_NAMES, renamed
 from paged_attn.passes.optional import check_disabled
 
 
-def _setting(default: Any, help: str, low: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
+def _setting(default: Any, help: str, low: float | None = None, choices: tuple[str, ...] = (), advanced: bool = False) -> Any:
+    return field(default=default, metadata={"help": help, "low": low, "choices": choices, "advanced": advanced})
+
+
+_advanced = functools.partial(_setting, advanced=True)  # few people need it: listed after the others
 
 
 OF_THE_GRAPH = ("inductor", "merge_linears", "gemv", "pdl")  # True only where somebody asked
@@ -36,42 +39,42 @@ class EngineConfig:
         None, "token budget of one step; longer prompts are prefilled in chunks; default: 2048, for LLM on CUDA 8192", 1
     )
     max_requests: int = _setting(256, "requests that run at the same time", 1)
-    overlap: bool | None = _setting(
+    overlap: bool | None = _advanced(
         None,
         "launch a step before the tokens of the one before it are known, so that the GPU never waits for the host; default: on CUDA only",
     )
-    policy: str = _setting(
+    policy: str = _advanced(
         "fcfs",
         "who of one namespace and priority is admitted next: fcfs (first come, first served) or lpm (longest cached prefix first)",
         choices=("fcfs", "lpm"),
     )
-    prefix_wait_tokens: int = _setting(
+    prefix_wait_tokens: int = _advanced(
         128, "a request waits for one that computes at least so many tokens of the same prefix, and then shares them; 0: never", 0
     )
-    state_snapshots: int | None = _setting(
+    state_snapshots: int | None = _advanced(
         None, "recurrent states kept for shared prefixes, 0: none is reused; default: up to max_requests, a quarter of the state slots", 0
     )
     prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")
     backend: str = _setting("auto", "attention backend: auto, a name that `paged-attn backends` lists, or two as prefill,decode")
-    speculative_backend: str = _setting(
+    speculative_backend: str = _advanced(
         "prefill", "which of two backends runs the verifying and drafting steps of speculative decoding", choices=("prefill", "decode")
     )
     deterministic: bool = _setting(
         False, "take only batch-invariant attention: a row's attention is bitwise the same whatever else is in the batch"
     )
     compile: bool = _setting(True, "trace the model and rewrite its graph; off: hook transformers' attention (no torch.compile)")
-    inductor: bool | None = _setting(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
-    merge_linears: bool | None = _setting(
+    inductor: bool | None = _advanced(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
+    merge_linears: bool | None = _advanced(
         None,
         "one matrix product for q, k and v, one for gate and up; their parameters become views of one tensor; default: on CUDA only",
     )
-    gemv: bool | None = _setting(
+    gemv: bool | None = _advanced(
         None, "a kernel of our own for matrix products with a single row, and graphs for steps of one request; default: on CUDA only"
     )
     disable_passes: tuple[str, ...] = _setting(
         (), "optional passes that are left out whatever else is set, by the names that `paged-attn passes` lists"
     )
-    early_logits_gather: bool = _setting(
+    early_logits_gather: bool = _advanced(
         True, "after the last attention compute only the tokens whose logits are wanted, where that is proved to change nothing"
     )
     graphs: str = _setting(
@@ -79,18 +82,20 @@ class EngineConfig:
         "capture steps in CUDA graphs: full (decode whole, other steps piecewise), piecewise, off; auto: full on CUDA",
         choices=("auto", "full", "piecewise", "off"),
     )
-    pdl: bool | None = _setting(
+    pdl: bool | None = _advanced(
         None,
         "Inductor's kernels start before the one in front has ended and wait for it first of all, on GPUs that can (compute capability "
         "9.0); default: if steps are captured",
     )
-    graph_sampling: bool = _setting(True, "choose each row's most likely token inside the graphs, so that a greedy step ends with one copy")
-    graph_memory_gib: float = _setting(1.0, "device memory that all captured graphs may take, in GiB", 0)
-    graph_decode_sizes: int = _setting(35, "how many sizes of decode steps are captured, up to max_requests", 1)
-    graph_extend_sizes: int = _setting(20, "how many sizes of other steps are captured, up to 2048 tokens", 1)
-    graph_strict: bool = _setting(False, "a shape that can not be captured is an error and not run uncaptured")
-    graph_verify: bool = _setting(False, "compare every captured step with the model uncaptured (slow)")
-    follow_generate: bool = _setting(
+    graph_sampling: bool = _advanced(
+        True, "choose each row's most likely token inside the graphs, so that a greedy step ends with one copy"
+    )
+    graph_memory_gib: float = _advanced(1.0, "device memory that all captured graphs may take, in GiB", 0)
+    graph_decode_sizes: int = _advanced(35, "how many sizes of decode steps are captured, up to max_requests", 1)
+    graph_extend_sizes: int = _advanced(20, "how many sizes of other steps are captured, up to 2048 tokens", 1)
+    graph_strict: bool = _advanced(False, "a shape that can not be captured is an error and not run uncaptured")
+    graph_verify: bool = _advanced(False, "compare every captured step with the model uncaptured (slow)")
+    follow_generate: bool = _advanced(
         False, "serve a model whose generate() numbers positions otherwise than a plain call as generate() does"
     )
     self_check: bool = _setting(True, "compare the rewritten model with the original before the first batch")

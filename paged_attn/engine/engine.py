@@ -252,7 +252,7 @@ class Engine:
                     self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers)))
+        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers)).begin())
         if self.states is not None:
             for request in requests:
                 self.kv.keep_state(request)

@@ -58,11 +58,11 @@ class OutputProcessor:
         try:
             for request, end, token_id, known, goes_on in in_flight.results():
                 if request.finish_reason is not None:
-                    request.num_tokens -= 1  # it ended while this step ran
+                    request.drop_pending_token()  # it ended while this step ran
                     continue
                 request.num_validated = end
                 if token_id < 0:
-                    request.num_tokens -= 1
+                    request.drop_pending_token()
                     pending(self._fail(request))
                 elif goes_on and token_id not in request.stop_token_ids:
                     num_plain += 1

@@ -118,7 +118,7 @@ class StableHasher:
 
     def _function(self, value: types.FunctionType) -> str:
         name = f"function {value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"
-        if self._is_elsewhere(value):
+        if self._is_of_another_file(value):
             return name
         cells = []
         for cell in value.__closure__ or ():
@@ -136,7 +136,7 @@ class StableHasher:
 
     def _class(self, value: type) -> str:
         name = f"class {value.__module__}.{value.__qualname__}"
-        if _versioned_class(value) or self._is_elsewhere(value):
+        if _versioned_class(value) or self._is_of_another_file(value):
             return name
         outer, self.strict = self.strict, False  # of a class that is not the model's own, few things are read
         try:
@@ -154,7 +154,7 @@ class StableHasher:
         held = "" if content is None else self.text(_CONTENT[content](value))
         return f"instance({self.text(kind)} {held} {self._named(attributes.items())})"
 
-    def _is_elsewhere(self, value: Any) -> bool:
+    def _is_of_another_file(self, value: Any) -> bool:
         return self.inside is not None and value.__module__ != self.inside
 
     def _named(self, items: Any) -> str:

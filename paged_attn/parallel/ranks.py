@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.batch import BatchRequest, RequestColumns
+from paged_attn.attn_ops.batch.batch import RequestColumns
 
 DIGEST_BITS = 62  # so that its negative is an int64, too
 _controls: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -60,7 +60,7 @@ class Ranks:
         """Raises DivergedError, on every rank, unless all ranks give the same `data`; `what` says what that is of."""
         self._compare(what, data)()
 
-    def compare_step(self, requests: Sequence[BatchRequest]) -> Callable[[], None]:
+    def compare_step(self, requests: RequestColumns) -> Callable[[], None]:
         """Ask whether every rank is about to compute the same tokens at the same places. Call what this returns before computing them: it
         waits for the answer, and raises DivergedError, on every rank, if it is no."""
         return self._compare("the next step", _signature(requests))
@@ -101,9 +101,8 @@ class Ranks:
         return tensor.tolist()
 
 
-def _signature(requests: Sequence[BatchRequest]) -> bytes:
+def _signature(columns: RequestColumns) -> bytes:
     """All that a step depends on, apart from pages before a request's last one: those were in the signatures of earlier steps."""
-    columns = RequestColumns.of(requests)
     last_pages = columns.page_table[np.arange(len(columns)), columns.num_pages - 1]
     numbers = (columns.num_cached, columns.num_logits, columns.num_new, columns.num_pages, last_pages, columns.tokens)
     return np.concatenate(numbers).tobytes()

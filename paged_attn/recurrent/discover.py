@@ -54,7 +54,7 @@ def recurrent_modules(model: nn.Module, inputs_of: Callable[[int], dict[str, Any
     return [] if watched is None else [call.name for call in _recurrent_calls(*watched)]
 
 
-def state_elsewhere(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> str:
+def state_outside_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> str:
     """Where a model keeps tensors of a fixed size per request otherwise than in a transformers cache, or ""."""
     watched = _both_lengths(model, inputs_of)
     if watched is None:

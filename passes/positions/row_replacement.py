@@ -51,7 +51,7 @@ class RowReplacement:
         if node.op in ("placeholder", "get_attr") or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             return False
         # Probes see the first rows of a table only, so that what is taken off one counts as different.
-        takes_rows = any(self._seed(other) is not None for other in self._cone(node))
+        takes_rows = any(self._seed(other) is not None for other in self._sliced(node))
         return takes_rows or not isinstance(value, Tensor) or not self.probe.is_constant(node)
 
     def make(self) -> fx.Node:
@@ -78,7 +78,7 @@ class RowReplacement:
             self.shared.tables[node] = table_rows(node, self.probe, self.form)
         return self.shared.tables[node]
 
-    def _cone(self, node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+    def _sliced(self, node: fx.Node, stop: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
         return backward_slice(node, self.user, stop, self.shared.writers)
 
     def _find_seeds(self, node: fx.Node, seen: set[fx.Node]) -> None:
@@ -91,7 +91,7 @@ class RowReplacement:
         if table is not None:
             self.seeds[node] = table
             return
-        writers = [w for w in self._cone(node) if writes_in_place(w) and node in written_values(w)]
+        writers = [w for w in self._sliced(node) if writes_in_place(w) and node in written_values(w)]
         inputs = [source for source in (*read_inputs(node), *writers) if source not in seen]
         varying = [source for source in inputs if self._varies(source)]
         counted = self.probe.affine(node) if not varying and isinstance(value_of(node), Tensor) else None
@@ -102,7 +102,7 @@ class RowReplacement:
 
     def _rebuild(self) -> fx.Node:
         graph = self.user.graph
-        nodes = self._cone(self.value, frozenset(self.seeds))
+        nodes = self._sliced(self.value, frozenset(self.seeds))
         writers = [node for node in nodes if writes_in_place(node) and node not in self.seeds]
         if any(target.op == "placeholder" for writer in writers for target in written_values(writer)):
             raise refusal(self.value, "changes a tensor of the model in place")

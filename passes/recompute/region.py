@@ -80,8 +80,10 @@ class _Search:
         nodes = backward_slice(self.output, self.output, frozenset(rows), self.writers)
         self._check(nodes, rows)
         empty = {node for node in rows if 0 in value_of(node).shape}
-        lent = {source for node in nodes if node not in rows for source in node.all_input_nodes if isinstance(value_of(source), Tensor)}
-        shapes = sorted(lent - set(nodes) | empty)
+        shape_only = {
+            source for node in nodes if node not in rows for source in node.all_input_nodes if isinstance(value_of(source), Tensor)
+        }
+        shapes = sorted(shape_only - set(nodes) | empty)
         return Region(self.output, [n for n in nodes if n not in empty], [n for n in rows if n not in empty], shapes)
 
     def _walk(self) -> None:

@@ -17,7 +17,7 @@ from paged_attn.attn_ops.batch.step_buffers import StepShape
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend
-from paged_attn.backends.attention.capabilities import PHASES, Feature, GraphSupport, Problem, unmet
+from paged_attn.backends.attention.capabilities import Feature, GraphSupport, Problem, unmet
 from paged_attn.backends.attention.hybrid import HybridPlan, hybrid_of
 from paged_attn.backends.attention.reference import ReferenceBackend
 from tests.backends.fake_backends import PLAIN, fake
@@ -111,10 +111,8 @@ def test_a_page_table_that_is_copied_is_copied_in_the_graph():
 def test_what_a_graph_may_hold():
     spec = {"extend": GraphSupport.ALWAYS, "decode": GraphSupport.UNIFORM_DECODE}
     some = fake("some", replace(PLAIN, graphs=spec))()
-    assert [some.graph_support(phase) for phase in ("extend", "decode")] == list(spec.values())
-    partial = fake("partial", replace(PLAIN, graphs={"decode": GraphSupport.ALWAYS}))()
-    assert partial.graph_support("extend") is GraphSupport.NEVER
-    assert ReferenceBackend().graph_support("decode") is GraphSupport.NEVER
+    assert some.graph_support() is GraphSupport.UNIFORM_DECODE
+    assert ReferenceBackend().graph_support() is GraphSupport.NEVER
     assert some.for_graph(4, 8) is some
     assert some.graph_lengths(4, 77, make([(1, 1)]).pool) == (77,) and some.graph_variant(make([(1, 1)]).batch, make([(1, 1)]).pool) == 0
 
@@ -139,8 +137,7 @@ def test_two_backends_answer_for_their_phases():
 
     second = Second()
     hybrid, case = hybrid_of(first, second), make([(3, 1)])
-    assert [hybrid.graph_support(phase) for phase in ("extend", "decode")] == [GraphSupport.ALWAYS, GraphSupport.UNIFORM_DECODE]
-    assert hybrid_of(second, first).graph_support("decode") is GraphSupport.NEVER
+    assert hybrid.graph_support() is GraphSupport.UNIFORM_DECODE and hybrid_of(second, first).graph_support() is GraphSupport.NEVER
     assert hybrid.for_graph(4, 9) is first
     assert hybrid.graph_lengths(3, 50, case.pool) == (3, 50) and hybrid.graph_variant(case.batch, case.pool) == 1
     plan = hybrid.plan(case.batch, case.pool)
@@ -153,8 +150,8 @@ def test_deterministic_triton_has_no_graphs():
     pytest.importorskip("triton")
     from paged_attn.backends.attention.triton.backend import TritonBackend
 
-    assert {TritonBackend(deterministic=True).graph_support(phase) for phase in PHASES} == {GraphSupport.NEVER}
-    assert {TritonBackend().graph_support(phase) for phase in PHASES} == {GraphSupport.ALWAYS}
+    assert TritonBackend(deterministic=True).graph_support() is GraphSupport.NEVER
+    assert TritonBackend().graph_support() is GraphSupport.ALWAYS
 
 
 def kinds(count: int) -> st.SearchStrategy[list[AttentionSpec]]:

@@ -42,9 +42,6 @@ class Recording(ReferenceBackend):
         self.calls.append(f"forward {sorted(keywords)}")
         super().forward(plan, layer_id, spec, query, key, value, output, **keywords)
 
-    def workspace_bytes(self, max_requests, max_tokens):
-        return max_requests * (1 if self.label == "prefill" else 1000) + max_tokens
-
 
 @pytest.mark.parametrize("speculative", ["prefill", "decode"])
 @pytest.mark.parametrize("mode", ForwardMode)
@@ -101,9 +98,9 @@ def test_the_methods_of_the_contract_reach_the_serving_child():
     assert seen == [(name, plan.plan, "call") for name in ("write_kv", "forward_extend", "forward_decode")]
 
 
-def test_names_workspaces_and_graphs():
+def test_names_and_graphs():
     hybrid = hybrid_of(Recording("prefill"), Recording("decode"))
-    assert hybrid.name == "reference,reference" and hybrid.workspace_bytes(2, 7) == 2 + 7 + 2000 + 7
+    assert hybrid.name == "reference,reference"
     graphs = {"extend": GraphSupport.ALWAYS, "decode": GraphSupport.UNIFORM_DECODE}
     other = {"extend": GraphSupport.UNIFORM_DECODE, "decode": GraphSupport.ALWAYS}
     shared = shared_capabilities(dataclasses.replace(PLAIN, graphs=graphs), dataclasses.replace(PLAIN, graphs=other))

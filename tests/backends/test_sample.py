@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 from paged_attn.backends.sampling import sample
-from paged_attn.backends.sampling.sample import Drawing, sample_tokens
+from paged_attn.backends.sampling.sample import Sampling, sample_tokens
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 INF = float("inf")
@@ -92,12 +92,12 @@ def test_every_token_at_its_place_of_the_running_sum(kind: str, vocabulary: int)
         ends = np.cumsum(shares[ids], dtype=np.float64)
         middles = (ends - shares[ids] / 2) / ends[-1]
         wanted.append([(0.0, ids[0]), *zip(middles.tolist(), ids, strict=True), (1.0 - 2**-53, ids[-1])])
-    drawing = Drawing(logits, logits.argmax(-1), rows_of(SETTINGS, [0.0] * len(SETTINGS), vocabulary, list(range(len(SETTINGS)))))
-    limits = drawing.find_limits()
+    sampling = Sampling(logits, logits.argmax(-1), rows_of(SETTINGS, [0.0] * len(SETTINGS), vocabulary, list(range(len(SETTINGS)))))
+    limits = sampling.find_limits()
     longest = max(map(len, wanted))
     for turn in range(0, longest, max(longest // 12, 1)):
         asked = [of_row[turn % len(of_row)] for of_row in wanted]
-        got = drawing.draw(limits, torch.tensor([uniform for uniform, _ in asked], dtype=torch.float64))
+        got = sampling.draw(limits, torch.tensor([uniform for uniform, _ in asked], dtype=torch.float64))
         assert got.tolist() == [token for _, token in asked], turn
 
 

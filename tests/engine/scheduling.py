@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paged_attn import EngineConfig
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.scheduler import Scheduler
-from paged_attn.engine.scheduling.step_plan import Scheduled
+from paged_attn.engine.scheduling.step_plan import ScheduledStep
 from tests.engine.models import request_of
 
 
@@ -36,6 +37,19 @@ def arrive(
         scheduler.waiting.append(request)
         requests.append(request)
     return requests
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """`count` tokens of a request from its first uncached one on; `samples` if they reach its last token."""
+
+    request: Request
+    count: int
+    samples: bool
+
+
+def each(step: ScheduledStep) -> list[Scheduled]:
+    return [Scheduled(*row) for row in zip(step.requests, step.counts.tolist(), step.samples.tolist(), strict=True)]
 
 
 def run(scheduled: Sequence[Scheduled]) -> None:

@@ -16,8 +16,8 @@ from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.memory.model_limits import NO_STATE, StateSlots
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.scheduler import Scheduler
-from paged_attn.engine.scheduling.step_plan import Scheduled
 from tests.engine.models import request_of
+from tests.engine.scheduling import Scheduled, each
 
 POISON = 0  # who has this token gets NaN from it on
 Part = tuple[Request, int, int, bool]
@@ -103,7 +103,8 @@ class World:
         self.check()
 
     def _launch(self, fails: bool) -> bool:
-        scheduled = self.scheduler.schedule(drained=not self.flights)
+        self.step_made = self.scheduler.schedule(drained=not self.flights)
+        scheduled = each(self.step_made)
         self.trace.append([(s.request.id, s.count, s.samples) for s in scheduled])
         if not scheduled:
             assert self.flights or not self.requests, "there is work, and nothing runs"

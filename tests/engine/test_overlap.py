@@ -78,7 +78,7 @@ def test_the_host_never_gave_the_tokens_that_the_device_used() -> None:
     engine = overlapped()
     request = engine.add_request(PROMPTS[0], GREEDY)
     engine.step()
-    engine.steps.feed.tokens.fill_(5)
+    engine.steps.future_tokens.tokens.fill_(5)
     run_all(engine)
     first = oracle(PROMPTS[0])[0]
     assert request.output_token_ids[0] == first != 5

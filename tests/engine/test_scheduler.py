@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.engine.scheduling.step_plan import Scheduled, StepPlan
+from paged_attn.engine.scheduling.step_plan import StepPlan
 from tests.engine.models import request_of
-from tests.engine.scheduling import arrive, collect, counts, launch, run, scheduler_of
+from tests.engine.scheduling import Scheduled, arrive, collect, counts, each, launch, run, scheduler_of
 
 
 def test_prompts_are_cut_into_chunks_of_the_budget() -> None:
@@ -18,7 +18,7 @@ def test_prompts_are_cut_into_chunks_of_the_budget() -> None:
     arrive(scheduler, 5, 10, 4)
     steps = []
     for _ in range(4):
-        scheduled = scheduler.schedule()
+        scheduled = each(scheduler.schedule())
         steps.append(counts(scheduled))
         run(scheduled)
     assert steps == [
@@ -33,39 +33,39 @@ def test_decodes_go_before_older_prefills() -> None:
     scheduler = scheduler_of(max_batch_tokens=6)
     long, short = arrive(scheduler, 20, 2)
     scheduler.waiting.remove(long)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     scheduler.waiting.append(long)
-    run(scheduler.schedule())
-    assert counts(scheduler.schedule()) == [("r1", 1, True), ("r0", 5, False)]
+    run(each(scheduler.schedule()))
+    assert counts(each(scheduler.schedule())) == [("r1", 1, True), ("r0", 5, False)]
     assert list(scheduler.running) == [long, short], "running is in order of arrival"
 
 
 def test_a_budget_below_the_number_of_decodes_serves_the_oldest() -> None:
     scheduler = scheduler_of(max_batch_tokens=2)
     arrive(scheduler, 1, 1, 1)
-    run(scheduler.schedule())
-    scheduled = scheduler.schedule()
+    run(each(scheduler.schedule()))
+    scheduled = each(scheduler.schedule())
     assert counts(scheduled) == [("r0", 1, True), ("r1", 1, True)]
 
 
 def test_no_more_than_max_requests_run() -> None:
     scheduler = scheduler_of(max_requests=2)
     requests = arrive(scheduler, 3, 3, 3)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     assert list(scheduler.running) == requests[:2] and list(scheduler.waiting) == requests[2:]
     scheduler.remove(requests[0], share=False)
-    assert [r.id for r in (s.request for s in scheduler.schedule())] == ["r1", "r2"]
+    assert [r.id for r in (s.request for s in each(scheduler.schedule()))] == ["r1", "r2"]
 
 
 def test_a_request_waits_until_its_whole_prompt_fits_and_those_behind_it_wait_too() -> None:
     scheduler = scheduler_of(num_pages=9, max_batch_tokens=8)  # 8 usable
     first, large, small = arrive(scheduler, 16, 20, 1)  # 4, 5 and 1 pages
     for _ in range(3):  # in the third there is room for a first chunk, but not for all
-        run(scheduler.schedule())
+        run(each(scheduler.schedule()))
     assert list(scheduler.running) == [first] and list(scheduler.waiting) == [large, small]
     assert not large.pages and large.num_cached == 0
     scheduler.remove(first, share=False)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     assert list(scheduler.running) == [large]
 
 
@@ -73,15 +73,15 @@ def test_when_pages_run_out_the_newest_is_preempted_and_waits_at_its_old_place()
     scheduler = scheduler_of(num_pages=4)  # 3 usable pages of 4
     old, middle, new = arrive(scheduler, 4, 3, 3)
     late = arrive(scheduler, 2)[0]
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     assert list(scheduler.running) == [old, middle, new]
-    scheduled = scheduler.schedule()  # the oldest needs its second page
+    scheduled = each(scheduler.schedule())  # the oldest needs its second page
     assert [s.request for s in scheduled] == [old, middle] and scheduler.num_preemptions == 1
     assert list(scheduler.running) == [old, middle] and list(scheduler.waiting) == [new, late]
     assert (list(new.pages), new.num_cached, len(new.tokens), len(new.sampled)) == ([], 0, 4, 1), "its tokens stay"
     run(scheduled)
     scheduler.remove(old, share=False)
-    scheduled = scheduler.schedule()
+    scheduled = each(scheduler.schedule())
     assert [s.request for s in scheduled][:2] == [middle, new]
     assert next(s.count for s in scheduled if s.request is new) == 4, "recomputed from prompt and output"
 
@@ -89,21 +89,21 @@ def test_when_pages_run_out_the_newest_is_preempted_and_waits_at_its_old_place()
 def test_a_request_that_is_the_newest_itself_is_the_one_preempted() -> None:
     scheduler = scheduler_of(num_pages=3)
     old, new = arrive(scheduler, 3, 4)
-    run(scheduler.schedule())
-    scheduled = scheduler.schedule()
+    run(each(scheduler.schedule()))
+    scheduled = each(scheduler.schedule())
     assert [s.request for s in scheduled] == [old] and list(scheduler.waiting) == [new]
 
 
 def test_a_scheduled_request_that_is_preempted_later_in_the_same_step_does_not_run() -> None:
     scheduler = scheduler_of(num_pages=4, max_batch_tokens=5)  # 3 usable
     arrive(scheduler, 12)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     (new,) = arrive(scheduler, 2)
     assert scheduler.kv.reserve(new, 2)  # the last page
     scheduler.waiting.remove(new)
     scheduler.running.add(new)
     run([Scheduled(new, 2, True)])
-    assert counts(scheduler.schedule()) == [("r0", 4, False)], "the decode came first, but the older prefill took its page"
+    assert counts(each(scheduler.schedule())) == [("r0", 4, False)], "the decode came first, but the older prefill took its page"
     assert list(scheduler.waiting) == [new] and not new.pages
 
 
@@ -111,7 +111,7 @@ def test_a_prompt_that_is_preempted_half_way_is_not_shared() -> None:
     """Only logits vouch for KV: nobody knows yet whether these pages hold NaN."""
     scheduler = scheduler_of(prefix_cache=True, max_batch_tokens=8)
     (request,) = arrive(scheduler, 20)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     scheduler.preempt(request)
     assert scheduler.kv.tree is not None and scheduler.kv.tree.num_pages == 0
     assert scheduler.kv.allocator.num_free == scheduler.kv.num_usable
@@ -120,35 +120,35 @@ def test_a_prompt_that_is_preempted_half_way_is_not_shared() -> None:
 def test_a_request_whose_token_is_under_way_goes_on_with_it() -> None:
     scheduler = scheduler_of()
     arrive(scheduler, 5)
-    launch(scheduler.schedule())
-    assert counts(scheduler.schedule(drained=False)) == [("r0", 1, True)] and not scheduler.wants_drain
+    launch(each(scheduler.schedule()))
+    assert counts(each(scheduler.schedule(drained=False))) == [("r0", 1, True)] and not scheduler.wants_drain
 
 
 def test_a_request_whose_last_token_is_under_way_runs_no_more_and_keeps_its_place() -> None:
     scheduler = scheduler_of(max_requests=2)
     last, other, third = arrive(scheduler, 3, 3, 3)
     last.max_new_tokens = 2
-    launch(scheduler.schedule())
+    launch(each(scheduler.schedule()))
     collect(last, other)
-    launch(scheduler.schedule())
-    assert counts(scheduler.schedule(drained=False)) == [("r1", 1, True)]
+    launch(each(scheduler.schedule()))
+    assert counts(each(scheduler.schedule(drained=False))) == [("r1", 1, True)]
     assert list(scheduler.running) == [last, other] and list(scheduler.waiting) == [third] and not scheduler.wants_drain
     collect(last, other)
-    assert counts(scheduler.schedule()) == [("r1", 1, True)]
+    assert counts(each(scheduler.schedule())) == [("r1", 1, True)]
 
 
 def test_nothing_is_preempted_while_a_step_is_under_way() -> None:
     scheduler = scheduler_of(num_pages=4)  # 3 usable pages of 4
     old, middle, new = arrive(scheduler, 4, 3, 3)
     (late,) = arrive(scheduler, 1)
-    launch(scheduler.schedule())
-    scheduled = scheduler.schedule(drained=False)
+    launch(each(scheduler.schedule()))
+    scheduled = each(scheduler.schedule(drained=False))
     assert [s.request for s in scheduled] == [middle, new] and scheduler.wants_drain, "the oldest lacks a page"
     assert list(scheduler.running) == [old, middle, new] and list(scheduler.waiting) == [late] and not scheduler.num_preemptions
     with pytest.raises(AssertionError, match="collect the step"):
         scheduler.preempt(new)
     collect(old, middle, new)
-    scheduled = scheduler.schedule()
+    scheduled = each(scheduler.schedule())
     assert [s.request for s in scheduled] == [old, middle] and scheduler.num_preemptions == 1 and not scheduler.wants_drain
 
 
@@ -156,16 +156,16 @@ def test_a_waiting_request_whose_token_is_under_way_is_not_admitted_before_it_ha
     scheduler = scheduler_of()
     (request,) = arrive(scheduler, 3)
     request.num_tokens += 1
-    assert not scheduler.schedule(drained=False) and scheduler.wants_drain and list(scheduler.waiting) == [request]
+    assert not each(scheduler.schedule(drained=False)) and scheduler.wants_drain and list(scheduler.waiting) == [request]
     request.num_tokens -= 1
-    assert counts(scheduler.schedule()) == [("r0", 3, True)] and not scheduler.wants_drain
+    assert counts(each(scheduler.schedule())) == [("r0", 3, True)] and not scheduler.wants_drain
 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_remove_forgets_running_waiting_and_unknown_requests(share: bool) -> None:
     scheduler = scheduler_of(prefix_cache=True, max_requests=1)
     running, waiting = arrive(scheduler, 9, 3)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     for request in (running, waiting, running, request_of([1])):
         scheduler.remove(request, share=share)
     assert not scheduler.running and not scheduler.waiting
@@ -176,13 +176,13 @@ def test_remove_forgets_running_waiting_and_unknown_requests(share: bool) -> Non
 def test_cached_tokens_are_counted_at_the_first_admission_only() -> None:
     scheduler = scheduler_of(prefix_cache=True)
     first = arrive(scheduler, 0, tokens=[5] * 9)[0]
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     scheduler.kv.share(first)
     second = arrive(scheduler, 0, tokens=[5] * 10)[0]
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     assert (first.cached_tokens, second.cached_tokens) == (0, 8)
     scheduler.preempt(first)
-    scheduler.schedule()
+    each(scheduler.schedule())
     assert (first.num_cached, first.cached_tokens) == (8, 0)
 
 
@@ -205,7 +205,7 @@ def test_every_request_ends_whatever_the_sizes(
     while unfinished:
         steps += 1
         assert steps < 3000, "no progress"
-        scheduled = scheduler.schedule()
+        scheduled = each(scheduler.schedule())
         assert scheduled, "there is work, and nothing runs"
         chosen = [s.request for s in scheduled]
         assert len(set(chosen)) == len(chosen) <= max_requests and set(chosen) <= set(scheduler.running)
@@ -224,11 +224,11 @@ def test_who_found_too_few_pages_is_tried_again_when_its_prefix_is_shared() -> N
     scheduler = scheduler_of(num_pages=10, prefix_cache=True, prefix_wait_tokens=0)
     (first,) = arrive(scheduler, 0, tokens=[5] * 20)
     (second,) = arrive(scheduler, 0, tokens=[5] * 24)
-    run(scheduler.schedule())
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
+    run(each(scheduler.schedule()))
     assert list(scheduler.waiting) == [second], "it needs 6 pages, and 3 are free"
     scheduler.kv.share(first)
-    assert [s.request for s in scheduler.schedule()] == [first, second] and second.num_cached == 20
+    assert [s.request for s in each(scheduler.schedule())] == [first, second] and second.num_cached == 20
 
 
 def test_a_plan_gives_the_budget_back_for_what_is_cut_or_dropped() -> None:
@@ -251,4 +251,4 @@ def test_a_plan_gives_the_budget_back_for_what_is_cut_or_dropped() -> None:
 def test_a_plan_takes_the_first_decodes_if_the_budget_has_no_room_for_all() -> None:
     plan, decodes = StepPlan(2), [request_of([1]) for _ in range(3)]
     plan.add_decodes(decodes)
-    assert list(plan.scheduled()) == [Scheduled(request, 1, True) for request in decodes[:2]] and plan.budget == 0
+    assert each(plan.scheduled()) == [Scheduled(request, 1, True) for request in decodes[:2]] and plan.budget == 0

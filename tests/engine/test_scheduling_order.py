@@ -16,14 +16,14 @@ from paged_attn.engine.scheduling.queue_policy import ArrivalOrder, LongestPrefi
 from paged_attn.engine.scheduling.scheduler import HELD_PER_STEP, Scheduler
 from paged_attn.engine.scheduling.waiting_queue import WaitingQueue
 from tests.engine.models import request_of
-from tests.engine.scheduling import arrive, collect, counts, launch, run, scheduler_of
+from tests.engine.scheduling import arrive, collect, counts, each, launch, run, scheduler_of
 
 
 def admissions(scheduler: Scheduler, limit: int = 10**6) -> list[Request]:
     """Each waiting request in the order of admission, one a step; who runs ends after its step. Needs max_requests=1."""
     order: list[Request] = []
     while scheduler.waiting and len(order) < limit:
-        run(scheduler.schedule())
+        run(each(scheduler.schedule()))
         for request in list(scheduler.running):
             order.append(request)
             scheduler.remove(request, share=True)
@@ -39,11 +39,11 @@ def test_the_lower_priority_value_goes_first_and_equals_by_arrival() -> None:
 def test_pages_are_taken_from_the_least_urgent_then_the_newest() -> None:
     scheduler = scheduler_of(num_pages=5)  # 4 usable pages of 4
     old, urgent, idle, new = (arrive(scheduler, 3, priority=p)[0] for p in (0, -1, 5, 0))
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     assert list(scheduler.running) == [urgent, old, new, idle]
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     assert list(scheduler.running) == [urgent, old, new, idle]
-    scheduled = scheduler.schedule()  # three need their second page
+    scheduled = each(scheduler.schedule())  # three need their second page
     assert [s.request for s in scheduled] == [urgent, old] and scheduler.num_preemptions == 2
     assert list(scheduler.waiting) == [new, idle]
 
@@ -51,29 +51,29 @@ def test_pages_are_taken_from_the_least_urgent_then_the_newest() -> None:
 def test_a_more_urgent_request_takes_the_place_of_a_less_urgent_one() -> None:
     scheduler = scheduler_of(max_requests=2)
     first, second = arrive(scheduler, 3, 3, priority=1)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     equal, urgent = arrive(scheduler, 2, priority=1)[0], arrive(scheduler, 2, priority=0)[0]
-    scheduled = scheduler.schedule()
+    scheduled = each(scheduler.schedule())
     assert [s.request for s in scheduled] == [first, urgent] and scheduler.num_preemptions == 1
     assert list(scheduler.waiting) == [second, equal], "equals do not push each other out"
     run(scheduled)
     scheduler.remove(urgent, share=False)
-    assert [s.request for s in scheduler.schedule()] == [first, second], "who ran before goes first"
+    assert [s.request for s in each(scheduler.schedule())] == [first, second], "who ran before goes first"
 
 
 def test_pages_of_less_urgent_ones_are_taken_for_an_urgent_one_only_if_they_suffice() -> None:
     scheduler = scheduler_of(num_pages=9)  # 8 usable pages of 4
     equal, idle, idler = (arrive(scheduler, 6, priority=p)[0] for p in (0, 1, 2))  # 2 pages each, and 2 are free
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     (huge,) = arrive(scheduler, 28)  # 7 pages: not even with those of both
     for _ in range(2):
-        scheduler.schedule()
+        each(scheduler.schedule())
     assert scheduler.num_preemptions == 0 and list(scheduler.waiting) == [huge]
     scheduler.remove(huge, share=False)
     (large,) = arrive(scheduler, 12)  # 3 pages: with those of the least urgent
-    scheduler.schedule(drained=False)
+    each(scheduler.schedule(drained=False))
     assert scheduler.wants_drain and scheduler.num_preemptions == 0
-    scheduled = scheduler.schedule()
+    scheduled = each(scheduler.schedule())
     assert [s.request for s in scheduled] == [equal, idle, large]
     assert list(scheduler.running) == [equal, large, idle] and list(scheduler.waiting) == [idler]
 
@@ -81,9 +81,9 @@ def test_pages_of_less_urgent_ones_are_taken_for_an_urgent_one_only_if_they_suff
 def test_an_urgent_request_does_not_wait_for_the_long_prompt_of_a_less_urgent_one() -> None:
     scheduler = scheduler_of(max_batch_tokens=8)
     (long,) = arrive(scheduler, 100, priority=1)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     equal, urgent = arrive(scheduler, 5, priority=1)[0], arrive(scheduler, 5, priority=0)[0]
-    assert counts(scheduler.schedule()) == [(urgent.id, 5, True), (long.id, 3, False)]
+    assert counts(each(scheduler.schedule())) == [(urgent.id, 5, True), (long.id, 3, False)]
     assert equal in scheduler.waiting
 
 
@@ -224,11 +224,11 @@ def test_an_lpm_line_looks_again_when_pages_were_shared_and_only_then() -> None:
 def test_preempted_requests_come_back_before_new_ones_of_every_namespace() -> None:
     scheduler = scheduler_of(max_requests=2)
     first, second = arrive(scheduler, 3, 3, namespace="a")
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     arrive(scheduler, 3, namespace="b")
     for request in (first, second):
         scheduler.preempt(request)
-    assert [s.request for s in scheduler.schedule()] == [first, second]
+    assert [s.request for s in each(scheduler.schedule())] == [first, second]
 
 
 class ByHand:
@@ -339,8 +339,8 @@ def test_ten_thousand_waiting_requests_are_not_looked_at_while_nothing_changes(p
     scheduler = scheduler_of(policy=policy, prefix_cache=True, **limits)
     for _ in range(10_000):
         arrive_fast(scheduler, [1 + len(scheduler.waiting) % 7] * 8)
-    run(scheduler.schedule())
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
+    run(each(scheduler.schedule()))
     kv = scheduler.kv
     with (
         mock.patch.object(kv, "adopt_prefix", side_effect=AssertionError("looked")),
@@ -348,7 +348,7 @@ def test_ten_thousand_waiting_requests_are_not_looked_at_while_nothing_changes(p
         mock.patch.object(WaitingQueue, "__iter__", side_effect=AssertionError("looked")),
     ):
         for _ in range(3):
-            run(scheduler.schedule())
+            run(each(scheduler.schedule()))
     assert len(scheduler.waiting) >= 9_990
 
 
@@ -362,7 +362,7 @@ def test_a_step_that_admits_looks_at_few_of_ten_thousand(policy: str) -> None:
         mock.patch.object(kv, "adopt_prefix", wraps=kv.adopt_prefix) as adopt,
         mock.patch.object(kv, "cached_tokens", wraps=kv.cached_tokens) as lookups,
     ):
-        scheduler.schedule()
+        each(scheduler.schedule())
     assert adopt.call_count <= HELD_PER_STEP + 4 and lookups.call_count <= (HELD_PER_STEP + 4) * LongestPrefixFirst.LOOKUPS
 
 
@@ -377,14 +377,14 @@ def test_statistics_count_each_request_once() -> None:
     stats = scheduler.stats
     assert stats.hit_rate == 0
     first, second, third = (arrive(scheduler, 0, tokens=[5] * n)[0] for n in (9, 10, 11))
-    scheduled = scheduler.schedule()
+    scheduled = each(scheduler.schedule())
     launch(scheduled)
     collect(first, second)
     scheduler.kv.share(first)
     scheduler.remove(first, share=True)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     assert (stats.admitted, stats.prompt_tokens, stats.prompt_tokens_cached) == (3, 30, 8) and stats.hit_rate == 8 / 30
     scheduler.preempt(third)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     assert (stats.admitted, stats.preemptions, scheduler.num_preemptions) == (3, 1, 1) and list(scheduler.running) == [second, third]
     assert 0 < stats.longest_queue_seconds <= stats.queue_seconds <= 3 * stats.longest_queue_seconds

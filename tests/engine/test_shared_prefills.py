@@ -13,9 +13,8 @@ from paged_attn import SamplingParams
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.scheduler import HELD_PER_STEP, Scheduler
 from paged_attn.engine.scheduling.shared_prefills import MAX_WAITS, num_common
-from paged_attn.engine.scheduling.step_plan import Scheduled
 from tests.engine.models import make_engine, oracle, random_prompts
-from tests.engine.scheduling import arrive, collect, counts, launch, run, scheduler_of
+from tests.engine.scheduling import Scheduled, arrive, collect, counts, each, launch, run, scheduler_of
 from tests.engine.scheduling_world import POISON, World
 
 PREFIX = [5] * 16
@@ -64,29 +63,29 @@ def test_64_requests_compute_the_2048_tokens_that_they_share_once(overlap: bool,
 def test_all_of_them_start_as_soon_as_the_first_token_is_there() -> None:
     scheduler = scheduler_with(max_batch_tokens=64)
     first, second, third = sharing(scheduler, 6, 7, 8)
-    launch(scheduled := scheduler.schedule())
+    launch(scheduled := each(scheduler.schedule()))
     assert counts(scheduled) == [("r0", 19, True)] and waiting_for_it(scheduler) == {second, third}
     assert scheduler.wants_drain, "better than a step of one decode"
-    launch(scheduled := scheduler.schedule(drained=False))
+    launch(scheduled := each(scheduler.schedule(drained=False)))
     assert counts(scheduled) == [("r0", 1, True)] and waiting_for_it(scheduler) == {second, third}, "its token is on its way"
     collect(first)
-    assert counts(scheduler.schedule(drained=False)) == [("r0", 1, True), ("r1", 3, True), ("r2", 3, True)]
+    assert counts(each(scheduler.schedule(drained=False))) == [("r0", 1, True), ("r1", 3, True), ("r2", 3, True)]
     assert second.pages[:4] == third.pages[:4] == first.pages[:4] and not waiting_for_it(scheduler)
 
 
 def test_many_decodes_do_not_stop_for_few_that_wait() -> None:
     scheduler = scheduler_with()
     decodes = arrive(scheduler, 1, 1, namespace="other")
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     sharing(scheduler, 6, 7, 8)
-    scheduled = scheduler.schedule()
+    scheduled = each(scheduler.schedule())
     assert len(waiting_for_it(scheduler)) == len(decodes) == 2 and len(scheduled) == 3 and not scheduler.wants_drain
 
 
 def test_those_behind_who_share_nothing_go_on() -> None:
     scheduler = scheduler_with()
     first, held, other = [*sharing(scheduler, 6, 7), *arrive(scheduler, 0, tokens=[6] * 12)]
-    assert [s.request for s in scheduler.schedule()] == [first, other] and waiting_for_it(scheduler) == {held}
+    assert [s.request for s in each(scheduler.schedule())] == [first, other] and waiting_for_it(scheduler) == {held}
     assert list(scheduler.waiting) == [held] and len(scheduler.waiting) == 1 and held in scheduler.waiting
 
 
@@ -95,26 +94,26 @@ def test_who_would_save_too_little_does_not_wait(least: int, held: bool) -> None
     """The prefix has 16 tokens in pages of 4: up to 16 are worth it, as whole pages."""
     scheduler = scheduler_with(least)
     sharing(scheduler, 6, 7)
-    assert len(scheduler.schedule()) == (1 if held else 2)
+    assert len(each(scheduler.schedule())) == (1 if held else 2)
 
 
 def test_what_is_cached_already_is_nothing_to_wait_for() -> None:
     scheduler = scheduler_with(4)
     (first,) = sharing(scheduler, 6)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     scheduler.kv.share(first)
     requests = sharing(scheduler, 7, 8) + sharing(scheduler, 7)
-    chosen = [s.request for s in scheduler.schedule()]
+    chosen = [s.request for s in each(scheduler.schedule())]
     assert chosen == [first, *requests], "they differ in the page after it"
     more = arrive(scheduler, 0, tokens=[*PREFIX, 1, 1, 1, 1, 2])[0], arrive(scheduler, 0, tokens=[*PREFIX, 1, 1, 1, 1, 3])[0]
-    assert more[0] in [s.request for s in scheduler.schedule()] and waiting_for_it(scheduler) == {more[1]}, "4 more tokens in common"
+    assert more[0] in [s.request for s in each(scheduler.schedule())] and waiting_for_it(scheduler) == {more[1]}, "4 more tokens in common"
 
 
 def test_only_whole_pages_count() -> None:
     """5 tokens are two pages of 4 to save; 7 in common are one."""
     scheduler = scheduler_with(5)
     sharing(scheduler, 6, 7, prefix=[5] * 7)
-    assert len(scheduler.schedule()) == 2
+    assert len(each(scheduler.schedule())) == 2
 
 
 @pytest.mark.parametrize(("length", "held"), [(8, False), (9, True)])
@@ -122,36 +121,36 @@ def test_the_last_token_of_a_prompt_is_never_shared(length: int, held: bool) -> 
     """It has to be computed for its logits, so that the second of two prompts of 8 tokens could only take one page of 4."""
     scheduler = scheduler_with(8)
     arrive(scheduler, 0, 0, tokens=[5] * length)
-    assert len(scheduler.schedule()) == (1 if held else 2)
+    assert len(each(scheduler.schedule())) == (1 if held else 2)
 
 
 def test_equal_tokens_after_different_prefixes_are_not_shared() -> None:
     scheduler = scheduler_with()
     for request in sharing(scheduler, 6, prefix=[5] * 16) + sharing(scheduler, 6, prefix=[7] * 16):
-        run(scheduler.schedule())
+        run(each(scheduler.schedule()))
         scheduler.remove(request, share=True)
     requests = sharing(scheduler, 6, prefix=[5] * 16 + [8] * 8) + sharing(scheduler, 6, prefix=[7] * 16 + [8] * 8)
-    assert [s.request for s in scheduler.schedule()] == requests and [r.cached_tokens for r in requests] == [16, 16]
+    assert [s.request for s in each(scheduler.schedule())] == requests and [r.cached_tokens for r in requests] == [16, 16]
 
 
 @pytest.mark.parametrize("how", ["namespace", "no prefix cache", "less urgent holder"])
 def test_who_can_not_or_should_not_share_does_not_wait(how: str) -> None:
     scheduler = scheduler_of(prefix_cache=how != "no prefix cache", prefix_wait_tokens=8)
     sharing(scheduler, 6, priority=1)
-    scheduler.schedule()
+    each(scheduler.schedule())
     (second,) = sharing(scheduler, 7, priority=0 if how == "less urgent holder" else 1, namespace="a" if how == "namespace" else None)
-    assert second in [s.request for s in scheduler.schedule()]
+    assert second in [s.request for s in each(scheduler.schedule())]
 
 
 def test_when_a_less_urgent_holder_goes_the_more_urgent_one_still_holds() -> None:
     scheduler = scheduler_with()
     (idle,) = sharing(scheduler, 6, priority=1)
-    scheduler.schedule()
+    each(scheduler.schedule())
     sharing(scheduler, 7)
-    scheduler.schedule()
+    each(scheduler.schedule())
     scheduler.remove(idle, share=False)
     (third,) = sharing(scheduler, 8)
-    scheduler.schedule()
+    each(scheduler.schedule())
     assert waiting_for_it(scheduler) == {third}
 
 
@@ -159,8 +158,8 @@ def test_when_a_less_urgent_holder_goes_the_more_urgent_one_still_holds() -> Non
 def test_when_the_holder_goes_another_computes_it(end: str) -> None:
     scheduler = scheduler_with(max_batch_tokens=12)
     first, second, third = sharing(scheduler, 6, 7, 8)
-    run(scheduler.schedule())
-    scheduler.schedule()
+    run(each(scheduler.schedule()))
+    each(scheduler.schedule())
     assert waiting_for_it(scheduler) == {second, third}, "the second chunk leaves some of the budget"
     if end == "preempted":
         scheduler.preempt(first)
@@ -168,19 +167,19 @@ def test_when_the_holder_goes_another_computes_it(end: str) -> None:
         scheduler.remove(first, share=end == "cancelled")
     assert not waiting_for_it(scheduler) and second in scheduler.waiting
     next_holder = first if end == "preempted" else second
-    assert counts(scheduler.schedule()) == [(next_holder.id, 12, False)]
+    assert counts(each(scheduler.schedule())) == [(next_holder.id, 12, False)]
     run([Scheduled(next_holder, 12, False)])
-    scheduler.schedule()
+    each(scheduler.schedule())
     assert waiting_for_it(scheduler) == {first, second, third} - {next_holder} & set(scheduler.waiting)
 
 
 def test_one_that_waits_can_be_cancelled() -> None:
     scheduler = scheduler_with()
     first, second, third = sharing(scheduler, 6, 7, 8)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     scheduler.remove(second, share=False)
     assert waiting_for_it(scheduler) == {third} and list(scheduler.waiting) == [third]
-    assert [s.request for s in scheduler.schedule()] == [first, third]
+    assert [s.request for s in each(scheduler.schedule())] == [first, third]
     for request in (first, third):
         scheduler.remove(request, share=True)
     assert not any(vars(scheduler._prefills)[name] for name in ("_holders", "_prefixes", "_held", "_waits_for", "_times"))
@@ -190,25 +189,25 @@ def test_nobody_is_held_back_more_often_than_the_limit() -> None:
     scheduler = scheduler_with()
     requests = sharing(scheduler, *range(6, 16))
     for holder in requests[:MAX_WAITS]:
-        assert [s.request for s in scheduler.schedule()] == [holder]
+        assert [s.request for s in each(scheduler.schedule())] == [holder]
         scheduler.remove(holder, share=False)
-    assert [s.request for s in scheduler.schedule()] == requests[MAX_WAITS:]
+    assert [s.request for s in each(scheduler.schedule())] == requests[MAX_WAITS:]
 
 
 def test_a_holder_that_was_preempted_shares_as_soon_as_it_has_recomputed_the_prefix() -> None:
     """It has sampled tokens already, for which the engine does not share once more."""
     scheduler = scheduler_with()
     (first,) = sharing(scheduler, 6)
-    run(scheduler.schedule())
+    run(each(scheduler.schedule()))
     scheduler.preempt(first)
     assert scheduler.kv.tree is not None
     scheduler.kv.tree.clear()
-    launch(scheduler.schedule())
+    launch(each(scheduler.schedule()))
     (second,) = sharing(scheduler, 7)
-    scheduler.schedule(drained=False)
+    each(scheduler.schedule(drained=False))
     assert waiting_for_it(scheduler) == {second}
     collect(first)
-    assert [s.request for s in scheduler.schedule()] == [first, second] and second.cached_tokens == 16
+    assert [s.request for s in each(scheduler.schedule())] == [first, second] and second.cached_tokens == 16
 
 
 def test_a_flood_of_equal_prompts_is_set_aside_little_by_little() -> None:
@@ -217,16 +216,16 @@ def test_a_flood_of_equal_prompts_is_set_aside_little_by_little() -> None:
     (other,) = arrive(scheduler, 0, tokens=[7] * 3, namespace="other")
     held = []
     for _ in range(3):
-        launch(scheduler.schedule(drained=False))
+        launch(each(scheduler.schedule(drained=False)))
         held.append(len(waiting_for_it(scheduler)))
     assert held == [0, 0, 0], "the holder takes the whole budget"
     scheduler = scheduler_with(max_batch_tokens=10)
     sharing(scheduler, *([6] * 100))
     scheduler.config = scheduler.config.with_(max_batch_tokens=40)
     (other,) = arrive(scheduler, 0, tokens=[7] * 3, namespace="other")
-    launch(scheduler.schedule())
+    launch(each(scheduler.schedule()))
     assert other in scheduler.running and len(waiting_for_it(scheduler)) == HELD_PER_STEP
-    launch(scheduler.schedule(drained=False))
+    launch(each(scheduler.schedule(drained=False)))
     assert len(waiting_for_it(scheduler)) == 2 * HELD_PER_STEP
 
 

@@ -16,10 +16,10 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.scheduling.running_set import RunningSet
-from paged_attn.engine.scheduling.step_plan import Scheduled, ScheduledStep
-from paged_attn.engine.steps.future_tokens import place
+from paged_attn.engine.steps.future_tokens import future_token
 from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, build_step
 from tests.engine.models import assert_idle, make_engine, oracle, random_prompts, request_of, tokenizer
+from tests.engine.scheduling import Scheduled
 from tests.engine.scheduling_world import World
 from tests.engine.test_scheduling_world import ANYTHING, simulate
 
@@ -28,7 +28,7 @@ def one_by_one(scheduled: Scheduled) -> BatchRequest:
     request = scheduled.request
     tokens = request.tokens[request.num_cached : request.num_cached + scheduled.count]
     if len(tokens) < scheduled.count:
-        tokens = [*tokens, place(request.future_row)]
+        tokens = [*tokens, future_token(request.future_row)]
     return BatchRequest(tokens, list(request.pages), request.num_cached, int(scheduled.samples), request.state_slot)
 
 
@@ -45,14 +45,13 @@ class LaidOut(World):
 
     def _check_step(self, scheduled: Sequence[Scheduled]) -> None:
         super()._check_step(scheduled)
-        assert isinstance(scheduled, ScheduledStep)
         running = self.scheduler.running
         assert running.in_order()[0] == list(running)
         parts, columns = build_step(
-            scheduled, running.rows, running.places(scheduled.requests), self.number if self.flights else NONE_UNDER_WAY
+            self.step_made, running.rows, running.places(self.step_made.requests), self.number if self.flights else NONE_UNDER_WAY
         )
         rows = [one_by_one(each) for each in scheduled]
-        assert list(columns) == rows
+        assert columns.rows() == rows
         assert_equal(Batch.build(columns, self.page_size), Batch.build(rows, self.page_size))
         if columns.all_decode:
             shape = StepShape(16, 16, 16)

@@ -333,12 +333,13 @@ def test_a_mask_from_token_ids_besides_is_refused() -> None:
 @pytest.mark.parametrize("name", ["mixing", "token_dim"])
 def test_these_comparisons_see_what_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a running sum that is taken for rows, or rows laid out otherwise, give other logits."""
-    from paged_attn.passes.recompute import region, replace
+    from paged_attn.passes.recompute import region
+    from paged_attn.passes.recompute import replace as replacing
 
-    made = replace.row_input
+    made = replacing.row_input
     if name == "mixing":
         monkeypatch.setattr(region, "mixing_nodes", lambda *_: set())
     else:
-        monkeypatch.setattr(replace, "row_input", lambda *given: replace(made(*given), token_dim=1))
+        monkeypatch.setattr(replacing, "row_input", lambda *given: replace(made(*given), token_dim=1))
     with pytest.raises((AssertionError, RuntimeError, UnsupportedError)):
         assert_ragged_equals_alone(toy(forgetting))

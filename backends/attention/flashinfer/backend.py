@@ -25,7 +25,7 @@ from paged_attn.backends.attention.flashinfer.launches import Cascade, Launch
 from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
 from paged_attn.backends.attention.flashinfer.planner import Planner
 from paged_attn.backends.attention.flashinfer.tables import Part, Tables, parts_of, prefix_tables, shared_pages, tables_of
-from paged_attn.backends.attention.flashinfer.wrappers import MIN_WORKSPACE, WRAPPER_BYTES, WrapperPool, announce
+from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
 from paged_attn.backends.devices import architecture_of
 from paged_attn.backends.kv_write.store import store_kv
 
@@ -131,10 +131,6 @@ class FlashInferBackend(AttentionBackend):
             launch(call.query[rows], key, value, call.output[rows], lse, call.sinks)
             if lse is not None:
                 lse.mul_(LN_2)
-
-    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
-        """What it holds now, and before the first plan what a model with one kind of layers makes it hold."""
-        return max(self.wrappers.num_bytes, MIN_WORKSPACE + 2 * WRAPPER_BYTES)
 
     def for_graph(self, max_requests: int, max_pages: int) -> GraphDecode:
         """A backend for decode steps in one captured graph; `max_pages` counts the pages of all requests together. See `graph`."""

@@ -122,9 +122,6 @@ class TrtllmMhaBackend(AttentionBackend):
                 "backend='fa3,trtllm_mha', which prefills with fa3 and decodes with trtllm_mha"
             )
 
-    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
-        return WORKSPACE
-
 
 def _check_pool(pool: KVPool) -> None:
     architecture = architecture_of(pool.device)

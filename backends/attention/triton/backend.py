@@ -56,19 +56,13 @@ class TritonBackend(AttentionBackend):
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
         return self._make_plan(batch, pool, self.deterministic)
 
-    def workspace_bytes(self, max_requests: int, max_tokens: int) -> int:
-        """An upper bound for heads of up to 256, apart from deterministic mode, where parts grow with the batch's lengths."""
-        multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        rows = 2 * multiprocessors * 2 * 128  # two parts of each program, two programs per multiprocessor, tiles of 128 rows
-        return rows * (256 + 2) * 4 + 4 * (max_tokens + 2 * max_requests)
-
     def plan_in_graph(self, plan: Plan) -> None:
         for shares in plan.shares:
             shares.deal(plan.batch)
 
-    def graph_support(self, phase: str) -> GraphSupport:
+    def graph_support(self) -> GraphSupport:
         """None in deterministic mode: parts are cut at fixed keys, so that the grid follows the host's lengths."""
-        return GraphSupport.NEVER if self.deterministic else super().graph_support(phase)
+        return GraphSupport.NEVER if self.deterministic else super().graph_support()
 
     def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
         """A graph for steps of few keys, launched as `tiling` does for those, and one for all others, where both can come up."""

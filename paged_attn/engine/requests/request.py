@@ -111,6 +111,10 @@ class Request:
         self.rows = rows
         self.token_limit = self.num_prompt + self.max_new_tokens
 
+    def drop_pending_token(self) -> None:
+        """A token that a step was to give does not count: the step failed, gave none, or the request ended before it came."""
+        self.num_tokens -= 1
+
     @property
     def pages(self) -> tuple[int, ...]:
         """Pages that hold its KV in order; `add_pages`, `replace_page` and `clear_pages` change them."""

@@ -31,7 +31,7 @@ from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, c
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
-from paged_attn.recurrent.discover import find_recurrent_layers, state_elsewhere
+from paged_attn.recurrent.discover import find_recurrent_layers, state_outside_layers
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.wrap import replaced_by_ops
 from paged_attn.tolerances import logits_apart
@@ -68,7 +68,7 @@ class ModelRunner:
                 with pdl(options.pdl):
                     self._capture_as_it_counts(options)
             except UnsupportedError as refusal:
-                self._refuse_state_elsewhere(refusal)
+                self._refuse_state_outside_layers(refusal)
                 self._refuse_choices(num_ids)
                 if isinstance(refusal, NotTraced):
                     refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
@@ -89,10 +89,10 @@ class ModelRunner:
                 raise
             self._capture(options, positions=False)
 
-    def _refuse_state_elsewhere(self, refusal: UnsupportedError) -> None:
+    def _refuse_state_outside_layers(self, refusal: UnsupportedError) -> None:
         """The truer words for a refused model that keeps its state where no request's can be told apart."""
         with as_served(self.model):
-            where = state_elsewhere(self.model, lambda length: _trace_inputs(self.model, length, True))
+            where = state_outside_layers(self.model, lambda length: _trace_inputs(self.model, length, True))
         if where:
             raise UnsupportedError(
                 f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, which "

@@ -9,10 +9,8 @@ from paged_attn.engine.scheduling.queue_policy import policy_maker
 from paged_attn.engine.scheduling.running_set import RunningSet
 from paged_attn.engine.scheduling.scheduler_stats import SchedulerStats
 from paged_attn.engine.scheduling.shared_prefills import SharedPrefills
-from paged_attn.engine.scheduling.step_plan import Scheduled, ScheduledStep, StepPlan
+from paged_attn.engine.scheduling.step_plan import ScheduledStep, StepPlan
 from paged_attn.engine.scheduling.waiting_queue import WaitingQueue
-
-__all__ = ["Scheduled", "ScheduledStep", "Scheduler"]
 
 HELD_PER_STEP = 32  # requests that one step sets aside at most, so that a flood of equal prompts does not hold it up
 

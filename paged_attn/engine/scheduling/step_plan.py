@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,36 +10,22 @@ from numpy.typing import NDArray
 from paged_attn.engine.requests.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """`count` tokens of a request from its first uncached one on; `samples` if they reach its last token."""
-
-    request: Request
-    count: int
-    samples: bool
-
-
-class ScheduledStep(Sequence[Scheduled]):
+@dataclass(frozen=True, eq=False)
+class ScheduledStep:
     """What a step computes, in columns: an object for each request would take longer to make than all that is done with it.
 
     Attributes:
-        requests: in the order of the step; counts [requests] int64 and samples [requests] bool as in `Scheduled`.
+        requests: in the order of the step.
+        counts: [requests] int64, of each so many tokens from its first uncached one on.
+        samples: [requests] bool, whether they reach its last token.
     """
 
-    def __init__(self, requests: list[Request], counts: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
-        self.requests, self.counts, self.samples = requests, counts, samples
+    requests: list[Request]
+    counts: NDArray[np.int64]
+    samples: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.requests)
-
-    @overload
-    def __getitem__(self, index: int) -> Scheduled: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Scheduled]: ...
-    def __getitem__(self, index: int | slice) -> Scheduled | list[Scheduled]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        return Scheduled(self.requests[index], self.counts.item(index), self.samples.item(index))
 
 
 class StepPlan:

@@ -78,7 +78,7 @@ class CaptureSpecs:
         """Why decode steps are not captured whole, or ""."""
         if not self.settings.full:
             return "not asked for"
-        if self.backend.graph_support("decode") is GraphSupport.NEVER:
+        if self.backend.graph_support() is GraphSupport.NEVER:
             return f"{self.backend.name}{' in deterministic mode' * self.backend.deterministic} can not be captured"
         if self.runner.recurrent:
             return "recurrent layers run between the graphs"

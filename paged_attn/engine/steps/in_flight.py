@@ -96,6 +96,11 @@ class InFlightStep:
         self.parts = parts
         self.requests = parts.requests
         self._results: Iterator[StepResult] | None = None
+        self._goes_on: NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def begin(self) -> InFlightStep:
+        """Count the step as done, for all of its requests at once, while they are where the layout says."""
+        parts, number = self.parts, self.number
         rows, sampling = parts.rows, parts.places[parts.samples]
         rows.num_cached[parts.places] = parts.ends
         num_tokens = rows.num_tokens[sampling] + 1
@@ -104,6 +109,7 @@ class InFlightStep:
         rows.produced_by[sampling] = number
         is_inner = (num_tokens > rows.num_prompt[sampling] + 1) & (num_tokens < rows.token_limit[sampling])
         self._goes_on = is_inner & (rows.skips_host_work[sampling] > 0)
+        return self
 
     def wait(self) -> None:
         """Until the tokens are there."""
@@ -129,7 +135,7 @@ class InFlightStep:
         """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""
         assert not self.has_come
         for request in self.parts.sampling:
-            request.num_tokens -= 1
+            request.drop_pending_token()
         for state in self.parts.states.values():
             state.num_chosen -= 1
         for request, start in zip(self.requests, self.parts.starts.tolist(), strict=True):

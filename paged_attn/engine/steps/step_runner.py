@@ -135,7 +135,7 @@ class StepRunner:
             pass
         self._full = BucketSizes(self.graphs.sizes("full"))
 
-    def prepare(self, requests: Sequence[BatchRequest]) -> Step:
+    def prepare(self, requests: Sequence[BatchRequest] | RequestColumns) -> Step:
         """Lay the requests out for the smallest captured shape that holds them, or as they are."""
         columns = RequestColumns.of(requests)
         agree = self.runner.ranks.compare_step(columns) if self.runner.ranks is not None else None

@@ -15,7 +15,7 @@ from paged_attn.backends.attention.flashinfer.backend import FlashInferBackend
 from paged_attn.backends.attention.flashinfer.tables import HostLens, Part, tables_of
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
 from tests.backends.agreeing import REFERENCE, agree
-from tests.backends.flashinfer.cases import F16, FRESH, LEADING, MIN_WORKSPACE, MODES, FakeEvent, make_case, shared_case, spec_of
+from tests.backends.flashinfer.cases import F16, FRESH, LEADING, MODES, FakeEvent, make_case, shared_case, spec_of
 from tests.backends.problems import LAYER, close, copy_of, new_output, run
 
 
@@ -76,11 +76,10 @@ def test_a_wrapper_is_not_planned_again_before_the_device_has_its_plan(monkeypat
     assert step() is ahead[0] and ahead[0]._copied.waits == 1 and ahead[2]._copied.waits == 0
 
 
-def test_workspace_bytes(backend):
-    assert backend.workspace_bytes(1, 1) == MIN_WORKSPACE + (16 << 20)
+def test_bytes_of_wrappers_that_live(backend):
     case = make_case(LEADING)
     plans = [backend.plan(case.batch, case.pool) for _ in range(8)]  # all alive: 4 wrappers each
-    assert backend.workspace_bytes(1, 1) == wrappers.MIN_WORKSPACE + 4 * len(plans) * (8 << 20)
+    assert backend.wrappers.num_bytes == wrappers.MIN_WORKSPACE + 4 * len(plans) * (8 << 20)
 
 
 def test_a_plan_owns_its_wrappers():
