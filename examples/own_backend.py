@@ -1,8 +1,7 @@
 """An attention backend of your own: what it can run as data, a plan per step, and F.scaled_dot_product_attention for each request.
 
-The contract is `paged_attn.backends.attention.base`. `register_backend` is for one process; a package declares an entry point instead:
-[project.entry-points."paged_attn.backends"]
-mine = "my_package:MyBackend"
+The contract is `paged_attn.backends.attention.base`. `register_backend` holds for this process; a package declares an entry point instead,
+`mine = "my_package:MyBackend"` under `[project.entry-points."paged_attn.backends"]`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ PROMPTS = ["It was", "Mr. Knightley had never before seen her", "She had never i
 
 @dataclass
 class Plan:
-    """What all layers of a step share: of each request its rows of the batch, its pages, and how many tokens it has after the step."""
+    """What all layers of a step share; of each request its rows of the batch, its pages, and how many tokens it has after the step."""
 
     batch: Batch
     pool: KVPool
@@ -39,11 +38,10 @@ class MyBackend(AttentionBackend):
     )
 
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
-        slots, requests, first = batch.slots[: batch.num_tokens], [], 0
-        for request, (new, length) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
-            pages = batch.page_table[request, : -(-length // batch.page_size)]
-            requests.append((slice(first, first + new), pages, length))
-            first += new
+        slots, requests, row = batch.slots[: batch.num_tokens], [], 0
+        for pages, new, length in zip(batch.page_table, batch.query_lens_host, batch.seq_lens_host, strict=True):
+            requests.append((slice(row, row + new), pages[: -(-length // batch.page_size)], length))
+            row += new
         return Plan(batch, pool, (slots // batch.page_size, slots % batch.page_size), requests)
 
     def write_kv(self, plan: Plan, call: AttentionCall) -> None:
@@ -56,8 +54,8 @@ class MyBackend(AttentionBackend):
             key, value = (
                 kv(call.layer_id)[pages].flatten(0, 1)[:length].transpose(0, 1).to(query.dtype) for kv in (plan.pool.key, plan.pool.value)
             )
-            seen_from = torch.arange(length, device=query.device)
-            distance = seen_from[length - query.shape[1] :, None] - seen_from
+            positions = torch.arange(length, device=query.device)
+            distance = positions[length - query.shape[1] :, None] - positions
             mask = (distance >= 0) & (distance < (call.spec.sliding_window or length))
             output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.spec.scale, enable_gqa=True)
             call.output[rows] = output.transpose(0, 1)
@@ -66,17 +64,16 @@ class MyBackend(AttentionBackend):
         self.forward_extend(plan, call)  # one new token per request: where a kernel of its own would pay
 
 
-def main() -> dict[str, list[list[int]]]:
+def main() -> list[list[int]]:
     register_backend("mine", MyBackend)
     tokens = {}
     for name in ("torch_native", "mine"):
         with LLM(files("paged_attn.demo_model"), dtype=torch.float32, backend=name) as llm:
-            completions = llm.generate(PROMPTS, SamplingParams(max_new_tokens=40))
             assert llm.engine.selection.backend.name == name
-        tokens[name] = [completion.token_ids for completion in completions]
+            tokens[name] = [completion.token_ids for completion in llm.generate(PROMPTS, SamplingParams(max_new_tokens=40))]
     assert tokens["mine"] == tokens["torch_native"]
-    print(f"{sum(map(len, tokens['mine']))} tokens, the same with both backends: {bytes(tokens['mine'][0])!r}")
-    return tokens
+    print(f"{sum(map(len, tokens['mine']))} tokens are the same with both backends")
+    return tokens["mine"]
 
 
 if __name__ == "__main__":

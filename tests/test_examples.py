@@ -46,6 +46,24 @@ def test_a_model_of_another_package_gives_its_own_tokens() -> None:
     assert {name: [len(tokens) for tokens in each] for name, each in example.main().items()} == dict.fromkeys(example.LAYOUTS, [12] * 4)
 
 
+def test_own_backend_gives_the_tokens_of_torch_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paged_attn.backends.selection import registry
+
+    monkeypatch.setattr(registry, "_of_this_process", {})  # other tests count the backends
+    assert [len(tokens) for tokens in importlib.import_module("examples.own_backend").main()] == [40] * 3
+    assert registry.third_party_names() == ["mine"]
+
+
+@pytest.mark.parametrize("feature", ["plain", "window", "gqa_7"])
+@pytest.mark.parametrize("lengths", [[(0, 7), (0, 1), (9, 4)], [(1, 1), (15, 1), (16, 1)], [(17, 1), (0, 1), (6, 5)]])
+def test_own_backend_keeps_the_contract(feature: str, lengths: list[tuple[int, int]]) -> None:
+    """The oracle's numbers on ragged batches, zeros in padded rows, and nothing else read or written."""
+    from tests.backends.agreeing import agree
+    from tests.backends.problems import make, spec_of
+
+    agree(make(lengths, spec_of(feature), page_size=4, extra_rows=3), importlib.import_module("examples.own_backend").MyBackend())
+
+
 def test_engine_author_gives_the_models_own_text() -> None:
     from transformers import AutoModelForCausalLM
 

@@ -35,7 +35,7 @@ logger = logging.getLogger("paged_attn")
 
 
 def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
-    """Trace and rewrite the model, or hook its attention, as `config.compile` says."""
+    """Trace and rewrite the model, or hook its attention, as `config.compile` says; the config is resolved."""
     options = CompileOptions(inductor=config.inductor, self_check=config.self_check)
     with served_locally(model) as ranks:
         if ranks is not None:
@@ -43,18 +43,16 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         probe = ProbeSettings(config.backend, config.page_size, config.deterministic)
         if not config.compile:
             return PatchedRunner(model, options, config.follow_generate, probe)
-        cuda = only_device(model).type == "cuda"
-        if own_kernels := cuda and has_triton():
+        if only_device(model).type == "cuda" and has_triton():
             from paged_attn.backends.linear.gemv import one_row_linear
 
             use_one_row_kernel(one_row_linear)
         passes = OptionalPasses(
-            merge_linears=cuda if config.merge_linears is None else config.merge_linears,
+            merge_linears=bool(config.merge_linears),
             early_logits_gather=config.early_logits_gather,
-            gemv=own_kernels if config.gemv is None else config.gemv,
+            gemv=bool(config.gemv),
         ).without(config.disable_passes)
-        early = cuda and config.graphs != "off" if config.pdl is None else config.pdl
-        runner = ModelRunner(model, replace(options, pdl=early, passes=passes), config.follow_generate, probe)
+        runner = ModelRunner(model, replace(options, pdl=bool(config.pdl), passes=passes), config.follow_generate, probe)
     if ranks is not None and runner.recurrent:
         runner.close()
         raise UnsupportedError(
@@ -112,7 +110,7 @@ def ready_to_step(
 
 def capture_settings(config: EngineConfig, one_row: bool) -> CaptureSettings:
     return CaptureSettings(
-        full=config.graphs in ("auto", "full"),
+        full=config.graphs == "full",
         max_requests=min(config.max_requests, max(config.step_tokens, 2)),
         max_rows=min(max(config.step_tokens, 2), MOST_CAPTURED_ROWS),
         decode_sizes=config.graph_decode_sizes,

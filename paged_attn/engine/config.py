@@ -19,6 +19,8 @@ def _setting(default: Any, help: str, low: float | None = None, choices: tuple[s
 _advanced = functools.partial(_setting, advanced=True)  # few people need it: listed after the others
 
 
+STEP_TOKENS = 2048
+CUDA_STEP_TOKENS = 8192  # more in a step is more in a second, but the tokens of others come later
 OF_THE_GRAPH = ("inductor", "merge_linears", "gemv", "pdl")  # True only where somebody asked
 
 
@@ -121,8 +123,27 @@ class EngineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """`max_batch_tokens`, or its default where no engine has said otherwise."""
-        return 2048 if self.max_batch_tokens is None else self.max_batch_tokens
+        """`max_batch_tokens`, or its default where the device is not known yet."""
+        return STEP_TOKENS if self.max_batch_tokens is None else self.max_batch_tokens
+
+    def resolved(self, *, cuda: bool, has_triton: bool) -> EngineConfig:
+        """Every setting whose default depends on the device, decided. An engine does this once; nothing decides anew after it.
+
+        Args:
+            cuda: the model lies on a GPU.
+            has_triton: kernels of our own can run there.
+        """
+        traced = cuda and self.compile
+        defaults: dict[str, Any] = {
+            "max_batch_tokens": CUDA_STEP_TOKENS if cuda else STEP_TOKENS,
+            "overlap": cuda,
+            "inductor": traced,
+            "merge_linears": traced,
+            "gemv": traced and has_triton,
+            "pdl": traced and self.graphs != "off",
+        }
+        decided: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, graphs="full" if self.graphs == "auto" else self.graphs, **decided)
 
     @classmethod
     def from_environment(cls, **given: Any) -> EngineConfig:
@@ -159,7 +180,8 @@ _with_new_names = EngineConfig.__init__
 
 @functools.wraps(_with_new_names)
 def _with_old_names_too(self: EngineConfig, *args: Any, **given: Any) -> None:
-    _with_new_names(self, *args, **renamed(given))
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in renamed(given).items()}
+    _with_new_names(self, *args, **settings)
 
 
 EngineConfig.__init__ = _with_old_names_too  # type: ignore[method-assign]

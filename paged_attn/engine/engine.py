@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.build_runtime import make_runner, ready_to_step
@@ -31,11 +32,11 @@ from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, InFlightStep, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.token_events import TokenEvents
+from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.shown import shown
 
 logger = logging.getLogger("paged_attn")
-CUDA_STEP_TOKENS = 8192  # more in a step is more in a second, but the tokens of others come later
 
 
 class Engine:
@@ -60,14 +61,13 @@ class Engine:
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
-        self.config = config or EngineConfig.from_environment()
+        cuda = model_device(model).type == "cuda"
+        self.config = (config or EngineConfig.from_environment()).resolved(cuda=cuda, has_triton=cuda and has_triton())
         self.tokenizer = tokenizer
         started = time.perf_counter()
         self.runner = make_runner(model, self.config)
         traced = time.perf_counter()
         limits = ModelLimits.of(model, self.runner.max_positions)
-        if self.config.max_batch_tokens is None and self.runner.device.type == "cuda":
-            self.config = self.config.with_(max_batch_tokens=CUDA_STEP_TOKENS)
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
         device, layers = self.runner.device, self.runner.layers
@@ -87,7 +87,7 @@ class Engine:
         self.input_processor = InputProcessor(limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None)
         self.scheduler = Scheduler(self.config, self.kv)
         self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
-        self.overlaps = self.config.overlap if self.config.overlap is not None else device.type == "cuda"
+        self.overlaps = bool(self.config.overlap)
         self.sampler = Sampler(self.runner.ranks)
         self.output_processor = OutputProcessor(self.kv, self.scheduler, self.sampler)
         self.last_scheduled: Sequence[Request] = ()

@@ -12,6 +12,7 @@ import torch
 import paged_attn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.backends.selection import registry
@@ -23,6 +24,7 @@ from paged_attn.backends.selection.registry import (
     backend_class,
     backend_names,
     loadable_classes,
+    register_backend,
     third_party_names,
 )
 from paged_attn.backends.selection.select import select_for_pool
@@ -50,6 +52,7 @@ def install(monkeypatch):
         monkeypatch.setattr(registry, "entry_points", found)
         registry._entry_points.cache_clear()
 
+    monkeypatch.setattr(registry, "_of_this_process", {})
     yield set_entries
     registry._entry_points.cache_clear()
 
@@ -118,6 +121,53 @@ def test_code_that_can_not_be_imported_is_a_reason_like_any_other(install):
         select_for_pool("broken", make([(0, 2)]).pool)
     with pytest.raises(UnsupportedError, match=f"  broken: {why}\n"):
         select_for_pool("auto", make([(0, 2)]).pool, torch.int8)
+
+
+def test_a_program_registers_its_own(install):
+    install(*OURS, EntryPoint("zeta", "zeta:B", GROUP))
+    register_backend("acme", ThirdParty)
+    assert backend_class("acme") is ThirdParty
+    assert third_party_names() == ["acme", "zeta"] and backend_names()[-len(UNSUPPORTED) - 3 :][:3] == ["acme", "zeta", "reference"]
+    assert default_order("cpu", None, third_party_names()).extend[-3:] == ("acme", "zeta", "reference")
+    selection = select_for_pool("acme", make([(0, 2)]).pool)
+    assert type(selection.backend) is ThirdParty and "zeta" in selection.rejected
+    assert select_for_pool("auto", make([(0, 2)]).pool).rejected["acme"].startswith("ranked after torch_native")
+
+
+def test_a_class_that_is_registered_again_replaces_the_one_before(install):
+    install(*OURS)
+    register_backend("acme", ThirdParty)
+    again = type("ThirdParty", (ReferenceBackend,), {"name": "acme"})
+    register_backend("acme", again)
+    assert backend_class("acme") is again and third_party_names() == ["acme"]
+
+
+@pytest.mark.parametrize("name", ["torch_native", "fa4", "zeta"])
+def test_a_name_that_somebody_has_can_not_be_registered(install, name):
+    install(*OURS, EntryPoint("zeta", "zeta:B", GROUP))
+    with pytest.raises(ValueError, match=rf"there is an attention backend '{name}': .*:.*; choose another name"):
+        register_backend(name, type("Mine", (ReferenceBackend,), {"name": name}))
+    assert third_party_names() == ["zeta"]
+
+
+@pytest.mark.parametrize("name", ["", "auto", "acme,fa3", " acme"])
+def test_a_name_that_means_something_else_can_not_be_registered(install, name):
+    install(*OURS)
+    with pytest.raises(ValueError, match=f"an attention backend can not be called '{name}'"):
+        register_backend(name, type("Mine", (ReferenceBackend,), {"name": name}))
+
+
+def test_what_is_no_backend_can_not_be_registered(install):
+    install(*OURS)
+    half = type("Half", (AttentionBackend,), {"name": "half", "plan": lambda self, batch, pool: None})
+    with pytest.raises(TypeError, match=r"Half can not be registered as 'half'; it lacks forward_decode, .*write_kv, capabilities"):
+        register_backend("half", half)
+    for wrong in (dict, ThirdParty(), None):
+        with pytest.raises(TypeError, match="can not be registered as 'acme'; allowed is a class derived from AttentionBackend"):
+            register_backend("acme", wrong)
+    with pytest.raises(ValueError, match="ThirdParty can not be registered as 'other'; its own name, which reports show, is 'acme'"):
+        register_backend("other", ThirdParty)
+    assert backend_names() == [*BUILT_IN, *UNSUPPORTED]
 
 
 @pytest.mark.parametrize("name", ["acme", "torch_native"])

@@ -165,3 +165,16 @@ def test_old_variables_and_flags_work(monkeypatch):
         found = engine_config(args)
     assert found == EngineConfig(early_logits_gather=False, graphs="piecewise", disable_passes=("gemv", "merge_linears"))
     assert "--early-rows" not in parser.format_help()
+
+
+@pytest.mark.parametrize(("cuda", "triton"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("given", [{}, {"compile": False}, {"graphs": "off"}, {"overlap": False, "gemv": True, "max_batch_tokens": 7}])
+def test_what_depends_on_the_device_is_decided_once(cuda, triton, given):
+    found = EngineConfig(**given).resolved(cuda=cuda, has_triton=triton)
+    traced = cuda and given.get("compile", True)
+    expected = {
+        "max_batch_tokens": 8192 if cuda else 2048, "overlap": cuda, "inductor": traced, "merge_linears": traced,
+        "gemv": traced and triton, "pdl": traced and "graphs" not in given, "graphs": "full",
+    } | given  # fmt: skip
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert found.resolved(cuda=not cuda, has_triton=not triton) == found

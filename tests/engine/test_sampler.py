@@ -387,8 +387,9 @@ def test_a_row_draws_alike_whatever_the_others_ask_for():
 
 
 def test_imports_without_transformers():
-    names = "sampling_params, sampling_state, token_counts, sample_tokens, chosen, sampler, detokenizer"
-    code = f"import sys; from paged_attn.engine import {names}; assert 'transformers' not in sys.modules"
+    sampling = "from paged_attn.engine.sampling import sampling_state, token_counts, sample_tokens, sampler_output, sampler"
+    others = "from paged_attn.engine import sampling_params; from paged_attn.engine.requests import detokenizer"
+    code = f"import sys; {sampling}; {others}; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -71,7 +71,7 @@ class Entry:
 
     def start(self, job: Job) -> System:
         """Load the model; afterwards it is ready to be timed."""
-        system: System = importlib.import_module(f"paged_attn.bench.{self.module}").start(job)
+        system: System = importlib.import_module(f"paged_attn.bench.systems.{self.module}").start(job)
         return system
 
 

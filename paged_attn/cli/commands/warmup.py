@@ -53,12 +53,12 @@ def run(args: argparse.Namespace) -> int:
 def coming(config: EngineConfig, device: str) -> list[str]:
     """A line for each phase that may take long with these settings, and where its work is kept for the next process."""
     cuda = device.startswith("cuda")
-    inductor = config.compile and (cuda if config.inductor is None else config.inductor)
+    config = config.resolved(cuda=cuda, has_triton=cuda)
     lines = ["loading the weights"]
     if config.compile:
         lines.append(f"tracing the model and proving each attention layer: seconds; kept in {_folder('graphs')}")
         lines.append("comparing with the model: about a second, in each process anew")
-    if inductor:
+    if config.inductor:
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
         lines.append(f"Inductor compiles the pieces of the graph: up to minutes; kept in {_folder('pieces')} and {cache_dir()}")
@@ -66,7 +66,7 @@ def coming(config: EngineConfig, device: str) -> list[str]:
         lines.append("kernels of the attention backend, compiled by Triton or others: up to minutes, kept in their own caches")
         if config.graphs != "off":
             lines.append(f"capturing CUDA graphs for up to {_num_sizes(config)} sizes of steps: in each process anew")
-    if not cuda and not inductor:
+    if not cuda and not config.inductor:
         filled = "the traced graph alone is kept" if config.compile else "no cache is filled"
         lines.append(f"nothing is compiled with these settings, so that {filled} (--device cuda, or --inductor)")
     return lines

@@ -1,0 +1,120 @@
+"""README.md and docs: every Python block runs, every link leads somewhere, every path that is named exists.
+
+A block runs as it is, on a CPU and without a network; the blocks of a page share one namespace, in order. What needs a GPU, a server, the
+Hub or minutes begins with ```python no-run, and must compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import pages
+from tests.pages import ROOT, all_pages, anchors, blocks, links, paths
+
+PAGES = all_pages()
+WITH_CODE = [page for page in PAGES if any(block.runs for block in blocks((ROOT / page).read_text(encoding="utf-8")))]
+# Folders that some machines lack: what is made here, and what users have.
+MADE = ("build/", "dist/", "dump/")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, float]]:
+    """All pages in one fresh process, away from the root: what failed in each, and how long it took.
+
+    The cache on disk, empty at first, spares all engines but the first the tracing.
+    """
+    folder = tmp_path_factory.mktemp("pages")
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "COV_CORE_SOURCE")}
+    given = {"PAGED_ATTN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-P", str(ROOT / "tests" / "pages.py"), *WITH_CODE]
+    done = subprocess.run(command, cwd=folder, env=kept | given, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, tuple[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_every_block_runs(page: str, runs: dict[str, tuple[str, float]]) -> None:
+    failed, _ = runs[page]
+    if failed:
+        pytest.fail(f"{failed}\nWhat can not run here begins with ```python {pages.NO_RUN}", pytrace=False)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_compiles_and_says_no_more_than_no_run(page: str) -> None:
+    for block in blocks(text_of(page)):
+        assert block.words in (("python",), ("python", pages.NO_RUN)), f"{page}:{block.line - 1}: {' '.join(block.words)}"
+        block.compiled(page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    dead = []
+    for target in links(text_of(page)):
+        name, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / name if name else ROOT / page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file.read_text(encoding="utf-8"))):
+            dead.append(target)
+    assert not dead, f"{page} links to {dead}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_that_is_named_exists(page: str) -> None:
+    gone = [path for path in paths(text_of(page)) if not path.startswith(MADE) and not any((at / path).exists() for at in places(page))]
+    assert not gone, f"{page} names {gone}"
+
+
+def places(page: str) -> list[Path]:
+    """Where a path may begin: at the root, in the package, beside the page."""
+    return [ROOT, ROOT / "paged_attn", (ROOT / page).parent]
+
+
+EXAMPLE = """# One page
+## `a` and [b](c.md)!
+## Same
+## Same
+Text with [a link](docs/a.md#part), ![a picture](b.svg "title"), [another](https://example.com/x.md), `[code](no.md)`.
+```python
+x = 1
+```
+- a list:
+  ```python no-run
+  if x:
+      y = passes/no_such.py
+  ```
+```console
+$ python examples/gone.py --model org/name
+```
+Paths: `passes/pass_list.py:12`, `tests/a.py::test_b`, `and/or`, ``backends/attention``, `python benchmarks/x.py`, `org/name`,
+`~/.cache/x.json`.
+"""
+
+
+def test_pages_are_read() -> None:
+    assert [(b.words, b.line, b.code, b.runs) for b in blocks(EXAMPLE)] == [
+        (("python",), 7, "x = 1\n", True), (("python", "no-run"), 11, "if x:\n    y = passes/no_such.py\n", False),
+    ]  # fmt: skip
+    assert links(EXAMPLE) == ["c.md", "docs/a.md#part", "b.svg"]
+    assert anchors(EXAMPLE) == {"one-page", "a-and-b", "same", "same-1"}
+    named = ["passes/no_such.py", "examples/gone.py", "passes/pass_list.py", "tests/a.py", "backends/attention", "benchmarks/x.py"]
+    assert paths(EXAMPLE) == named
+
+
+def test_a_block_that_fails_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    (tmp_path / "a.md").write_text("```python\nx = 1\n```\ntext\n```python no-run\nx = 1 / 0\n```\n```python\nprint('so')\nx / 0\n```\n")
+    failed = pages.run("a.md")
+    assert 'File "a.md", line 10' in failed and "ZeroDivisionError" in failed and failed.endswith("printed: so\n")
+    (tmp_path / "a.md").write_text("```python\nx = 1\n```\n```python\nassert x == 1\n```\n")
+    assert pages.run("a.md") == ""
