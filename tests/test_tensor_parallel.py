@@ -33,7 +33,7 @@ from tests.versions import NEWEST, newest_only
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 ODD_HEADS = ("uneven vocabulary", "example")  # of 97 and 257 tokens: transformers 5.17 gathers no head of odd size
-RECORDED_TOKENS = 12  # what tests/engine/test_captured_steps.py asks for
+RECORDED_TOKENS = 12  # what tests/engine/steps/test_captured_steps.py asks for
 
 
 @pytest.fixture(scope="module")

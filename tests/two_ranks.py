@@ -81,7 +81,7 @@ def served(name: str, compiled: bool) -> dict[str, Any]:
 
 def captured() -> dict[str, Any]:
     """Rewritten, and recorded on a tape, collectives included."""
-    from tests.engine.test_captured_steps import captured_engine, modes_of, tokens_of
+    from tests.engine.steps.test_captured_steps import captured_engine, modes_of, tokens_of
 
     engine = captured_engine(sharded("qwen3"), overlap=True)
     modes = modes_of(engine)
@@ -93,7 +93,7 @@ def captured() -> dict[str, Any]:
 def unequal_budgets() -> dict[str, Any]:
     """On rank 1 graphs take more memory, so that fewer fit."""
     from tests.capture.tape import TapeRecorder
-    from tests.engine.test_captured_steps import captured_engine, modes_of, tokens_of
+    from tests.engine.steps.test_captured_steps import captured_engine, modes_of, tokens_of
 
     recorder = TapeRecorder(bytes_per_graph=1000 * (1 + RANK))
     engine = captured_engine(sharded("llama"), recorder=recorder, compile=False, graph_memory_gib=12_000 / 2**30)

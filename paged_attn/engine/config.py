@@ -180,7 +180,7 @@ _with_new_names = EngineConfig.__init__
 
 @functools.wraps(_with_new_names)
 def _with_old_names_too(self: EngineConfig, *args: Any, **given: Any) -> None:
-    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in renamed(given).items()}
+    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in renamed(given).items()}
     _with_new_names(self, *args, **settings)
 
 

@@ -20,8 +20,8 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
 from tests.attack.truth import Question
-from tests.engine.test_guide_trials import BOMBS as GUIDE_BOMBS
-from tests.engine.test_guide_trials import DEEP_GUIDES, PATTERNS
+from tests.engine.sampling.test_guide_trials import BOMBS as GUIDE_BOMBS
+from tests.engine.sampling.test_guide_trials import DEEP_GUIDES, PATTERNS
 from tests.server.test_bombs import BOMBS
 
 TIMEOUT = 60.0

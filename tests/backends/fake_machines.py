@@ -33,7 +33,7 @@ def fa3() -> Iterator[AttentionBackend]:
 @contextmanager
 def flash_attn() -> Iterator[AttentionBackend]:
     from paged_attn.backends.attention.flash_attn import FlashAttnBackend
-    from tests.backends.test_flash_attn import FakeFlashAttn
+    from tests.backends.attention.test_flash_attn import FakeFlashAttn
 
     fake, package = FakeFlashAttn(), types.ModuleType("flash_attn")
     package.flash_attn_varlen_func = fake.flash_attn_varlen_func  # type: ignore[attr-defined]

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from tests.backends.attention.test_property import Axes, agree, agreeing_backends, cases, expected_of
 from tests.backends.fitting import JIT, instance, problem_of, reasons_against, usable_names
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, Case, make, spec_of
-from tests.backends.test_property import Axes, agree, agreeing_backends, cases, expected_of
 
 CUDA = torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

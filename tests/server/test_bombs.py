@@ -22,7 +22,7 @@ from paged_attn.server.http.body_budget import BodyBudget
 from paged_attn.server.http.body_shape import MAX_DEPTH, MAX_VALUES, BodyShape
 from paged_attn.server.http.errors import MAX_MESSAGE, ApiError
 from tests.engine.models import make_engine, oracle
-from tests.engine.test_guide_trials import objects, refs, rules
+from tests.engine.sampling.test_guide_trials import objects, refs, rules
 from tests.server.serving import Running, chat_tokenizer, serving, wait_for
 
 MIB = 1 << 20

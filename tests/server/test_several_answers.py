@@ -10,7 +10,7 @@ import pytest
 
 from paged_attn import SamplingParams
 from tests.engine.models import oracle, random_prompts, tokenizer
-from tests.engine.test_guides import COMPACT, PERSON
+from tests.engine.sampling.test_guides import COMPACT, PERSON
 from tests.server.serving import MODEL, Running
 from tests.server.test_bad_requests import post
 from tests.server.test_chat import MESSAGES, chat

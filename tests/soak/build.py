@@ -16,7 +16,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import assert_idle, one_capture, tiny
-from tests.engine.test_captured_steps import fixed_backend
+from tests.engine.steps.test_captured_steps import fixed_backend
 from tests.recurrent_models import recurrent
 from tests.server.serving import chat_tokenizer
 from tests.soak.cases import Book

@@ -1,0 +1,131 @@
+"""The support matrix and the table of optional packages."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Requirement, Span
+from paged_attn.backends.devices import devices_here
+from paged_attn.backends.selection import matrix
+from paged_attn.backends.selection.matrix import HEADERS, MatrixRow, available_here, matrix_markdown, matrix_rows, matrix_text
+from paged_attn.backends.selection.ranking import ROWS
+from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.backends.selection.table import markdown_table, text_table
+
+DOCS = Path(__file__).parents[3] / "docs"
+FAST = Capabilities(
+    devices=frozenset({"cuda"}),
+    dtypes=frozenset({torch.bfloat16}),
+    kv_dtypes=frozenset({torch.float8_e4m3fn}),
+    features=frozenset({Feature.FP8_KV, Feature.WINDOW}),
+    architectures=frozenset({90, 80}),
+    page_sizes=Span(16, 64, 16),
+    graphs={"decode": GraphSupport.ALWAYS},
+    requirements=(Requirement("no_such_package", "2.0", "pip install no-such-package"),),
+)
+
+
+def test_every_backend_has_a_row_that_states_all_its_capabilities() -> None:
+    rows = matrix_rows()
+    assert [row.backend for row in rows] == backend_names()
+    for row in rows:
+        assert len(row.cells) == len(HEADERS)
+        for feature in backend_class(row.backend).capabilities.features:
+            assert feature.name.lower().replace("_", "-") in row.features.split("; ")[0].split(", ")
+    assert "not chunk with window" in next(row.features for row in rows if row.backend == "fa3")
+    assert "backend='fa3,flashinfer'" in matrix_text()
+    assert "torch_native" in matrix_text() and "torch_native" in matrix_markdown()
+    assert next(row.here for row in rows if row.backend == "torch_native").startswith("yes: cpu")
+
+
+def test_a_row_in_words() -> None:
+    row = MatrixRow.of("fast", FAST)
+    assert (row.devices, row.kv_dtypes, row.page_sizes, row.head_dims) == (
+        "cuda (SM80, SM90)",
+        "float8_e4m3fn",
+        "16 to 64 in steps of 16",
+        "any",
+    )
+    assert (row.features, row.graphs, row.needs) == ("fp8-kv, window", "decode: always", "no_such_package 2.0")
+    assert (row.phases, row.note) == ("both", "")
+    pairs = dataclasses.replace(
+        FAST, head_dims=OneOf({64, 128}), dim_pairs=frozenset({(192, 128)}), phases=frozenset({"decode"}), note="a", blocked="b"
+    )
+    row = MatrixRow.of("fast", pairs)
+    assert (row.head_dims, row.phases, row.note) == ("64, 128, 192/128", "decode only", "a; b")
+
+
+def test_what_is_missing_here_is_said_with_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert available_here(FAST) == (
+        f"no: runs on cuda; this machine has {', '.join(devices_here())}; no_such_package 2.0 is not installed: pip install no-such-package"
+    )
+    anywhere = dataclasses.replace(FAST, devices=frozenset({"cpu", "cuda"}), requirements=())
+    assert available_here(anywhere).startswith("yes: cpu")
+    assert available_here(dataclasses.replace(anywhere, blocked="not yet")) == "no: not yet"
+
+
+def test_an_older_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "no: no GPU with SM80, SM90; found SM75; no_such_package" in available_here(FAST)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert available_here(dataclasses.replace(FAST, requirements=())) == "yes: cuda"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert available_here(FAST).startswith("no: runs on cuda; this machine has cpu") and "hip" in available_here(FAST)
+
+
+def test_tables_fit_their_width_and_escape_pipes() -> None:
+    table = text_table(("Name", "Words"), [("a", "one two three four"), ("b", "")], width=16)
+    assert table.split("\n") == ["Name  Words", "----  ----------", "a     one two", "      three four", "b"]
+    assert markdown_table(("A",), [("x|y",)]) == "| A |\n| --- |\n| x\\|y |"
+    assert max(map(len, matrix_text(90).split("\n"))) <= 90
+
+
+def test_a_module_that_can_not_be_imported_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> object:
+        raise ImportError("no module acme")
+
+    monkeypatch.setattr(matrix, "backend_names", lambda: ["acme"])
+    monkeypatch.setattr(matrix, "backend_class", load)
+    (row,) = matrix_rows()
+    assert (row.backend, row.here, row.devices) == ("acme", "no: its module can not be imported: no module acme", "")
+    assert "acme" in matrix_text() and "| acme |" in matrix_markdown()
+
+
+def test_the_documentation_holds_the_tables_as_they_are() -> None:
+    text = (DOCS / "backends.md").read_text(encoding="utf-8")
+    assert "`make docs`" in text
+    for row in ROWS:
+        assert row.device == "hip" or f" | {', '.join(row.names)} |" in text, f"run `make docs`: {row}"
+    assert matrix_markdown() in text, "run `make docs`"
+    assert make_backends().with_tables(text) == text, "run `make docs`"
+
+
+def test_make_docs_writes_over_old_tables_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script, old = make_backends(), "One\n<!-- orders -->\nOUTDATED\n<!-- /orders -->\ntwo\n<!-- matrix -->\n<!-- /matrix -->\nthree\n"
+    monkeypatch.setattr(script, "PAGE", tmp_path / "backends.md")
+    script.PAGE.write_text(old)
+    for _ in range(2):
+        script.main()
+        text = script.PAGE.read_text()
+        assert text.startswith("One\n<!-- orders -->\n\n| device | order |\n| --- | --- |\n| Hopper (SM90) | fa3, ")
+        assert "OUTDATED" not in text
+        assert f"\ntwo\n<!-- matrix -->\n\n{matrix_markdown()}\n\n<!-- /matrix -->\nthree\n" in text
+    with pytest.raises(ValueError, match="must hold <!-- orders --> and <!-- /orders --> once each"):
+        script.with_tables("no marks")
+
+
+def make_backends() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_make_backends", DOCS / "make_backends.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

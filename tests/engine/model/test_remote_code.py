@@ -1,0 +1,62 @@
+"""Models that compute as files of remote code do, token for token: ragged, in chunks, with small and large pages."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from paged_attn import LLM, SamplingParams
+from tests.engine.model import remote_code
+from tests.engine.model.remote_code import Causal
+from tests.engine.runners.own_positions import greedy_loop
+from tests.oracle import random_prompts
+
+PROMPTS = random_prompts((1, 5, 17, 33, 70))
+GREEDY = SamplingParams(max_new_tokens=8)
+KINDS = ("SlicedRotary", "GrownSlicedRotary", "GrowingRotary", "UninitialisedScores")
+
+
+def made(name: str) -> Causal:
+    model: Causal = getattr(remote_code, name)().eval()
+    return model
+
+
+def expected(name: str) -> list[list[int]]:
+    return [greedy_loop(made(name), prompt, 8) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_are_those_of_the_model(name: str) -> None:
+    model = made(name)
+    for page_size in (1, 16):
+        with LLM(model, page_size=page_size, num_pages=400, max_batch_tokens=16) as llm:
+            assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(name), f"page size {page_size}"
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_a_table_that_earlier_calls_have_grown_is_no_limit(tokens: int) -> None:
+    model = made("GrowingRotary")
+    model(torch.arange(tokens)[None])
+    with LLM(model, num_pages=40, max_batch_tokens=16) as llm:
+        assert llm.engine.limits.max_positions == remote_code.POSITIONS  # of the buffer that holds its mask
+        assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected("GrowingRotary")
+
+
+def test_a_sliced_table_in_a_model_that_states_its_positions() -> None:
+    model = made("SlicedRotary")
+    model.config = SimpleNamespace(max_position_embeddings=remote_code.POSITIONS)  # type: ignore[assignment]
+    with LLM(model, num_pages=40, max_batch_tokens=16) as llm:
+        assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected("SlicedRotary")
+
+
+def test_an_indexer_of_blocks_by_position() -> None:
+    from tests.zoo.build import build
+    from tests.zoo.oracle import generate
+
+    sparse = {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 2}
+    model = build("minimax_m3_vl_text", index_block_size=4, index_topk_blocks=2, **sparse)
+    with LLM(model, num_pages=40, max_batch_tokens=16) as llm:
+        got = [c.token_ids for c in llm.generate(PROMPTS[:4], SamplingParams(max_new_tokens=8, ignore_eos=True))]
+    assert got == [generate(model, prompt, 8) for prompt in PROMPTS[:4]]

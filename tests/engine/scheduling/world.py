@@ -1,0 +1,219 @@
+"""A whole engine but for the model: every slot of the KV pool and every recurrent state knows of which prefix it is.
+
+What `Engine.step` does is done here with the same scheduler and pages: steps overlap or not, some fail, some tokens are NaN, requests
+come and are cancelled at any time. Each read of KV or state is checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from paged_attn import EngineConfig
+from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.memory.model_limits import NO_STATE, StateSlots
+from paged_attn.engine.requests.request import Request
+from paged_attn.engine.scheduling.scheduler import Scheduler
+from tests.engine.models import request_of
+from tests.engine.scheduling.schedulers import Scheduled, each
+
+POISON = 0  # who has this token gets NaN from it on
+Part = tuple[Request, int, int, bool]
+
+
+class FakeStates:
+    """One recurrent state per slot; stands for a StatePool."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.values: list[Any] = [None] * num_slots
+
+    def copy(self, source: int, target: int) -> None:
+        self.values[target] = self.values[source]
+
+
+class World:
+    """Steps a scheduler and checks what it does; `trace` has each step's requests and counts.
+
+    Args:
+        snapshots: slots for snapshots of a recurrent model; None for a model without states.
+        stops: one in so many tokens ends its request.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        num_pages: int,
+        page_size: int,
+        *,
+        overlap: bool,
+        snapshots: int | None = None,
+        stops: int = 9,
+        **config: Any,
+    ) -> None:
+        self.rng, self.overlap, self.stops, self.page_size = rng, overlap, stops, page_size
+        self.config = EngineConfig(page_size=page_size, **config)
+        self.states: FakeStates | None = None
+        slots = NO_STATE
+        if snapshots is not None:
+            slots = StateSlots(self.config.max_requests + 1, snapshots)
+            self.states = FakeStates(slots.total)
+        self.kv = KVManager(num_pages, page_size, self.config.prefix_cache, slots, self.states)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.config, self.kv)
+        self.requests: dict[str, Request] = {}
+        self.flights: deque[list[Part]] = deque()
+        self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> the prefix that it holds the KV of
+        self.prefixes: dict[Request, list[int]] = {}  # of each request: of its first 1, 2, ... tokens, those under way included
+        self.truth: dict[Request, list[int]] = {}
+        self.trace: list[list[tuple[str, int, bool]]] = []
+        self.bad: set[int] = set()  # prefixes with POISON
+        self.computed = 0
+        self._arrivals = 0
+
+    def add(self, tokens: list[int], new: int, namespace: Any = None, priority: int = 0) -> Request:
+        request = request_of(tokens, namespace)
+        request.arrival, request.id = self._arrivals, f"r{self._arrivals}"
+        request.max_new_tokens, request.priority = new, priority
+        self._arrivals += 1
+        self.requests[request.id] = request
+        self.truth[request], self.prefixes[request] = [], []
+        for token in tokens:
+            self._know(request, token)
+        self.scheduler.waiting.append(request)
+        return request
+
+    def finish(self, request: Request, share: bool) -> None:
+        request.finish_reason = object()  # type: ignore[assignment]
+        self.scheduler.remove(request, share=share)
+        del self.requests[request.id]
+
+    def cancel(self, request: Request) -> None:
+        self.finish(request, share=bool(request.sampled))
+
+    def step(self, fails: bool = False) -> None:
+        """What Engine.step does; with `fails` the model raises."""
+        if self.flights and self.scheduler.wants_drain:
+            self._collect(0)
+        launched = self._launch(fails)
+        self.check()
+        self._collect(1 if launched and self.overlap else 0)
+        if not self.requests:
+            self.flights.clear()
+        self.check()
+
+    def _launch(self, fails: bool) -> bool:
+        self.step_made = self.scheduler.schedule(drained=not self.flights)
+        scheduled = each(self.step_made)
+        self.trace.append([(s.request.id, s.count, s.samples) for s in scheduled])
+        if not scheduled:
+            assert self.flights or not self.requests, "there is work, and nothing runs"
+            return False
+        self._check_step(scheduled)
+        if fails:
+            self._collect(0)
+            for s in scheduled:
+                if s.request.finish_reason is None and self.states is not None and s.request.num_cached:
+                    self.states.values[s.request.state_slot] = None
+                    s.request.num_validated = 0
+                    self.scheduler.preempt(s.request)
+            return False
+        self.flights.append([self._compute(s) for s in scheduled])
+        for s in scheduled:
+            self.kv.keep_state(s.request)
+        return True
+
+    def _compute(self, scheduled: Scheduled) -> Part:
+        request, start = scheduled.request, scheduled.request.num_cached
+        end = start + scheduled.count
+        self.computed += scheduled.count
+        for position in range(start):
+            assert self.slots[self._slot(request, position)] == self.prefixes[request][position], f"{request.id} reads another's KV"
+        for position in range(start, end):
+            self.slots[self._slot(request, position)] = self.prefixes[request][position]
+        if self.states is not None:
+            if start:
+                assert self.states.values[request.state_slot] == self.prefixes[request][start - 1], f"{request.id} has another's state"
+            self.states.values[request.state_slot] = self.prefixes[request][end - 1]
+        request.num_cached = end
+        if scheduled.samples:
+            assert end == len(self.truth[request])
+            request.num_tokens += 1
+            self._know(request, 1 + self.prefixes[request][-1] % 3)
+        return request, start, end, scheduled.samples
+
+    def _collect(self, keep: int) -> None:
+        while len(self.flights) > keep:
+            for request, _, end, samples in self.flights.popleft():
+                if samples and request.finish_reason is not None:
+                    request.num_tokens -= 1
+                elif samples:
+                    request.num_validated = min(end, request.num_cached)
+                    self._accept(request, end)
+
+    def _accept(self, request: Request, end: int) -> None:
+        if POISON in self.truth[request][:end]:
+            request.num_tokens -= 1
+            self.finish(request, share=False)
+            return
+        if not request.sampled or request.snapshots:
+            self.kv.share(request)
+        token = self.truth[request][end]
+        request.tokens.append(token)
+        if len(request.sampled) == request.max_new_tokens or self.prefixes[request][end] % self.stops == 0:
+            self.finish(request, share=True)
+
+    def _know(self, request: Request, token: int) -> None:
+        self.truth[request].append(token)
+        before = self.prefixes[request][-1] if self.prefixes[request] else hash((request.namespace is None, request.namespace == "a"))
+        self.prefixes[request].append(hash((before, token)))
+        if token == POISON or before in self.bad:
+            self.bad.add(self.prefixes[request][-1])
+
+    def _slot(self, request: Request, position: int) -> tuple[int, int]:
+        return request.pages[position // self.page_size], position % self.page_size
+
+    def _check_step(self, scheduled: Sequence[Scheduled]) -> None:
+        scheduler, chosen = self.scheduler, [s.request for s in scheduled]
+        assert len(set(chosen)) == len(chosen) <= len(scheduler.running) <= self.config.max_requests
+        assert all(request in scheduler.running for request in chosen)
+        assert sum(s.count for s in scheduled) <= self.config.step_tokens and all(s.count > 0 for s in scheduled)
+        for s in scheduled:
+            assert len(s.request.pages) * self.page_size >= s.request.num_cached + s.count
+            assert s.samples == (s.count == s.request.num_remaining) and not s.request.has_all_tokens
+
+    def check(self) -> None:
+        """Every page and slot has one owner, and every request one place."""
+        scheduler, kv = self.scheduler, self.kv
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        assert {r.id for r in (*running, *waiting)} == set(self.requests) and len(running) + len(waiting) == len(self.requests)
+        assert len(scheduler.running) == len(running) and len(scheduler.waiting) == len(waiting)
+        assert running == sorted(running, key=lambda r: (r.priority, r.arrival))
+        assert not any(r.pages or r.lock or r.state_slot or r.snapshots for r in waiting)
+        owned = [page for r in running for page in r.pages[r.num_locked // self.page_size :]]
+        cached = kv.tree.num_pages if kv.tree else 0
+        assert len(set(owned)) == len(owned) and kv.allocator.num_free + len(owned) + cached == kv.num_usable
+        if kv.tree is not None:
+            kv.tree.check_invariants()
+            cached_slots = [(page, offset) for page in kv.tree._owned for offset in range(self.page_size)]
+            assert not any(self.slots[slot] in self.bad for slot in cached_slots), "NaN is in the prefix cache"
+            assert kv.tree.locked_pages == len({page for r in running for page in r.pages[: r.num_locked // self.page_size]})
+        if kv.snapshots is not None and kv.state_slots is not None:
+            taken = [slot for r in running for slot in r.snapshots.values()]
+            assert len(taken) + kv.snapshots.num_attached == len(kv.snapshots.slots._held)
+            assert {r.state_slot for r in running} == kv.state_slots._held
+        for request in running:
+            assert all(self.kv.allocator.is_allocated(page) for page in request.pages)
+
+    def check_empty(self) -> None:
+        """Nothing is left of anybody."""
+        assert not self.requests and not self.scheduler.running and not self.scheduler.waiting
+        self.check()
+        prefills = self.scheduler._prefills
+        assert not any((prefills._holders, prefills._prefixes, prefills._held, prefills._waits_for, prefills._times))
+        queue = self.scheduler.waiting
+        assert not any((queue._since, queue._aside, queue._classes, queue._priorities))
+        if self.kv.tree is not None:
+            assert self.kv.tree.locked_pages == 0
+            self.kv.tree.clear()
+        assert self.kv.allocator.num_free == self.kv.num_usable

@@ -1,0 +1,69 @@
+"""Masks and biases read from tables: proved as far as the table goes, and the model is limited to that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from tests.passes.graphs import Toy, assert_ragged_equals_alone, masked, rewrite_of
+from tests.passes.prove.test_mask_proof import Mask, rows
+from tests.passes.written_out import SPELLINGS, WithPositions
+
+LENGTH = 4096
+
+
+def table_and_window(window: int) -> Mask:
+    """MPT makes a table of its longest sequence in every call and takes the end of it."""
+
+    def mask(ids: Tensor, pos: Tensor) -> Tensor:
+        q, k = rows(ids)
+        table = torch.arange(1 - LENGTH, 1).view(LENGTH)[-ids.shape[1] :] < 1
+        return (k <= q) & (q - k < window) & table[None, :].expand(ids.shape[1], ids.shape[1])
+
+    return mask
+
+
+def test_a_number_that_is_a_tables_length_limits_the_model() -> None:
+    result = rewrite_of(masked(table_and_window(LENGTH)))
+    assert (result.specs[0].sliding_window, result.max_positions) == (None, LENGTH)  # a window that long never hides anything
+
+
+@pytest.mark.parametrize("window", [300, LENGTH - 1, LENGTH + 1])
+def test_a_window_beside_a_table_is_not_taken_for_its_length(window: int) -> None:
+    with pytest.raises(UnsupportedError, match="can not be made for 97 tokens"):
+        rewrite_of(masked(table_and_window(window)))
+
+
+def test_a_stored_mask_limits_the_model_to_its_size() -> None:
+    attend, kv_heads, _ = SPELLINGS["stored mask"]
+    assert rewrite_of(Toy(WithPositions(attend), kv_heads=kv_heads)).max_positions == 128
+
+
+def test_a_bias_by_key_is_tabulated_as_far_as_it_may_go() -> None:
+    attend, kv_heads, _ = SPELLINGS["ALiBi in bfloat16"]
+    result = rewrite_of(Toy(WithPositions(attend), kv_heads=kv_heads))
+    assert result.gm is not None
+    (table,) = dict(result.gm.named_buffers()).values()
+    assert table.shape == (4, result.max_positions) and result.max_positions >= 2048
+
+
+def test_a_bias_that_saturates_has_no_limit() -> None:
+    attend, kv_heads, _ = SPELLINGS["T5"]
+    assert rewrite_of(Toy(WithPositions(attend), kv_heads=kv_heads)).max_positions is None
+
+
+def test_slopes_of_more_heads_than_a_small_number() -> None:
+    """The count of heads is a number of the subgraph that no mask explains."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slopes = torch.pow(torch.tensor(0.84), torch.arange(1, 1 + 32))[:, None, None]
+        tokens = q.shape[2]
+        bias = slopes * torch.arange(tokens) + torch.full((tokens, tokens), -torch.inf).triu(1)
+        return F.softmax(q @ k.transpose(-1, -2) + bias, -1) @ v
+
+    result = assert_ragged_equals_alone(Toy(WithPositions(attend), heads=32, kv_heads=32, dim=4))
+    slopes = result.specs[0].alibi_slopes
+    assert slopes is not None and slopes[:2] == (pytest.approx(0.84), pytest.approx(0.84**2))
