@@ -27,6 +27,8 @@ _EXPORTS = {
     "Completion": "engine.requests.request",
     "LLM": "engine.llm",
     "first_rank_leads": "engine.lead",
+    "AttentionBackend": "backends.attention.base",
+    "register_backend": "backends.selection.registry",
     "SamplingParams": "engine.sampling_params",
 }
 __all__ = sorted(_EXPORTS)

@@ -1,4 +1,4 @@
-"""The house rules of DESIGN.md section 1: what imports what, what an import costs, how long files are."""
+"""The house rules of docs/design/rooms.md: what imports what, what an import costs, how long files are."""
 
 import ast
 import json

@@ -66,7 +66,7 @@ def _place_of_inplace(function: Any) -> int | None:
 def remove_dead_code(graph: fx.Graph) -> None:
     """Dead-code elimination that keeps every in-place operation on something that lives, also through views.
 
-    `graph.eliminate_dead_code()` alone drops unused in-place methods, which silently changed logits (DESIGN.md, traps). An
+    `graph.eliminate_dead_code()` alone drops unused in-place methods, which silently changed logits (docs/design/passes.md). An
     in-place operation on something dead goes too, so that the mask of a replaced attention leaves no residue.
     """
     writers: dict[fx.Node, list[fx.Node]] = {}
