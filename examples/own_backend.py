@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_attn import LLM, Batch, KVPool, SamplingParams
+from paged_attn import LLM, Batch, KVPool, SamplingParams, register_backend
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature
-from paged_attn import register_backend
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 PROMPTS = ["It was", "Mr. Knightley had never before seen her", "She had never in her life been so " * 8]

@@ -60,14 +60,14 @@ ROWS = (
     Row("hip", frozenset(), ("triton", "flex", "torch_native"), "the order for ROCm"),
     Row("cpu", frozenset(), ("torch_native", "flex", "triton"), "the order for a CPU"),
 )  # fmt: skip
-UNSUPPORTED = Row("", frozenset(), ("torch_native",), "the order for a device that is not listed")
+NOT_LISTED = Row("", frozenset(), ("torch_native",), "the order for a device that is not listed")
 
 
 def row_for(device: str, architecture: int | None) -> Row:
     """The first row that holds for a device word ("cpu-amx" is a "cpu") and a CUDA architecture."""
     kind = device.partition("-")[0]
     rows = (row for row in ROWS if row.device == kind and (not row.architectures or architecture in row.architectures))
-    return next(rows, UNSUPPORTED)
+    return next(rows, NOT_LISTED)
 
 
 def default_order(device: str, architecture: int | None, others: Iterable[str] = ()) -> Order:

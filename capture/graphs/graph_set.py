@@ -19,7 +19,7 @@ from paged_attn.capture.graphs.segments import OpNotRecorded, Segments, may_brea
 logger = logging.getLogger("paged_attn")
 Mode = Literal["full", "piecewise"]
 MIB = 2**20
-UNSUPPORTED = "another process that runs this model can not capture it or has no room for it"
+IN_ANOTHER_PROCESS = "another process that runs this model can not capture it or has no room for it"
 
 
 class GraphKey(NamedTuple):
@@ -99,7 +99,7 @@ class GraphSet:
         fits = self.nbytes < self.budget
         if not self.agree(fits):
             taken = f"the graphs before it take {self.nbytes / MIB:,.0f} MiB of the {self.budget / MIB:,.0f} MiB allowed"
-            self._refuse(key, UNSUPPORTED if fits else taken)
+            self._refuse(key, IN_ANOTHER_PROCESS if fits else taken)
             return before
         started, mark = time.perf_counter(), self.recorder.mark()
         try:
@@ -118,7 +118,7 @@ class GraphSet:
             adds = (
                 f"it would add {added / MIB:,.0f} MiB to {self.nbytes / MIB:,.0f} MiB of graphs; {self.budget / MIB:,.0f} MiB are allowed"
             )
-            self._refuse(key, UNSUPPORTED if fits else adds)
+            self._refuse(key, IN_ANOTHER_PROCESS if fits else adds)
             return self.recorder.bytes_in_use()
         self.nbytes += added
         self.captured[key] = Captured(key, segments, state, added, time.perf_counter() - started)

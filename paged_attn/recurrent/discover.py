@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.state_pool import RecurrentSpec, StateSpec, slot_bytes
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec, slot_bytes
 from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
 from paged_attn.recurrent.layer import Operand, Output, RecurrentLayer
 from paged_attn.recurrent.verify import verified

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.kv.state_pool import RecurrentSpec
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
 from paged_attn.recurrent.cache_state import CacheTemplate
 
 

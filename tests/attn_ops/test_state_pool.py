@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from paged_attn.attn_ops.kv.state_pool import RecurrentSpec, SlotAllocator, StatePool, StateSpec, slot_bytes
+from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec, slot_bytes
 
 CONV = StateSpec("conv_states[0]", (6, 4), torch.float32)
 SSM = StateSpec("recurrent_states[0]", (2, 3, 5), torch.bfloat16)

@@ -13,7 +13,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from paged_attn import UnsupportedError
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import ContextError
-from paged_attn.attn_ops.kv.state_pool import StatePool, StateSpec
+from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.recurrent.wrap import replaced_by_ops

@@ -12,8 +12,8 @@ import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import page_elements
-from paged_attn.attn_ops.kv.state_pool import RecurrentSpec, slot_bytes
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, slot_bytes
 from paged_attn.engine.config import EngineConfig
 from paged_attn.passes.fx.model_facts import max_positions, text_config
 from paged_attn.shown import shown

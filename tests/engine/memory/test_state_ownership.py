@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paged_attn.attn_ops.kv.radix_node import RadixNode
-from paged_attn.attn_ops.kv.state_pool import RecurrentSpec, StatePool, StateSpec
+from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
 from paged_attn.engine.memory import kv_manager
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.memory.model_limits import StateSlots
