@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One OpenMP thread per process: test workers on few cores spin against each other otherwise.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: demo test overlap soak attack examples lint types fast docs clean
+.PHONY: demo test test-slow test-all overlap soak attack examples lint types docs clean
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,12 +19,20 @@ $(VENV)/.dev: $(VENV)/.base
 demo: $(VENV)/.base
 	$(BIN)/paged-attn demo $(ARGS)
 
+# All that takes little (tests/quick.py): five minutes on two idle cores, and it says how many it took.
 test: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations 10 $(ARGS)
+	PAGED_ATTN_TEST_SECONDS=300 $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" --durations 10 $(ARGS)
 
-# The tests of the engine again, with each step launched before the tokens of the one before it are known, as on a GPU.
+# The others: every type of model, every planted error, processes, Inductor.
+test-slow: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m slow --durations 10 -rs $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations 10 -rs $(ARGS)
+
+# The engine's quick tests again, with each step launched before the tokens of the one before it are known, as on a GPU.
 overlap: $(VENV)/.dev
-	PAGED_ATTN_TEST_OVERLAP=1 $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations 5 tests/engine tests/server $(ARGS)
+	PAGED_ATTN_TEST_OVERLAP=1 $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" --durations 5 tests/engine tests/server $(ARGS)
 
 MINUTES ?= 60
 soak: $(VENV)/.dev
@@ -33,9 +41,6 @@ soak: $(VENV)/.dev
 # A server under everything that is known to hurt one; afterwards nothing may be missing.
 attack: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m tests.attack --minutes $(MINUTES) $(ARGS)
-
-fast: $(VENV)/.dev
-	$(TEST_ENV) $(BIN)/pytest -q -n 2 -m "not slow" tests/passes tests/attn_ops tests/backends tests/capture $(ARGS)
 
 examples: $(VENV)/.dev
 	for example in compile_backend serve_prompts patch_model engine_author plain_gpt nanogpt_like moe_split_point generate_on_pages structured_output tensor_parallel own_backend pypi_model; do $(BIN)/python examples/$$example.py || exit 1; done

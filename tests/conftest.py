@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.quick import function_and_case, slow_tests
+
+_STARTED = time.perf_counter()
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -26,3 +30,20 @@ def frozen_afterwards() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`-m "not slow"` is `make test`: see tests/quick.py."""
+    slow = slow_tests()
+    for item in items:
+        function, case = function_and_case(item.nodeid)
+        if function in slow and (slow[function] is None or slow[function] != case):
+            item.add_marker("slow")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    budget = os.environ.get("PAGED_ATTN_TEST_SECONDS")
+    if budget is not None:
+        seconds = time.perf_counter() - _STARTED
+        words = "within" if seconds <= float(budget) else "over"
+        terminalreporter.write_line(f"{seconds:.0f} s, {words} the {budget} s that `make test` is to take on two idle cores")
