@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from paged_attn import UnsupportedError, patch
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.check.runs.running import logits_of
 from paged_attn.check.runs.steps import Steps, probe_prompts, steps_of
+from paged_attn.compiled.graph_inputs import logits_of
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.tolerances import row_errors, worst

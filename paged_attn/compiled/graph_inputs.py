@@ -63,3 +63,10 @@ class GraphInputs:
         for index, role in self._open:
             args[index] = values[role]
         return args
+
+
+def logits_of(output: Any) -> Tensor:
+    """[N, vocabulary] from a graph's flat outputs: the first floating tensor [1, N, ...]."""
+    tensors = output if isinstance(output, (tuple, list)) else (output,)
+    logits: Tensor = next(t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 2)
+    return logits[0] if logits.dim() == 3 else logits

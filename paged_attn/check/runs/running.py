@@ -1,12 +1,9 @@
-"""Calling a graph whose code may depend on the length of the call, and reading its logits."""
+"""Calling a graph whose code may depend on the length of the call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -28,10 +25,3 @@ def must_run(what: str, on: str) -> Iterator[None]:
         yield
     except (RuntimeError, IndexError) as error:
         raise UnsupportedError(f"self-check failed: {what} can not run {on}: {error}. The model's code depends on the length.") from error
-
-
-def logits_of(output: Any) -> Tensor:
-    """[N, vocabulary] from a graph's flat outputs: the first floating tensor [1, N, ...]."""
-    tensors = output if isinstance(output, (tuple, list)) else (output,)
-    logits: Tensor = next(t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 2)
-    return logits[0] if logits.dim() == 3 else logits

@@ -14,12 +14,12 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.check.runs.boundaries import Boundaries, Boundary
 from paged_attn.check.runs.choices import ChosenRun, PerturbedRun
 from paged_attn.check.runs.inner_reads import inner_reads
-from paged_attn.check.runs.running import NoAttention, logits_of, must_run
+from paged_attn.check.runs.running import NoAttention, must_run
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original
 from paged_attn.check.runs.steps import LONGEST
 from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, WideRun
 from paged_attn.check.runs.truth import Truth
-from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.find.attention_site import places_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate

@@ -12,11 +12,10 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.check.runs.boundaries import Boundaries
-from paged_attn.check.runs.running import logits_of
 from paged_attn.check.runs.served import Seen, Served, VisitBoundary
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.tapped import written_arguments
-from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.find.attention_site import places_of
 

@@ -18,10 +18,9 @@ from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.call_signature import plain_inputs, positions_are_optional, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.capture.inductor.pdl import pdl
-from paged_attn.check.runs.running import logits_of
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.traced_served import TracedServed
-from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal
 from paged_attn.engine.model.model_output import check_output

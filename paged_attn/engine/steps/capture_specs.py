@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +21,11 @@ from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_settings import CaptureSettings
+from paged_attn.engine.steps.forward import Tail, forward
 from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.engine.steps.one_row_check import check_one_row
 from paged_attn.recurrent.run import RecurrentRunner
 
-Tail = Callable[[Tensor], Tensor]
-Output = tuple[Tensor, Tensor | None]  # logits [N, vocabulary], and the tokens [N] that the tail chooses
 INSIDE_FULL_GRAPHS = frozenset({UNIFIED_ATTENTION, BATCH_POSITIONS})
 
 
@@ -37,17 +36,6 @@ class FullState:
     backend: AttentionBackend
     plan: Any
     batch: Batch
-
-
-def logits_and_tail(runner: Runner, batch: Batch, tail: Tail | None, future_tokens: FutureTokens) -> Output:
-    """A step, under its context. It takes from the future_tokens what the host did not know, and leaves there what the tail chose."""
-    future_tokens.resolve(batch.input_ids)
-    logits = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)
-    if tail is None:
-        return logits, None
-    tokens = tail(logits)
-    future_tokens.store(tokens)
-    return logits, tokens
 
 
 def full_shape(size: int) -> StepShape:
@@ -104,7 +92,7 @@ class CaptureSpecs:
         batch = Batch.build(self._prompts(size), self.pool.page_size, self.runner.device, shape, self.buffers)
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
             yield CaptureSpec(
-                lambda: logits_and_tail(self.runner, batch, self.tail, self.future_tokens),
+                lambda: forward(self.runner, batch, self.tail, self.future_tokens),
                 lambda op: is_split_op(op, ops),
                 self._kept(batch),
             )
@@ -123,7 +111,7 @@ class CaptureSpecs:
 
         def run() -> Any:
             backend.plan_in_graph(plan)
-            return logits_and_tail(self.runner, batch, self.tail, self.future_tokens)
+            return forward(self.runner, batch, self.tail, self.future_tokens)
 
         with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
             yield CaptureSpec(run, lambda op: is_split_op(op, ops), self._kept(batch), FullState(backend, plan, batch))

@@ -21,7 +21,8 @@ from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_report import CaptureReport
 from paged_attn.engine.steps.capture_settings import CaptureSettings
-from paged_attn.engine.steps.capture_specs import CaptureSpecs, Output, Tail, extend_shape, full_shape, logits_and_tail
+from paged_attn.engine.steps.capture_specs import CaptureSpecs, extend_shape, full_shape
+from paged_attn.engine.steps.forward import Output, Tail, forward
 from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.tolerances import logits_apart
@@ -213,7 +214,7 @@ class StepRunner:
     def _uncaptured(self, batch: Batch) -> Output:
         assert self.pool is not None and self.backend is not None
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
-            return logits_and_tail(self.runner, batch, self.tail, self.future_tokens)
+            return forward(self.runner, batch, self.tail, self.future_tokens)
 
     def _verify(self, step: Step, logits: Tensor) -> None:
         """KV is written twice, with the same numbers."""

@@ -241,11 +241,11 @@ def test_a_plan_gives_the_budget_back_for_what_is_cut_or_dropped() -> None:
     plan.cut_chunk(first, 7)
     plan.cut_chunk(second, 12)
     plan.cut_chunk(third, 5)
-    assert plan.budget == 10 and [(s.request, s.count) for s in plan.scheduled()] == [(decoding, 1), (first, 3), (second, 6)]
+    assert plan.budget == 10 and [(s.request, s.count) for s in each(plan.scheduled())] == [(decoding, 1), (first, 3), (second, 6)]
     plan.drop(third)
     plan.drop(second)
     plan.drop(decoding)
-    assert plan.budget == 17 and [(s.request, s.count) for s in plan.scheduled()] == [(first, 3)]
+    assert plan.budget == 17 and [(s.request, s.count) for s in each(plan.scheduled())] == [(first, 3)]
 
 
 def test_a_plan_takes_the_first_decodes_if_the_budget_has_no_room_for_all() -> None:
