@@ -81,7 +81,7 @@ def test_explain_says_how_each_layer_was_found_and_proved_and_what_is_not_paged(
     for words in (
         "layers 0, 2  model.layers.{0,2}.self_attn", "layer 1  model.layers.1.self_attn", "window 8", "F.sdpa", "mask evaluated on",
         "agrees with the config", "torch_native (first that fits every layer in the order for a CPU",
-        "pieces       4 between 3 unified_attention, run as eager pieces", "prove masks",
+        "pieces       4 between 3 unified_attention, run as eager pieces", "prove_attention",
         "not paged    a graph of", "the call has input_ids of batch size",
     ):  # fmt: skip
         assert words in text, words
@@ -117,7 +117,7 @@ def test_explain_counts_what_runs_between_the_pieces_by_name() -> None:
         assert f"\n  pieces       {words}, run as eager pieces\n" in found.text(), found.text()
         assert list(found.graphs[0].breaks) == breaks
     assert break_words({"paged_attn::recompute_attention_with_output": 1, "mylib::paged_attn_with_output": 2}) == (
-        "1 history_attention, 2 mylib::paged_attn_with_output"
+        "1 recompute_attention, 2 mylib::paged_attn_with_output"
     )
 
 

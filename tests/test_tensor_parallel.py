@@ -97,7 +97,7 @@ def test_graphs_are_found_on_disk_by_all_ranks_or_by_none(seen: list[dict[str, A
 def test_ranks_capture_the_same_shapes(seen: list[dict[str, Any]]) -> None:
     """Rank 0 has room for more; a shape that rank 1 runs padded and rank 0 not would mix up their sums."""
     got = on_both(seen, "unequal budgets")
-    assert got["captured"] == ["pieces 16", "pieces 24"] and "full 2" in got["refused"]
+    assert got["captured"] == ["piecewise 16", "piecewise 24"] and "full 2" in got["refused"]
     assert got["tokens"] == expected("llama", RECORDED_TOKENS) and "piecewise" in got["modes"]
 
 

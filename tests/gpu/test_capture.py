@@ -182,9 +182,9 @@ def test_a_model_that_waits_is_left_uncaptured_with_its_reason() -> None:
     norm.forward = lambda x: forward(x) * (1 if float(x.sum()) < float("inf") else 2)  # what Python makes of it would be baked in
     with LLM(model, compile=False, **{**SETTINGS, "graph_strict": False}) as llm:
         text = explain(llm)
-        assert "no graph     pieces 24" in text and "_local_scalar_dense" in text
+        assert "no graph     piecewise 24" in text and "_local_scalar_dense" in text
         assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected
-    with pytest.raises(CaptureError, match="pieces 24 can not be captured"):
+    with pytest.raises(CaptureError, match="piecewise 24 can not be captured"):
         LLM(model, compile=False, **SETTINGS)
     assert torch.rand(3, device="cuda").isfinite().all()
 

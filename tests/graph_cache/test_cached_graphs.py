@@ -32,7 +32,7 @@ from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
 MERGED = OptionalPasses(merge_linears=True, early_logits_gather=True, gemv=True)
-OPTIONS = CompileOptions(passes=MERGED)
+OPTIONS = CompileOptions(inductor=False, passes=MERGED)
 ROOT = Path(__file__).parents[2]
 
 
@@ -196,7 +196,7 @@ def test_nor_is_one_of_another_config(cache: Path, config: dict[str, Any]) -> No
 
 
 def test_settings_are_in_the_key(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert is_found(mistral(), CompileOptions(passes=MERGED))
+    assert is_found(mistral(), CompileOptions(inductor=False, passes=MERGED))
     assert not is_found(mistral(), CompileOptions())
     assert not is_found(mistral(), CompileOptions(passes=MERGED, inductor=True))
     assert not is_found(mistral(), positions=False)

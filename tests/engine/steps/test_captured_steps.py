@@ -187,7 +187,7 @@ class TestBudget:
         assert set(modes) == {"uncaptured"}
 
     def test_strict_makes_it_an_error(self) -> None:
-        with pytest.raises(CaptureError, match=r"pieces 24 can not be captured.*MiB"):
+        with pytest.raises(CaptureError, match=r"piecewise 24 can not be captured.*MiB"):
             captured_engine(graph_memory_gib=0, graph_strict=True)
 
 
@@ -214,11 +214,11 @@ class TestRefusedShapes:
     def test_a_shape_that_fails_runs_in_the_next_larger_one_and_explain_says_why(self) -> None:
         engine = captured_engine(recorder=Unrecordable(16))
         text = explain(engine)
-        assert "no graph     pieces 16: RuntimeError: operation not permitted when stream is capturing" in text and "second" not in text
+        assert "no graph     piecewise 16: RuntimeError: operation not permitted when stream is capturing" in text and "second" not in text
         assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
 
     def test_strict_names_it(self) -> None:
-        with pytest.raises(CaptureError, match="pieces 16 can not be captured: RuntimeError: operation not permitted"):
+        with pytest.raises(CaptureError, match="piecewise 16 can not be captured: RuntimeError: operation not permitted"):
             captured_engine(recorder=Unrecordable(16), graph_strict=True)
 
 
@@ -320,7 +320,7 @@ class TestOpsThatCanNotBeRecorded:
         model.model.norm.forward = lambda x: forward(x) * (1 if float(x.sum()) < float("inf") else 2)
         engine = captured_engine(model, compile=False)
         modes = modes_of(engine)
-        assert "no graph     pieces 24: OpNotRecorded: aten._local_scalar_dense.default can not be recorded" in explain(engine)
+        assert "no graph     piecewise 24: OpNotRecorded: aten._local_scalar_dense.default can not be recorded" in explain(engine)
         assert tokens_of(engine, PROMPTS[:3]) == [oracle(prompt, model=model) for prompt in PROMPTS[:3]]
         assert set(modes) == {"uncaptured"}
         engine.close()
