@@ -30,4 +30,5 @@ def test_every_slow_test_is_there() -> None:
         path, *names = function.split("::")
         assert (ROOT / path).is_file(), f"{SLOW.name}: {path} is gone; measure again"
         tree = trees.setdefault(path, {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(node, "name")})
-        assert set(names) <= tree, f"{SLOW.name}: {function} is gone; measure again"
+        known = {*tree, "runTest"}  # a state machine of Hypothesis has that
+        assert set(names) <= known, f"{SLOW.name}: {function} is gone; measure again"
