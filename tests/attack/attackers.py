@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import random
@@ -10,6 +11,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -34,6 +36,21 @@ BYTES = (b"", b"\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01
          b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
          b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
          b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 30_000 + b"\r\n\r\n")  # fmt: skip
+
+
+def one_at_a_time(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """Python 3.11 counts the recursion of ast.parse for all threads together, and fails if two parse at once; Hypothesis parses the
+    lambdas of strategies, and several attackers draw from them."""
+    lock = threading.RLock()
+
+    def locked(*args: Any, **settings: Any) -> Any:
+        with lock:
+            return parse(*args, **settings)
+
+    return locked
+
+
+ast.parse = one_at_a_time(ast.parse)
 
 
 class Attack:

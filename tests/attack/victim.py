@@ -26,7 +26,7 @@ import torch
 from paged_attn import LLM
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.structured.trials import GuideTrials
-from paged_attn.server import app
+from paged_attn.server import state
 from paged_attn.server.run import Server, allow_files, listen
 from paged_attn.server.settings import ServerSettings
 from paged_attn.server.work.texts import Texts
@@ -55,7 +55,7 @@ class Victim:
         self.faults: ServerFaults | None = None
         self.rate, self.rng = 0.0, random.Random(0)
         self.injected = {"tokenizer": 0, "guide process": 0}
-        app.sys.stdout = io.TextIOWrapper(open(os.devnull, "wb"))  # lines of the log
+        state.sys.stdout = io.TextIOWrapper(open(os.devnull, "wb"))  # lines of the log
         self.server = Server(self._make, SETTINGS)
         self._break_tokenizer_and_guides()
 
