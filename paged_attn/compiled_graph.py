@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.capture.compiled.pieces import PieceReport
-from paged_attn.capture.split.split_graph import SplitGraph
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.self_check import self_check
-from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
-from paged_attn.passes.report import Rewrite
 from paged_attn.recurrent.refuse import refuse_recurrent
 
 logger = logging.getLogger("paged_attn")
@@ -34,18 +30,9 @@ class CompiledGraph(RewrittenGraph):
     runs the rewritten graph, once the self-check has passed; if this call form can not be paged, it says why.
     """
 
-    def __init__(
-        self,
-        original: fx.GraphModule,
-        found: Rewrite,
-        split: SplitGraph | None,
-        pieces: PieceReport | None,
-        model: nn.Module | None,
-        options: CompileOptions,
-        files: frozenset[str] | None = None,
-    ) -> None:
-        super().__init__(original, found, split, pieces, model, options, files)
-        self._run_paged: Callable[..., Any] | None = None if split is None else split.gm.forward
+    def __post_init__(self, traced_from: nn.Module | None) -> None:
+        super().__post_init__(traced_from)
+        self._run_paged: Callable[..., Any] | None = None if self.split is None else self.split.gm.forward
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
         self._marker = self.roles.index("owned") if "owned" in self.roles else None
         self._checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

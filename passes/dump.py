@@ -12,8 +12,8 @@ from torch import fx
 _numbers = itertools.count()
 
 
-def is_dumping() -> bool:
-    return bool(os.environ.get("PAGED_ATTN_DUMP"))
+def dump_folder() -> Path | None:
+    return Path(folder) if (folder := os.environ.get("PAGED_ATTN_DUMP")) else None
 
 
 class Dump:
@@ -23,11 +23,6 @@ class Dump:
         self.folder = folder / f"{os.getpid()}-{next(_numbers)}-{name}"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files = itertools.count()
-
-    @classmethod
-    def of_environment(cls, name: str) -> Dump | None:
-        folder = os.environ.get("PAGED_ATTN_DUMP")
-        return cls(Path(folder), name) if folder else None
 
     def write(self, graph: fx.Graph, after: str, said: str = "") -> None:
         counts = Counter(node._pretty_print_target(node.target) if node.op == "call_function" else node.op for node in graph.nodes)

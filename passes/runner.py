@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from paged_attn.passes.dump import Dump
+from paged_attn.passes.dump import Dump, dump_folder
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, written_names
 from paged_attn.passes.fx.read_values import ReadValues
@@ -59,7 +59,8 @@ def _rewrite_into(
     placeholders = [n for n in copied.graph.nodes if n.op == "placeholder"]
     values = ReadValues(dict(zip(placeholders, example_inputs, strict=True)))
     facts = Facts(gm.graph, form, values, model, result)
-    dump = Dump.of_environment("graph" if model is None else type(model).__name__)
+    folder = dump_folder()
+    dump = None if folder is None else Dump(folder, "graph" if model is None else type(model).__name__)
     if dump is not None:
         dump.write(copied.graph, "traced")
     for each in PASSES:

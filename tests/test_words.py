@@ -13,7 +13,8 @@ from tests.test_layout import HOUSE, ROOT, sources
 
 # Parts of names, as in early_rows or FewerRows: what they were called, and what the field says.
 BANNED = {
-    "drawing": "sampling", "drawn rows": "sampling tensors", "best tokens": "greedy_sample", "early rows": "early logits gather",
+    "drawing": "sampling", "drawn rows": "sampling tensors", "best tokens": "greedy_sample", "best token": "greedy_sample",
+    "early rows": "early logits gather",
     "fewer rows": "gathered region", "cone": "backward slice", "history": "recompute", "intake": "output processor", "owed": "pending",
     "flight": "in-flight step", "chosen by": "produced_by", "vouched": "validated", "elsewhere": "unsupported",
     "capture model": "trace_model", "lay out": "build_step", "token feed": "FutureTokens", "ladder": "bucket sizes",

@@ -18,11 +18,11 @@ _fast_part, _fast_row = FastKernel(best_of_part), FastKernel(best_of_row)
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether `best_token` takes logits of this dtype and layout."""
+    """Whether `greedy_sample` takes logits of this dtype and layout."""
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and logits.stride(-1) == 1 and logits.numel() > 0
 
 
-def best_token(logits: Tensor) -> Tensor:
+def greedy_sample(logits: Tensor) -> Tensor:
     """logits [N, V] -> [N] int64: the first of the largest, NaN being larger than all; -1 where that is not finite."""
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, PART)

@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
-    """logits [M, V], a dtype and layout that `best_token.serves`; best [M] int64, their most likely tokens -> [N] int64.
+    """logits [M, V], a dtype and layout that `greedy.serves`; best [M] int64, their most likely tokens -> [N] int64.
 
     What is drawn from is said in `engine/sampling/sample_tokens.py`.
     A row's token depends on its own logits and settings alone, bit for bit.

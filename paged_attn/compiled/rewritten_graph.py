@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, Self
 
 import torch
@@ -27,8 +28,12 @@ from paged_attn.recurrent.layer import RecurrentLayer
 logger = logging.getLogger("paged_attn")
 
 
+@dataclass(eq=False, repr=False)
 class RewrittenGraph:
     """Made inside a Dynamo backend call, or from a record on disk.
+
+    Args:
+        traced_from: the model, if it is known; it is not kept alive.
 
     Attributes:
         original: the graph as it was traced.
@@ -40,29 +45,22 @@ class RewrittenGraph:
         recurrent: the layers that the graph's recurrent ops stand for, by layer id, set by who captured it; None if nobody has looked.
     """
 
-    def __init__(
-        self,
-        original: fx.GraphModule,
-        found: Rewrite,
-        split: SplitGraph | None,
-        pieces: PieceReport | None,
-        model: nn.Module | None,
-        options: CompileOptions,
-        files: frozenset[str] | None = None,
-    ) -> None:
-        self.options = options
-        self.files = files
-        self.original = original
-        self.rewrite = found
-        limits = [limit for limit in (max_positions(model), found.max_positions) if limit is not None]
+    original: fx.GraphModule
+    rewrite: Rewrite
+    split: SplitGraph | None
+    pieces: PieceReport | None
+    traced_from: InitVar[nn.Module | None]
+    options: CompileOptions
+    files: frozenset[str] | None = None
+
+    def __post_init__(self, traced_from: nn.Module | None) -> None:
+        limits = [limit for limit in (max_positions(traced_from), self.rewrite.max_positions) if limit is not None]
         self.max_positions = min(limits, default=None)
-        self.roles = tuple(found.form.roles.values())
-        self.split = split
+        self.roles = tuple(self.rewrite.form.roles.values())
         self.recurrent: tuple[RecurrentLayer, ...] | None = None
-        self._model = None if model is None else weakref.ref(model)
-        self.compiled_by = "eager pieces" if pieces is None else "Inductor pieces"
-        self.pieces = pieces
-        self.eager_paged: fx.GraphModule | None = found.gm
+        self._model = None if traced_from is None else weakref.ref(traced_from)
+        self.compiled_by = "eager pieces" if self.pieces is None else "Inductor pieces"
+        self.eager_paged: fx.GraphModule | None = self.rewrite.gm
 
     @classmethod
     def of_trace(

@@ -20,7 +20,7 @@ from paged_attn.graph_cache.record import record_of, restored
 from paged_attn.hashing.code_files import module_digest, modules_of
 from paged_attn.hashing.owned_tensors import OwnedTensors
 from paged_attn.hashing.stable_hasher import Indescribable, tensor_digest
-from paged_attn.passes.dump import is_dumping
+from paged_attn.passes.dump import dump_folder
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.shown import shown
 
@@ -45,7 +45,7 @@ class CachedGraphs:
         """None where nothing may be kept: no cache, no self-check, passes to be dumped, or a model of which no text says all (then the
         log says why)."""
         entries = Entries.of_user()
-        if entries is None or not options.self_check or is_dumping():
+        if entries is None or not options.self_check or dump_folder() is not None:
             return None
         started = time.perf_counter()
         try:

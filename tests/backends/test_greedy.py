@@ -8,7 +8,8 @@ import torch
 from paged_attn.engine.sampling.sampler import greedy_sample
 
 pytest.importorskip("triton")
-from paged_attn.backends.sampling.greedy import PART, best_token, serves
+from paged_attn.backends.sampling.greedy import PART, serves
+from paged_attn.backends.sampling.greedy import greedy_sample as by_kernels
 
 INF, NAN = float("inf"), float("nan")
 
@@ -23,7 +24,7 @@ def plainly(logits: torch.Tensor) -> torch.Tensor:
 def test_as_argmax(dtype: torch.dtype, vocabulary: int) -> None:
     """In 16 bits many logits are equal: the first of them counts."""
     logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(dtype)
-    assert torch.equal(best_token(logits), plainly(logits))
+    assert torch.equal(by_kernels(logits), plainly(logits))
     assert torch.equal(greedy_sample(logits), plainly(logits))
 
 
@@ -50,13 +51,13 @@ def test_hard_rows(numbers: list[float], expected: int, place: int) -> None:
     """Among forbidden tokens, at the edges of parts."""
     row = torch.full((1, 2 * PART + 8), -INF)
     row[0, place : place + len(numbers)] = torch.tensor(numbers)
-    assert best_token(row).tolist() == plainly(row).tolist() == [expected if expected < 0 else place + expected]
+    assert by_kernels(row).tolist() == plainly(row).tolist() == [expected if expected < 0 else place + expected]
 
 
 def test_rows_of_a_wider_tensor() -> None:
     wide = torch.randn(4, 100, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(best_token(wide[:, 10:60]), plainly(wide[:, 10:60]))
-    assert torch.equal(best_token(wide[::2]), plainly(wide[::2]))
+    assert torch.equal(by_kernels(wide[:, 10:60]), plainly(wide[:, 10:60]))
+    assert torch.equal(by_kernels(wide[::2]), plainly(wide[::2]))
 
 
 def test_what_is_left_to_pytorch() -> None:

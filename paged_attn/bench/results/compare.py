@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 
 def agreement(ours: Tokens, theirs: Tokens) -> dict[str, float]:
-    """WorkPartition of the new tokens before the first difference in their request, and of the requests without one."""
+    """Shares of the new tokens before the first difference in their request, and of the requests without one."""
     same = [_equal_start(a, b) for a, b in zip(ours, theirs, strict=True)]
     total = sum(map(len, ours))
     whole = sum(a == b for a, b in zip(ours, theirs, strict=True))

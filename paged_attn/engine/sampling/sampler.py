@@ -153,10 +153,10 @@ def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None 
 def greedy_sample(logits: Tensor) -> Tensor:
     """logits [N, V] -> [N] int64: the most likely token of each row, -1 where the row is not finite. Nothing waits for the device."""
     if logits.is_cuda and has_triton():
-        from paged_attn.backends.sampling.greedy import best_token, serves
+        from paged_attn.backends.sampling import greedy
 
-        if serves(logits):
-            return best_token(logits)
+        if greedy.serves(logits):
+            return greedy.greedy_sample(logits)
     best = logits.argmax(-1, keepdim=True)  # NaN counts as the largest, so the largest value tells of every bad row
     return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
 

@@ -26,7 +26,7 @@ class StepLayout(NamedTuple):
     """Of each request of a step the tokens from `starts` to `ends` are computed; for those `sampling` the next one is chosen.
 
     Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `places` says where in `rows` the
-    requests are while the step is launched. `states`: of those sampling that are not simple, by their place among them. Of the tokens
+    requests are while the step is launched. `states`: of those sampling that are no mere argmax, by their place among them. Of the tokens
     `num_of_prompts` are of requests for which nothing was chosen yet.
     """
 
@@ -43,7 +43,7 @@ class StepLayout(NamedTuple):
 
 def build_step(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64], under_way: int) -> tuple[StepLayout, RequestColumns]:
     """What each request's share of a step is, and what the batch is made of; the requests are at `places` [requests] in `rows`, and the
-    host has all tokens but those of the in_flight that is `under_way` (its number)."""
+    host has all tokens but those of the step that is `under_way` (its number)."""
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[places]
     ends = starts + counts
