@@ -104,8 +104,8 @@ class Patched:
         finally:
             _recording.state = None
         expected = getattr(text_config(self.model), "num_hidden_layers", "an unknown number of")
+        refuse_recurrent(self.model, "paged_attn.patch")
         if len(found) != expected:
-            refuse_recurrent(self.model, "paged_attn.patch")
             raise UnsupportedError(
                 f"{type(self.model).__name__} has {expected} layers, but {len(found)} of them called the attention that they were "
                 "given: the others compute their own, and would silently lose their mask. Use torch.compile(model, backend='paged_attn')."
@@ -145,11 +145,7 @@ class Patched:
     def _check(self, prompts: list[Tensor], alone: list[Tensor]) -> None:
         """Raises UnsupportedError if the patched model disagrees with the original."""
         known = {id(prompt): logits for prompt, logits in zip(prompts, alone, strict=True)}
-        try:
-            check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
-        except UnsupportedError:
-            refuse_recurrent(self.model, "paged_attn.patch")
-            raise
+        check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
 
     def _probe(self) -> list[Tensor]:
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]

@@ -21,6 +21,7 @@ from tests.zoo.run_one import first_sentence
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Wide enough for the blocks in which 4-bit weights are kept.
 WIDTHS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
+BY_FAMILY: dict[str, dict[str, Any]] = {"bamba": {"mamba_d_head": 16}}  # its heads of state are as wide together as twice the model
 UNTRACEABLE = "can not be captured as one graph"
 PACKAGES = {"torchao": "torchao", "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed_tensors", "peft": "peft"}
 
@@ -48,7 +49,7 @@ def run(family: str, dtype: str, wrapper: str) -> dict[str, Any]:
 
 
 def made(family: str, dtype: str, wrapper: str) -> nn.Module:
-    model = build(family, **WIDTHS).to(DTYPES[dtype])
+    model = build(family, **WIDTHS, **BY_FAMILY.get(family, {})).to(DTYPES[dtype])
     return WRAPPERS[wrapper](model).eval()
 
 

@@ -139,17 +139,19 @@ def compiled(
     for tensor in where:
         maybe_mark_dynamic(tensor, tensor.dim() - 1)  # which does not know of -1
     maybe_mark_dynamic(where.blocks, 2)
-    return _compiled(formula)(query, key, value, where, slopes, bias)
+    constants = (query.dtype, query.shape[1], key.shape[1], key.shape[3], value.shape[3], query.device)
+    return _compiled(formula, constants)(query, key, value, where, slopes, bias)
 
 
 @cache
-def _compiled(formula: Formula) -> Attend:
+def _compiled(formula: Formula, constants: tuple[Any, ...]) -> Attend:
+    """Args: constants: of the operands what a kernel is compiled for: each gets a function of its own."""
     logger.info("flex_attention is compiled at its next call, which may take half a minute, for %s", formula)
 
     def call(*arguments: Any) -> tuple[Tensor, Tensor | None]:
         return attend(formula, *arguments)
 
-    # Dynamo counts recompiles by code object: with one for all formulas, a few layers of different kinds would reach the limit.
+    # Dynamo counts recompiles by code object: with one for all, a few kinds of layers, or models of a few head sizes, reach the limit.
     own_code = call.__code__.replace()
     # Not dynamic=True, which makes variables of the formula's numbers, too.
     own: Attend = torch.compile(FunctionType(own_code, globals(), closure=call.__closure__), fullgraph=True)

@@ -36,7 +36,7 @@ class SamplingState:
         self.params, self.guide = params, guide
         self.tokens = tokens if isinstance(tokens, list) else list(tokens)
         self.num_prompt = len(self.tokens)
-        self.seed = int.from_bytes(os.urandom(8)) if params.seed is None else params.seed
+        self.seed = fresh_seed() if params.seed is None else params.seed
         self.num_chosen = 0
         self.counts_tokens = params.has_penalty
         self.edits_logits = self.counts_tokens or bool(params.logit_bias) or params.needs_host
@@ -47,6 +47,10 @@ class SamplingState:
     def uniform(self) -> float:
         """The request's next random number in [0, 1), by SplitMix64 (Steele et al., 2014) at a place of its own."""
         return (_mixed(_mixed(self.seed + GOLDEN) + (self.num_chosen + 1) * GOLDEN) >> 11) * 2.0**-53
+
+
+def fresh_seed() -> int:
+    return int.from_bytes(os.urandom(8))
 
 
 def _mixed(value: int) -> int:

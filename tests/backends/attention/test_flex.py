@@ -238,6 +238,14 @@ def test_layers_of_many_kinds_do_not_reach_dynamos_limit(backend, compiles):
     assert compiles() - before == limit + 1
 
 
+def test_models_of_many_head_sizes_do_not_reach_dynamos_limit(backend, compiles):
+    """Seen on a GPU, whose tests run every head size in one process: from the ninth kind of operands on, Dynamo refused."""
+    before, limit = compiles(), torch._dynamo.config.recompile_limit
+    for dim in range(1, limit + 2):
+        agree(make([(300, 1)] * 5, dataclasses.replace(spec_here(), qk_head_dim=8 * dim), page_size=16), backend)
+    assert compiles() - before == limit + 1
+
+
 def test_more_keys_than_the_kernel_can_address_are_refused(backend, monkeypatch):
     monkeypatch.setattr(flex_module, "MOST_ELEMENTS", 1000)
     with pytest.raises(
