@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
-from paged_attn.attn_ops.ops.module import MODULE
+from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.attn_ops.ops.overloads import overloads_of
-from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
-from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
-from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 
-_split_ops: set[OpOverload] = {UNIFIED_ATTENTION, RECOMPUTE_ATTENTION, BATCH_POSITIONS, RECURRENT_LAYER, MODULE}
+_split_ops: set[OpOverload] = {kind.op for kind in KINDS if kind.splits}
 
 
 def register_split_op(op: OpOverload) -> None:

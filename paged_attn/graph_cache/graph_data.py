@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
-from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.attn_ops.ops.overloads import overloads_of
-from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES, OP_TEXTS, OP_TYPES, OPS_REFUSED
 from paged_attn.hashing.stable_hasher import Indescribable, tensor_bytes
 from paged_attn.shown import shown
 
 MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
-_OURS = (UNIFIED_ATTENTION, BATCH_POSITIONS, LINEAR)  # others go by numbers of this process
+_OURS = frozenset(kind.op for kind in KINDS if kind.on_disk)
 _KINDS = ("placeholder", "call_function", "call_method", "get_attr", "output")
 _NAMED: dict[type, Callable[[str], Any]] = {  # values that torch writes as it reads them
     torch.dtype: lambda name: _attribute(torch, name.removeprefix("torch."), torch.dtype),

@@ -13,8 +13,7 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
-from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
+from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import GraphSupport
 from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
@@ -26,7 +25,7 @@ from paged_attn.engine.steps.future_tokens import FutureTokens
 from paged_attn.engine.steps.one_row_check import check_one_row
 from paged_attn.recurrent.run import RecurrentRunner
 
-INSIDE_FULL_GRAPHS = frozenset({UNIFIED_ATTENTION, BATCH_POSITIONS})
+INSIDE_FULL_GRAPHS = frozenset(kind.op for kind in KINDS if kind.in_full_graphs)
 
 
 @dataclass(frozen=True)

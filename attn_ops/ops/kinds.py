@@ -1,0 +1,40 @@
+"""The kinds of operations that leave a model's graph and come back as ours: a new kind is an op of its own and a line here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch._ops import OpOverload
+
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.module import MODULE
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
+from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
+from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
+
+
+@dataclass(frozen=True)
+class OpKind:
+    """What may be done with a graph that calls an op.
+
+    Attributes:
+        splits: it runs between pieces, since it reads the forward context or can not be captured.
+        in_full_graphs: it neither waits for the GPU nor takes a shape from data, so that it may be captured with a whole decode step.
+        on_disk: its arguments mean the same in every process, so that the graph cache may keep its graph. Indices of Python objects do not.
+    """
+
+    op: OpOverload
+    splits: bool
+    in_full_graphs: bool
+    on_disk: bool
+
+
+KINDS = (
+    OpKind(UNIFIED_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(RECOMPUTE_ATTENTION, splits=True, in_full_graphs=False, on_disk=False),
+    OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=False, on_disk=False),
+    OpKind(MODULE, splits=True, in_full_graphs=False, on_disk=False),
+    OpKind(BATCH_POSITIONS, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(LINEAR, splits=False, in_full_graphs=True, on_disk=True),
+)
