@@ -60,8 +60,8 @@ def _panel(
     width = 0.8 / len(backends)
     for index, backend in enumerate(backends):
         heights = [values.get((shape, backend), 0.0) for shape in shapes]
-        places = [place + (index - (len(backends) - 1) / 2) * width for place in range(len(shapes))]
-        bars = axis.bar(places, heights, width * 0.92, label=backend, color=COLORS.get(backend, "#374151"), zorder=2)
+        xs = [tick + (index - (len(backends) - 1) / 2) * width for tick in range(len(shapes))]
+        bars = axis.bar(xs, heights, width * 0.92, label=backend, color=COLORS.get(backend, "#374151"), zorder=2)
         if width > 0.2 or len(shapes) < 6:
             axis.bar_label(bars, [f"{h:,.0f}" if h else "" for h in heights], fontsize=5.5, padding=1, color="#374151")
     axis.axhline(ceiling, color="#ef4444", linewidth=1, linestyle=(0, (4, 3)), label="ceiling measured here", zorder=1)

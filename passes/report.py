@@ -77,7 +77,7 @@ class Rewrite:
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
     traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both
-    places: dict[str, str] = field(default_factory=dict)  # of a graph from disk: the modules of nodes of the traced graph
+    modules: dict[str, str] = field(default_factory=dict)  # of a graph from disk: the modules of nodes of the traced graph
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:

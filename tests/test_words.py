@@ -21,6 +21,7 @@ BANNED = {
     "one row linears": "gemv", "early launches": "pdl", "emit rope": "(removed)", "rope and store": "(removed)",
     "write out flex": "decompose_flex", "kept graphs": "cached graphs", "describer": "stable hasher", "new requests": "input processor",
     "make steps": "build_runtime", "recipe": "capture spec", "lent": "shape-only", "road": "path",
+    "places": "index, row or slot", "place of": "module_of", "has place": "has room",
 }  # fmt: skip
 ALLOWED = {"in flight", "in flight step"}  # the field's own
 # Where an old name has to be said: settings that still work under it, and what is asked of other packages.

@@ -89,28 +89,28 @@ class _Layout:
 
     def arrays(self, memory: NDArray[np.int64]) -> list[NDArray[Any]]:
         halved = memory.view(np.int32)
-        return [*[memory[place] for place in self.wide], *[halved[place] for place in self.narrow]]
+        return [*[memory[span] for span in self.wide], *[halved[span] for span in self.narrow]]
 
     def views(self, memory: Tensor) -> list[Tensor]:
         halved = memory.view(torch.int32)
-        return [*[memory[place] for place in self.wide], *[halved[place] for place in self.narrow]]
+        return [*[memory[span] for span in self.wide], *[halved[span] for span in self.narrow]]
 
 
 @lru_cache(maxsize=4096)
 def _layout(int64: tuple[int, ...], int32: tuple[int, ...], room: int) -> _Layout:
-    wide, end = _places(int64, 0, _WORDS, 0)
-    narrow, halves = _places(int32, 2 * end, 2 * _WORDS, room)
+    wide, end = _spans(int64, 0, _WORDS, 0)
+    narrow, halves = _spans(int32, 2 * end, 2 * _WORDS, room)
     return _Layout(wide, narrow, halves // 2)
 
 
-def _places(sizes: Sequence[int], start: int, unit: int, room: int) -> tuple[list[slice], int]:
+def _spans(sizes: Sequence[int], start: int, unit: int, room: int) -> tuple[list[slice], int]:
     """Where fields lie that begin at multiples of `unit` from `start` on, and where the last one's room ends."""
-    places = []
+    spans = []
     for size in sizes:
-        places.append(slice(start, start + size))
+        spans.append(slice(start, start + size))
         size = max(size, room)
         start += size + -size % unit
-    return places, start
+    return spans, start
 
 
 def write_joined(target: NDArray[Any], rows: Sequence[Sequence[int]], what: str) -> None:

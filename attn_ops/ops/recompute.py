@@ -65,9 +65,9 @@ def _store(context: ForwardContext, spec: RecomputeSpec, rows: Sequence[Tensor],
 def _all_tokens(context: ForwardContext, spec: RecomputeSpec, layer_id: int, request: int, count: int) -> list[Tensor]:
     """The program's tensors for one request, of `count` tokens, of which those past its last one repeat that."""
     batch, keys = context.batch, context.pool.key(layer_id)
-    places = torch.arange(count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)
-    pages = batch.page_table[request].to(torch.int64)[places // batch.page_size]
-    elements = keys[pages, places % batch.page_size, 0]  # [count, elements of all rows]
+    positions = torch.arange(count, device=keys.device).clamp(max=batch.seq_lens_host[request] - 1)
+    pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
+    elements = keys[pages, positions % batch.page_size, 0]  # [count, elements of all rows]
     ends = list(itertools.accumulate((row.elements for row in spec.rows), initial=0))
     return [row.restored(elements[:, start:end]) for row, start, end in zip(spec.rows, ends, ends[1:], strict=False)]
 

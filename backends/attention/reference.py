@@ -69,8 +69,8 @@ class ReferenceBackend(AttentionBackend):
                     if spec.alibi_slopes is not None:
                         scores = scores + torch.tensor([spec.alibi_slopes[head] * (j - i) for j in seen], device=scores.device)
                     if call.bias is not None:
-                        places = [j if spec.bias_index == "key" else min(i - j, call.bias.shape[1] - 1) for j in seen]
-                        scores = scores + call.bias[head, torch.tensor(places, device=scores.device)].float()
+                        columns = [j if spec.bias_index == "key" else min(i - j, call.bias.shape[1] - 1) for j in seen]
+                        scores = scores + call.bias[head, torch.tensor(columns, device=scores.device)].float()
                     sink = math.exp(float(sinks[head]) - float(scores.max())) if sinks is not None else 0.0
                     weights = torch.exp(scores - scores.max())
                     total = weights.sum() + sink

@@ -195,5 +195,5 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, gather: Gather, call: A
 def _bias(call: AttentionCall, gather: Gather) -> Tensor:
     """[R, q_heads, Q or 1, K] from the layer's table [q_heads, N]."""
     assert call.bias is not None
-    places = gather.positions if call.spec.bias_index == "key" else -gather.distance
-    return call.bias[:, places[:, 0].clamp(0, call.bias.shape[1] - 1)].transpose(0, 1)
+    bias_columns = gather.positions if call.spec.bias_index == "key" else -gather.distance
+    return call.bias[:, bias_columns[:, 0].clamp(0, call.bias.shape[1] - 1)].transpose(0, 1)

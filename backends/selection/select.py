@@ -78,8 +78,8 @@ def select_for_pool(
     speculative: str = "prefill",
 ) -> Selection:
     """`select` for the layers, page size, KV dtype and device of a pool; `dtype` is the model's (the pool's if None)."""
-    place = (dtype or pool.dtype, pool.dtype, pool.page_size, pool.device)
-    return select(name, pool.layers, *place, deterministic=deterministic, speculative=speculative)
+    where = (dtype or pool.dtype, pool.dtype, pool.page_size, pool.device)
+    return select(name, pool.layers, *where, deterministic=deterministic, speculative=speculative)
 
 
 def pick(required: Requirements, order: Order, broken: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

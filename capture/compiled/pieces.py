@@ -136,13 +136,13 @@ def load_pieces(split: SplitGraph, kept: Sequence[CachedPiece], cache: ArtifactC
         return None
     found: dict[tuple[str, str], Compiled] = {}
     for piece in kept:
-        place = (piece.fingerprint, piece.guards)
-        if place not in found:
+        piece_key = (piece.fingerprint, piece.guards)
+        if piece_key not in found:
             key = artifact_key(piece.fingerprint)
             stored = None if key is None else cache.load(key)
             if stored is None or stored.guards != piece.guards:
                 return None
-            found[place] = stored
+            found[piece_key] = stored
     nodes, calls = {node.name: node for node in split.gm.graph.nodes}, _calls(split)
     if any(name not in nodes for piece in kept for name in piece.arguments):
         return None

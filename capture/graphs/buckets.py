@@ -15,15 +15,15 @@ def bucket_sizes(largest: int, count: int, smallest: int = 2) -> list[int]:
         return [max(largest, smallest)]
     sizes: set[int] = {largest}
     ratio = (largest / smallest) ** (1 / (count - 1))
-    place = float(smallest)
-    while len(sizes) < count and place < largest:
-        size = _rounded(place)
+    exact = float(smallest)
+    while len(sizes) < count and exact < largest:
+        size = _rounded(exact)
         if size >= largest:
             break
         sizes.add(size)
-        place = max(place * ratio, size + 1)  # small sizes are whole numbers: their steps are wider than the ratio
+        exact = max(exact * ratio, size + 1)  # small sizes are whole numbers: their steps are wider than the ratio
         if len(sizes) < count:
-            ratio = max((largest / place) ** (1 / (count - len(sizes))), 1.0)
+            ratio = max((largest / exact) ** (1 / (count - len(sizes))), 1.0)
     return sorted(sizes)
 
 

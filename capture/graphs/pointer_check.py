@@ -20,15 +20,15 @@ class PointerCheck:
 
     def __init__(self, model: nn.Module, bound: Iterable[Tensor] = ()) -> None:
         known = {id(tensor) for tensor in bound}
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._slots: list[tuple[dict[str, Any], str]] = []
         self._names: list[str] = []
         for prefix, module in model.named_modules():
             for table, chosen in ((module._parameters, None), (module._buffers, known)):
                 for name, tensor in table.items():
                     if tensor is not None and (chosen is None or id(tensor) in chosen):
-                        self._places.append((table, name))
+                        self._slots.append((table, name))
                         self._names.append(f"{prefix}.{name}" if prefix else name)
-        self._tensors: list[Tensor] = [table[name] for table, name in self._places]
+        self._tensors: list[Tensor] = [table[name] for table, name in self._slots]
         self._pointers = [tensor.data_ptr() for tensor in self._tensors]
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class PointerCheck:
 
     def check(self) -> None:
         """Raises CaptureError naming the first tensor that is not where it was."""
-        now = [table.get(name) for table, name in self._places]
+        now = [table.get(name) for table, name in self._slots]
         if not all(map(is_, now, self._tensors)) or list(map(Tensor.data_ptr, self._tensors)) != self._pointers:
             self._refuse(now)
 

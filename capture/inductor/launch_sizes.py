@@ -52,7 +52,11 @@ def _with_many_rows(method: Callable[..., Any]) -> Callable[..., Any]:
     def hint(sizevars: Any, *args: Any, **kwargs: Any) -> Any:
         environment, name = sizevars.shape_env, "backed_var_to_val"
         many = {symbol: sympy.Integer(ROWS) if _is_few(symbol, size) else size for symbol, size in getattr(environment, name).items()}
-        with patch.object(environment, name, many), patch.object(sizevars, name, many):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patch.object(environment, name, many))
+            stack.enter_context(patch.object(sizevars, name, many))
+            if hasattr(sizevars, "_optimization_hint_cache"):  # of torch 2.15, which remembers answers
+                stack.enter_context(patch.object(sizevars, "_optimization_hint_cache", sizevars._optimization_hint_uncached))
             return method(sizevars, *args, **kwargs)
 
     return hint

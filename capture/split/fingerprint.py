@@ -80,13 +80,13 @@ def _tensor(value: Tensor, sizes: Sizes, storages: dict[int, int]) -> str:
 
 
 def _nodes(graph: fx.Graph) -> list[str]:
-    places: dict[fx.Node, int] = {}
+    node_numbers: dict[fx.Node, int] = {}
     lines = []
     for node in graph.nodes:
-        places[node] = len(places)
+        node_numbers[node] = len(node_numbers)
         # A placeholder's target is its name; a default value would be an argument.
         target = "" if node.op in ("placeholder", "output") else _target(node)
-        lines.append(f"{node.op} {target} {_argument(node.args, places)} {_argument(node.kwargs, places)}")
+        lines.append(f"{node.op} {target} {_argument(node.args, node_numbers)} {_argument(node.kwargs, node_numbers)}")
     return lines
 
 
@@ -119,18 +119,18 @@ def _named(module: str, name: str) -> Any:
         return None
 
 
-def _argument(value: Any, places: dict[fx.Node, int]) -> str:
+def _argument(value: Any, node_numbers: dict[fx.Node, int]) -> str:
     if isinstance(value, fx.Node):
-        return f"%{places[value]}"
+        return f"%{node_numbers[value]}"
     if isinstance(value, _PLAIN):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, tuple | list):
         kind = "list" if isinstance(value, list) else "tuple"
-        return f"{kind}({', '.join(_argument(each, places) for each in value)})"
+        return f"{kind}({', '.join(_argument(each, node_numbers) for each in value)})"
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return f"dict({', '.join(f'{key!r}: {_argument(each, places)}' for key, each in value.items())})"
+        return f"dict({', '.join(f'{key!r}: {_argument(each, node_numbers)}' for key, each in value.items())})"
     if isinstance(value, slice):
-        return f"slice({', '.join(_argument(each, places) for each in (value.start, value.stop, value.step))})"
+        return f"slice({', '.join(_argument(each, node_numbers) for each in (value.start, value.stop, value.step))})"
     if isinstance(value, sympy.Expr) or not callable(value):
         raise Indescribable
     return _function(value)

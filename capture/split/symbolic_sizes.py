@@ -53,12 +53,12 @@ class Sizes:
         numbers = self._as_numbers()
         lines = [self.environment.produce_guards_expression(numbers, guards=self.environment.get_pruned_guards(numbers)) or "True"]
         # A symbol that was found equal to something is no symbol any more, and its guard is not among those.
-        places = {symbol: sympy.Symbol(f"L['t{index}']") for index, symbol in enumerate(self.symbols)}
+        sources = {symbol: sympy.Symbol(f"L['t{index}']") for index, symbol in enumerate(self.symbols)}
         for symbol, number in zip(self.symbols, numbers, strict=True):
             if number.node.expr != symbol:
-                if not number.node.expr.free_symbols <= places.keys():
+                if not number.node.expr.free_symbols <= sources.keys():
                     return None
-                lines.append(f"{places[symbol]} == {number.node.expr.xreplace(places)}")
+                lines.append(f"{sources[symbol]} == {number.node.expr.xreplace(sources)}")
         return " and ".join(lines)
 
     def holds(self, guards: str | None) -> bool:

@@ -84,8 +84,8 @@ def spread(values: Sequence[float]) -> Spread:
     ordered = sorted(values)
     found = {}
     for percent in PERCENTILES:
-        place = (len(ordered) - 1) * percent / 100
-        low = int(place)
+        rank = (len(ordered) - 1) * percent / 100
+        low = int(rank)
         high = min(low + 1, len(ordered) - 1)
-        found[f"p{percent}"] = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+        found[f"p{percent}"] = ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
     return found

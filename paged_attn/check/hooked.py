@@ -120,7 +120,7 @@ class Taps:
                 undo.callback(hook.remove)
             return self.patched.logits(ids, positions)
 
-    def place_of(self, name: str) -> str:
+    def module_of(self, name: str) -> str:
         """`query of attention 2 (model.layers.2.self_attn)`"""
         layer = next((i for i in self.by_layer if name.endswith(_attention(i))), None)
         return name if layer is None else f"{name} ({self.specs[layer].module})"
@@ -143,8 +143,8 @@ class HookedOriginal(Original):
     def padded_length(self, count: int) -> int:
         return count
 
-    def place_of(self, name: str) -> str:
-        return self.taps.place_of(name)
+    def module_of(self, name: str) -> str:
+        return self.taps.module_of(name)
 
 
 class HookedServed(Served):
@@ -170,7 +170,7 @@ class HookedServed(Served):
 
         def see(name: str, value: Tensor) -> Tensor:
             if self.taps.by_name[name].layer is None:
-                seen[name] = Seen(self.taps.place_of(name), value.clone())
+                seen[name] = Seen(self.taps.module_of(name), value.clone())
             return self._visited(visit, name, value)
 
         self._run(batch, Watch(see, without_attention=True))

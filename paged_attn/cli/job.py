@@ -62,10 +62,10 @@ def load(path: str | Path, dtype: str, device: str, config: EngineConfig) -> Loa
         ValueError: no model there, or no such device. UnsupportedError: as `LLM` does.
     """
     started = time.perf_counter()
-    place, sharded = checked_device(device), num_processes() > 1
+    target, sharded = checked_device(device), num_processes() > 1
     if sharded:
-        place = join(place)
-    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), place, sharded)
+        target = join(target)
+    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), target, sharded)
     loaded = time.perf_counter()
     llm = LLM(model, tokenizer=tokenizer, config=config)
     rewritten = time.perf_counter()

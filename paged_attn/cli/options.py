@@ -27,7 +27,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_toke
     add_common(parser)
     _add_prompts(parser)
     _add_sampling(parser, max_new_tokens)
-    add_place(parser, dtype)
+    add_device_options(parser, dtype)
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print text as it comes, prompt after prompt; with --json a line per token")
     output.add_argument(
@@ -37,11 +37,11 @@ def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_toke
     add_engine(parser)
 
 
-def add_place(parser: argparse.ArgumentParser, dtype: str) -> None:
+def add_device_options(parser: argparse.ArgumentParser, dtype: str) -> None:
     """Where a model runs, and in which dtype."""
-    place = parser.add_argument_group("model")
-    place.add_argument("--dtype", choices=DTYPES, default=dtype, help="auto is the checkpoint's own (default: %(default)s)")
-    place.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    model_group = parser.add_argument_group("model")
+    model_group.add_argument("--dtype", choices=DTYPES, default=dtype, help="auto is the checkpoint's own (default: %(default)s)")
+    model_group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

@@ -236,7 +236,7 @@ class Engine:
             return False
         running, requests = self.scheduler.running, scheduled.requests
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
-        parts, columns = build_step(scheduled, running.rows, running.places(requests), under_way)
+        parts, columns = build_step(scheduled, running.rows, running.indices(requests), under_way)
         self.last_scheduled = requests
         step = self.steps.prepare(columns)
         before_model = time.perf_counter()

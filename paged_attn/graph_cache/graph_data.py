@@ -34,17 +34,17 @@ Data = Any  # None, bool, int, float, str, and lists and dicts of data
 
 def graph_data(gm: fx.GraphModule) -> Data:
     """Raises Indescribable for a graph that calls anything that is not in the tables, or holds large tensors."""
-    places: dict[fx.Node, int] = {}
+    numbers: dict[fx.Node, int] = {}
     nodes = []
     for node in gm.graph.nodes:
         target = _function_data(node.target) if node.op == "call_function" else str(node.target)
-        data = [node.op, node.name, target, _data(node.args, places), _data(node.kwargs, places)]
+        data = [node.op, node.name, target, _data(node.args, numbers), _data(node.kwargs, numbers)]
         try:
             _check_node(node.op, node.target, node.args, node.kwargs)
         except ValueError as error:
             raise Indescribable(f"a graph with {error}") from None
         nodes.append(data)
-        places[node] = len(places)
+        numbers[node] = len(numbers)
     names = sorted({str(node.target) for node in gm.graph.nodes if node.op == "get_attr"})
     return {"nodes": nodes, "buffers": {name: _tensor_data(_held(gm, name)) for name in names}}
 
@@ -160,19 +160,19 @@ def _base(argument: Any) -> str:
     return str(argument.type).replace("Optional[", "").replace("List[", "").rstrip("]")
 
 
-def _data(value: Any, places: Mapping[fx.Node, int]) -> Data:
+def _data(value: Any, numbers: Mapping[fx.Node, int]) -> Data:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, fx.Node):
-        return {"node": places[value]}
+        return {"node": numbers[value]}
     if type(value) in (list, fx.immutable_collections.immutable_list):
-        return [_data(each, places) for each in value]
+        return [_data(each, numbers) for each in value]
     if type(value) in (tuple, torch.Size):
-        return {"tuple": [_data(each, places) for each in value]}
+        return {"tuple": [_data(each, numbers) for each in value]}
     if isinstance(value, dict):
-        return {"dict": [[_data(key, places), _data(each, places)] for key, each in value.items()]}
+        return {"dict": [[_data(key, numbers), _data(each, numbers)] for key, each in value.items()]}
     if type(value) is slice:
-        return {"slice": [_data(each, places) for each in (value.start, value.stop, value.step)]}
+        return {"slice": [_data(each, numbers) for each in (value.start, value.stop, value.step)]}
     if type(value) in _NAMED:
         return {type(value).__name__: str(value)}
     if callable(value):

@@ -24,7 +24,7 @@ _SOURCES = source_digest(
     "", "attn_ops", "passes", "capture", "calling", "check", "compiled", "engine/tracing", "graph_cache", "hashing", "parallel"
 )
 _INSTALLED = (".dist-info", ".egg-info")
-_PLACES = ("debug_dir_root", "base_dir")  # the working directory, and where torch lies
+_FOLDERS = ("debug_dir_root", "base_dir")  # the working directory, and where torch lies
 
 
 def graph_key(model: nn.Module, options: CompileOptions, positions: bool) -> str:
@@ -42,7 +42,7 @@ def _dynamo() -> list[str]:
 
     values = config.save_config_portable(ignore_private_configs=False)
     hasher = StableHasher({}, strict=False)
-    return [f"dynamo {name}={hasher.text(values[name])}" for name in sorted(values) if name not in _PLACES]
+    return [f"dynamo {name}={hasher.text(values[name])}" for name in sorted(values) if name not in _FOLDERS]
 
 
 def _devices() -> list[str]:
@@ -53,7 +53,7 @@ def _devices() -> list[str]:
 @functools.cache
 def _versions() -> str:
     """Of Python, torch and all packages that are installed: transformers asks which there are."""
-    names = {name for place in sys.path for name in _listed(place or ".") if name.endswith(_INSTALLED)}
+    names = {name for entry in sys.path for name in _listed(entry or ".") if name.endswith(_INSTALLED)}
     return f"python {sys.version_info[:3]} torch {torch.__version__} {torch.version.git_version} {sorted(names)}"
 
 

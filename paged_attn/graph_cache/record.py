@@ -19,7 +19,7 @@ from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.graph_cache.graph_data import Data, graph_data, graph_of
 from paged_attn.hashing.owned_tensors import OwnedTensors
 from paged_attn.hashing.stable_hasher import Indescribable
-from paged_attn.passes.find.attention_site import places_of
+from paged_attn.passes.find.attention_site import modules_of
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.replace.operand_layout import Operand
@@ -44,7 +44,7 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "graph": graph_data(found.gm),
         "original": graph_data(compiled.original),
         "traced": (traced := _compared(compiled)),
-        "places": places_of(compiled.original.graph, traced.values()),
+        "modules": modules_of(compiled.original.graph, traced.values()),
         "min_tokens": found.form.min_tokens,
         "inputs": [_input(role, arg, owned) for role, arg in zip(compiled.roles, args, strict=True)],
         "max_tokens": found.form.max_tokens,
@@ -101,7 +101,7 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
         num_gathered=record["num_gathered"], num_gemv=record["num_gemv"],
         max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
-        places=dict(record["places"]),
+        modules=dict(record["modules"]),
     )  # fmt: skip
 
 

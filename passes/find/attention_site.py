@@ -81,7 +81,7 @@ def module_path(node: fx.Node) -> str:
     return re.sub(r"\[(\d+)\]", r".\1", path).strip(".")
 
 
-def places_of(graph: fx.Graph, names: Collection[str]) -> dict[str, str]:
+def modules_of(graph: fx.Graph, names: Collection[str]) -> dict[str, str]:
     """The module paths of nodes by their names; nothing for nodes outside any module."""
     wanted = set(names)
     return {node.name: path for node in graph.nodes if node.name in wanted and (path := module_path(node))}

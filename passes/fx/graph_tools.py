@@ -51,12 +51,12 @@ def writes_in_place(node: fx.Node) -> bool:
 
 def _has_inplace_flag(node: fx.Node) -> bool:
     """As activations of torch.nn.functional have it: `relu(x, inplace=True)`."""
-    place = _place_of_inplace(node.target)
-    return place is not None and bool(node.kwargs.get("inplace", node.args[place] if place < len(node.args) else False))
+    flag_index = _index_of_inplace(node.target)
+    return flag_index is not None and bool(node.kwargs.get("inplace", node.args[flag_index] if flag_index < len(node.args) else False))
 
 
 @cache
-def _place_of_inplace(function: Any) -> int | None:
+def _index_of_inplace(function: Any) -> int | None:
     if not isinstance(function, types.FunctionType):  # builtins have no such argument
         return None
     names = list(inspect.signature(function).parameters)

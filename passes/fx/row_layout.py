@@ -92,7 +92,7 @@ def with_tokens(value: Any, tokens: Any, length: int) -> Any:
 def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any:
     """The layout, or the layouts, of what an operation gives that moves or repeats numbers; None if rows do not stay together.
 
-    Every row must be made of the same places of the same row of the operands, whatever T is.
+    Every row must be made of the same elements of the same row of the operands, whatever T is.
 
     Args:
         given: the layouts of all tensors that the operation takes.
@@ -123,11 +123,11 @@ class _Result:
 
 def _on_distinct_numbers(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any, length: int) -> _Result:
     shapes = {each: [int(with_tokens(size, tokens, length)) for size in value_of(each).shape] for each in given}
-    places = {each: torch.Size(shape).numel() // given[each].count(length)[1] for each, shape in shapes.items()}
-    step, start, known = sum(places.values()) + 1, 0, dict[fx.Node, Tensor]()
+    widths = {each: torch.Size(shape).numel() // given[each].count(length)[1] for each, shape in shapes.items()}
+    step, start, known = sum(widths.values()) + 1, 0, dict[fx.Node, Tensor]()
     for each, layout in given.items():
         known[each] = _numbered(shapes[each], layout, length, step, start)
-        start += places[each]
+        start += widths[each]
 
     def value(argument: fx.Node) -> Any:
         return known[argument] if argument in known else with_tokens(value_of(argument), tokens, length)

@@ -66,11 +66,11 @@ def operand_of(source: KVSource, form: CallForm) -> Operand | None:
 
 
 def _affine(name: str, operand: Tensor, width: int) -> Operand | None:
-    """`operand` [T, heads, dim] holds the places of its elements among T rows of `width`."""
-    places = operand - width * torch.arange(len(operand))[:, None, None]
+    """`operand` [T, heads, dim] holds the indices of its elements among T rows of `width`."""
+    elements = operand - width * torch.arange(len(operand))[:, None, None]
     heads, dim = operand.shape[1:]
-    first = places[0]
+    first = elements[0]
     head_stride = int(first[1, 0] - first[0, 0]) if heads > 1 else 0
     dim_stride = int(first[0, 1] - first[0, 0]) if dim > 1 else 0
     found = Operand(name, heads, dim, int(first[0, 0]), head_stride, dim_stride)
-    return found if torch.equal(found.of(torch.arange(width)[None].expand(len(operand), -1)).double(), places) else None
+    return found if torch.equal(found.of(torch.arange(width)[None].expand(len(operand), -1)).double(), elements) else None

@@ -139,7 +139,7 @@ def _page_ids(page_table: Tensor, pages: NDArray[np.int32]) -> Tensor:
     packed.numpy()[0] = pages
     packed.numpy()[1] = page_table.stride(0) * np.arange(len(pages)) - (ends - pages)  # place in the table, less that in the result
     counts, shifts = packed.to(device, non_blocking=True)
-    places = torch.repeat_interleave(shifts, counts, output_size=total)
-    places += torch.arange(total, device=device)
+    sources = torch.repeat_interleave(shifts, counts, output_size=total)
+    sources += torch.arange(total, device=device)
     flat = page_table.as_strided((page_table.stride(0) * (len(pages) - 1) + longest,), (1,))
-    return flat[places]
+    return flat[sources]

@@ -60,7 +60,7 @@ class WrapperPool:
 
     def take(self, key: Hashable, owner: object, device: torch.device, make: Callable[[], Any]) -> Slot:
         """A slot that may be planned, made by `make` if there is none; `owner` keeps it until it is garbage."""
-        key = (key, *_place(device))
+        key = (key, *_device_key(device))
         slot = self._free(key, owner)
         if slot is None:
             slot = Slot(make(), device)  # not under the lock: it may compile
@@ -85,7 +85,7 @@ class WrapperPool:
 
     def workspace(self, device: torch.device, size: int) -> torch.Tensor:
         """Zeroed uint8 of at least `size` bytes, shared by everything that runs on the current stream of the device."""
-        key = _place(device)
+        key = _device_key(device)
         with self._lock:
             buffer = self._workspaces.get(key)
             if buffer is None or buffer.numel() < size:
@@ -111,5 +111,5 @@ def announce(kernel: str, key: Hashable, what: str) -> None:
     )  # fmt: skip
 
 
-def _place(device: torch.device) -> tuple[Hashable, ...]:
+def _device_key(device: torch.device) -> tuple[Hashable, ...]:
     return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else (device,)

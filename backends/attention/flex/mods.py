@@ -89,8 +89,8 @@ def score_mod(formula: Formula, where: Where, slopes: Tensor | None, bias: Tenso
         if slopes is not None:
             score = score + slopes[h] * (j - i)
         if bias is not None:
-            place = j if formula.bias == "key" else i - j
-            score = score + bias[h, torch.clamp(place, 0, bias.shape[1] - 1)]
+            column = j if formula.bias == "key" else i - j
+            score = score + bias[h, torch.clamp(column, 0, bias.shape[1] - 1)]
         return score
 
     return modified

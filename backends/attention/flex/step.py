@@ -45,15 +45,15 @@ class Tiles:
         first, queries = (batch.seq_lens - new)[request] + done, torch.clamp(new[request] - done, 0, size)
         if padding:
             queries[count:] = 0
-        place = _arange(size, new)
-        real = place < queries[:, None]
-        row = (starts[request] + done)[:, None] + torch.minimum(place, torch.clamp(queries[:, None] - 1, min=0))
+        offset = _arange(size, new)
+        real = offset < queries[:, None]
+        row = (starts[request] + done)[:, None] + torch.minimum(offset, torch.clamp(queries[:, None] - 1, min=0))
         row_request = _repeated(new, batch.num_tokens)
         back = tile_starts[row_request] * size + _arange(batch.num_tokens, new) - starts[row_request]
         return cls(
             size, request, first, queries,
             query_request=torch.where(real, request[:, None], -1).flatten(),
-            query_position=(first[:, None] + place).flatten(),
+            query_position=(first[:, None] + offset).flatten(),
             query_row=torch.clamp(row, max=batch.num_tokens - 1).flatten(),
             back=back,
         )  # fmt: skip

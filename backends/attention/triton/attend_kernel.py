@@ -37,10 +37,10 @@ def _scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, b
         s += (slope * LOG2E)[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
     if BIAS != "none":
         if BIAS == "distance":
-            place = tl.minimum(tl.maximum(position[:, None] - keys[None, :], 0), bias_width - 1)
+            bias_column = tl.minimum(tl.maximum(position[:, None] - keys[None, :], 0), bias_width - 1)
         else:
-            place = tl.minimum(keys[None, :] + position[:, None] * 0, bias_width - 1)
-        s += LOG2E * tl.load(bias_rows[:, None] + place, mask=bias_mask[:, None], other=0.0).to(tl.float32)
+            bias_column = tl.minimum(keys[None, :] + position[:, None] * 0, bias_width - 1)
+        s += LOG2E * tl.load(bias_rows[:, None] + bias_column, mask=bias_mask[:, None], other=0.0).to(tl.float32)
     return s
 
 

@@ -59,5 +59,5 @@ def _bars(record: dict[str, Any], workload: str) -> list[tuple[str, float, str]]
 
 
 def _text(x: float, y: float, text: str, color: str = INK, *, anchor: str = "start", size: int = 12, weight: str = "normal") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-    return f'<text {place} fill="{color}" font-size="{size}" font-weight="{weight}">{escape(text)}</text>'
+    attributes = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {attributes} fill="{color}" font-size="{size}" font-weight="{weight}">{escape(text)}</text>'

@@ -25,7 +25,7 @@ def refusal(suspect: Suspect, served: Served, original: Original, truth: Truth, 
     layer = None if suspect.boundary is None else suspect.boundary.layer
     if layer is not None:
         return _of_attention(suspect, layer, served, truth, noise, seen)
-    where = original.place_of(suspect.name)
+    where = original.module_of(suspect.name)
     uncompiled = served.variant(served.settings, compiled=False)
     if uncompiled is not None and _agrees(suspect, uncompiled, truth, noise):
         return UnsupportedError(

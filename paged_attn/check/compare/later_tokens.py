@@ -34,6 +34,6 @@ def check_later_tokens(original: Original, truth: Truth, noise: Noise) -> None:
         first = found[0]
         raise UnsupportedError(
             f"self-check failed: changing the last of {len(prompt)} tokens moves token {first.row + 1} in "
-            f"{original.place_of(first.name)} by {first.error:.2g} of its size (allowed {first.limit:.2g}), so that the model is not "
+            f"{original.module_of(first.name)} by {first.error:.2g} of its size (allowed {first.limit:.2g}), so that the model is not "
             "causal there; it can not be generated from token by token."
         )

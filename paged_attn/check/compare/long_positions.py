@@ -44,11 +44,11 @@ def check_long_positions(served: Served, truth: Truth, longest: int | None, mode
     moved = _first_move(served, near, _seen(served, truth, longest - 1), count)
     if moved is None:
         return
-    place, error, limit = moved
+    module, error, limit = moved
     first = _original_positions(model)
     stays = first is not None and count < first < longest and _first_move(served, near, _seen(served, truth, first - 1), count) is None
     raise UnsupportedError(
-        f"self-check failed: a token at position {longest - 1} moves other tokens of its batch in {place} by {error:.2g} of their size "
+        f"self-check failed: a token at position {longest - 1} moves other tokens of its batch in {module} by {error:.2g} of their size "
         f"(allowed {limit:.2g}): a long request would change what others get. Models whose rotary embedding follows the length of the "
         "call (longrope) do so; with max_position_embeddings at most the length up to which it stays the same, they can be served."
         + (_way_out(model, first) if stays else "")
@@ -81,7 +81,7 @@ def _seen(served: Served, truth: Truth, position: int) -> Mapping[Any, Seen]:
 
 def _first_move(served: Served, near: Mapping[Any, Seen], far: Mapping[Any, Seen], count: int) -> tuple[str, float, float] | None:
     """The first value of which a row before the last one moved: where, by how much, and what is allowed."""
-    for key, (place, expected) in near.items():
+    for key, (module, expected) in near.items():
         got = far[key].value
         axes = [axis for axis, size in enumerate(expected.shape) if size == count + 1]
         if got.shape != expected.shape or not axes:
@@ -89,7 +89,7 @@ def _first_move(served: Served, near: Mapping[Any, Seen], far: Mapping[Any, Seen
         limit = MULTIPLE * rounding(expected.dtype, served.kv_dtype)
         error = min(worst(row_errors(expected.movedim(axis, 0)[:count], got.movedim(axis, 0)[:count])) for axis in axes)
         if not error <= limit:
-            return place, error, limit
+            return module, error, limit
     return None
 
 

@@ -86,7 +86,7 @@ class Noise:
             if not typical(rows) <= allowed:
                 more = len(self.truth.prompts[LONGEST]) - count
                 raise UnsupportedError(
-                    f"self-check failed: {count} tokens give other numbers in {original.place_of(name)} when {more} more follow them, "
+                    f"self-check failed: {count} tokens give other numbers in {original.module_of(name)} when {more} more follow them, "
                     f"off by {typical(rows):.2g} of their size (allowed {allowed:.2g}). A later token moves earlier ones, so that the "
                     "model can not be generated from token by token."
                 )

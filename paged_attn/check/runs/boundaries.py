@@ -79,10 +79,10 @@ class Boundaries:
     @property
     def stages(self) -> dict[str, int]:
         """By node, the place in `order` of what computes it; of an operand that is no result of a piece, that of the last piece before."""
-        place = {name: index for index, name in enumerate(self.order)}
-        found = {each.original: place[name] - 1 for name, given in self.given.items() for each in given}
-        found |= {boundary.original: place[name] for (name, _), boundary in self.results.items()}
-        return found | {boundary.original: place[name] for name, boundary in self.written.items()}
+        rank = {name: index for index, name in enumerate(self.order)}
+        found = {each.original: rank[name] - 1 for name, given in self.given.items() for each in given}
+        found |= {boundary.original: rank[name] for (name, _), boundary in self.results.items()}
+        return found | {boundary.original: rank[name] for name, boundary in self.written.items()}
 
     @property
     def late(self) -> dict[str, list[str]]:

@@ -68,8 +68,8 @@ class PerturbedRun(TappedRun):
 
 
 class ChosenRun(TappedRun):
-    """`run(*inputs)` with what operations chose in another run; numbers that are chosen with their places, as of the best k, are those of
-    this run at the other's places."""
+    """`run(*inputs)` with what operations chose in another run; numbers that are chosen with their indices, as of the best k, are those of
+    this run at the other's indices."""
 
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, choices: Choices) -> None:
         super().__init__(gm, taps, visit)
@@ -89,11 +89,11 @@ class ChosenRun(TappedRun):
         return result if values is None else (values, chosen[1])
 
 
-def _taken_again(given: Tensor, values: Tensor, places: Tensor, chosen: Tensor) -> Tensor | None:
-    """The values at other places, where `values` are those of `given` at `places` along some axis; None if they are not."""
+def _taken_again(given: Tensor, values: Tensor, indices: Tensor, chosen: Tensor) -> Tensor | None:
+    """The values at other indices, where `values` are those of `given` at `indices` along some axis; None if they are not."""
     keeps_axis = values.dim() == given.dim()
-    for axis in range(given.dim() if places.dim() else 0):
-        at, other = (places, chosen) if keeps_axis else (places.unsqueeze(axis), chosen.unsqueeze(axis))
+    for axis in range(given.dim() if indices.dim() else 0):
+        at, other = (indices, chosen) if keeps_axis else (indices.unsqueeze(axis), chosen.unsqueeze(axis))
         if any(at.shape[i] > given.shape[i] for i in range(given.dim())) or int(at.max()) >= given.shape[axis]:
             continue
         if torch.equal(given.gather(axis, at), values if keeps_axis else values.unsqueeze(axis)):

@@ -24,7 +24,7 @@ VisitBoundary = Callable[[Boundary, Tensor], Tensor]
 class Seen(NamedTuple):
     """One value between two ops that mix tokens, in a run that left those ops out: where it is computed, and what it was."""
 
-    place: str
+    module: str
     value: Tensor
 
 
@@ -72,7 +72,7 @@ class Original(ABC):
         """How many rows values have in a run of so many tokens; no two lengths become one."""
 
     @abstractmethod
-    def place_of(self, name: str) -> str:
+    def module_of(self, name: str) -> str:
         """Where a value is computed, for messages."""
 
 

@@ -21,7 +21,7 @@ from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, WideRun
 from paged_attn.check.runs.truth import Truth
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
-from paged_attn.passes.find.attention_site import places_of
+from paged_attn.passes.find.attention_site import modules_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.report import LayerReport
 from paged_attn.recurrent.layer import RecurrentLayer
@@ -60,7 +60,7 @@ class TracedOriginal(Original):
         self.gm, self.inputs = compiled.original, inputs
         self.taps = Taps(boundaries.names, boundaries.late, inner_reads(self.gm.graph, boundaries.stages))
         self.recurrent = compiled.recurrent or ()
-        self._places = compiled.rewrite.places
+        self._modules = compiled.rewrite.modules
         self.min_tokens = compiled.rewrite.form.min_tokens
         self.narrow = compiled.dtype(inputs)
         self.computed_as_it_is = set()
@@ -89,9 +89,9 @@ class TracedOriginal(Original):
             self.computed_as_it_is |= run.computed_as_it_is
         return logits
 
-    def place_of(self, name: str) -> str:
+    def module_of(self, name: str) -> str:
         """Where a node computes, for messages: `model.layers.1.mlp (add_3)`."""
-        path = (self._places or places_of(self.gm.graph, (name,))).get(name, "")
+        path = (self._modules or modules_of(self.gm.graph, (name,))).get(name, "")
         return f"{path} ({name})" if path else name
 
     def padded_length(self, count: int) -> int:

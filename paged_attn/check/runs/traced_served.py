@@ -17,7 +17,7 @@ from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.tapped import written_arguments
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
-from paged_attn.passes.find.attention_site import places_of
+from paged_attn.passes.find.attention_site import modules_of
 
 # These look at a row alone, or supply the batch's positions.
 _ROW_BY_ROW = ("paged_attn::batch_positions_with_output", "paged_attn::module_with_output")
@@ -43,7 +43,7 @@ class TracedServed(Served):
         self.inputs, self.settings = inputs, settings
         self.specs, self.kv_dtype, self.recurrent = compiled.specs, compiled.dtype(inputs), compiled.recurrent or ()
         self.by_layer = {each.layer.layer_id: each for each in self.boundaries.written.values() if each.layer is not None}
-        self._places = compiled.rewrite.places or places_of(compiled.original.graph, self.boundaries.names)
+        self._modules = compiled.rewrite.modules or modules_of(compiled.original.graph, self.boundaries.names)
 
     def variant(self, settings: ProbeSettings, compiled: bool = True) -> TracedServed | None:
         if compiled:
@@ -60,7 +60,7 @@ class TracedServed(Served):
     def run_pieces(self, batch: Batch, visit: VisitBoundary) -> dict[tuple[str, int], Seen]:
         run = PiecewiseRun(self.split, self.boundaries, visit, self._mixing)
         self._call(run, batch)
-        return {key: Seen(self._place(*key), value) for key, value in run.seen.items()}
+        return {key: Seen(self._module(*key), value) for key, value in run.seen.items()}
 
     def operands(self, batch: Batch, visit: VisitBoundary, layer_id: int) -> dict[str, Tensor]:
         run = PiecewiseRun(self.split, self.boundaries, visit)
@@ -82,11 +82,11 @@ class TracedServed(Served):
         ops = zip(self.split.breaks, self.split.ops, strict=True)
         return [name for name, op in ops if op.startswith("paged_attn::") and op not in _ROW_BY_ROW]
 
-    def _place(self, name: str, index: int) -> str:
+    def _module(self, name: str, index: int) -> str:
         """Where a result of a piece is computed, or else which attention is given it."""
         boundary = self.boundaries.results.get((name, index))
         if boundary is not None:
-            return self._places.get(boundary.original, boundary.original)
+            return self._modules.get(boundary.original, boundary.original)
         later = list(self.split.results)
         layers = [self.boundaries.written[other].layer for other in later[later.index(name) :] if other in self.boundaries.written]
         return next((f"what {layer.spec.module or 'the model'} is given" for layer in layers if layer is not None), name)
@@ -100,7 +100,7 @@ class PiecewiseRun(fx.Interpreter):
 
     Attributes:
         given: what every break was called with, by its name and the names of its inputs; of tensors no copies.
-        seen: every result of the pieces, by submodule and place, but for the empty tensors that an op writes later.
+        seen: every result of the pieces, by submodule and index, but for the empty tensors that an op writes later.
     """
 
     def __init__(self, split: SplitGraph, boundaries: Boundaries, visit: VisitBoundary, skip: Collection[str] = ()) -> None:
@@ -110,8 +110,8 @@ class PiecewiseRun(fx.Interpreter):
         self.seen: dict[tuple[str, int], Tensor] = {}
         self._made_by: dict[int, tuple[str, int]] = {}  # by the id of a tensor that lives
         self._breaks = frozenset(split.breaks)
-        self._places = {name: operand_places(getattr(split.gm, name)) for name in boundaries.given}
-        self._written = {name: written_places(getattr(split.gm, name)) for name in split.breaks}
+        self._operand_indices = {name: operand_indices(getattr(split.gm, name)) for name in boundaries.given}
+        self._written = {name: written_indices(getattr(split.gm, name)) for name in split.breaks}
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(target)
@@ -119,7 +119,7 @@ class PiecewiseRun(fx.Interpreter):
             return self._results(name, self.fetch_attr(name)(*args, **kwargs))
         args = self._operands(name, args)
         self.given[name] = args
-        written = [args[place] for place in self._written[name]]
+        written = [args[argument] for argument in self._written[name]]
         for tensor in written:
             self.seen.pop(self._made_by.get(id(tensor), ("", 0)), None)
         if name in self.skip:
@@ -141,8 +141,8 @@ class PiecewiseRun(fx.Interpreter):
         if not boundaries:
             return args
         changed = list(args)
-        for place, boundary in zip(self._places[name], boundaries, strict=True):
-            changed[place] = self.visit(boundary, args[place])
+        for argument, boundary in zip(self._operand_indices[name], boundaries, strict=True):
+            changed[argument] = self.visit(boundary, args[argument])
         return tuple(changed)
 
     def _results(self, name: str, result: Any) -> Any:
@@ -160,16 +160,16 @@ class PiecewiseRun(fx.Interpreter):
         return passed_on
 
 
-def written_places(part: fx.GraphModule) -> list[int]:
-    """At which places a break's submodule is given the tensors that its op writes, in the order of its arguments."""
+def written_indices(part: fx.GraphModule) -> list[int]:
+    """At which indices a break's submodule is given the tensors that its op writes, in the order of its arguments."""
     inputs = [node for node in part.graph.nodes if node.op == "placeholder"]
     return [
         inputs.index(node) for call in part.graph.nodes if call.op == "call_function" for node in written_arguments(call) if node in inputs
     ]
 
 
-def operand_places(part: fx.GraphModule) -> list[int]:
-    """At which places a break's submodule is given query, key and value."""
+def operand_indices(part: fx.GraphModule) -> list[int]:
+    """At which indices a break's submodule is given query, key and value."""
     inputs = [node for node in part.graph.nodes if node.op == "placeholder"]
     op = next(node for node in part.graph.nodes if node.target is UNIFIED_ATTENTION)
     return [inputs.index(node) for node in op.args[:3]]

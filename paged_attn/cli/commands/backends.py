@@ -55,10 +55,13 @@ def _order_text(args: argparse.Namespace) -> str:
     taken = f"{','.join(names)} ({why_picked(order, names)})" if names else f"nothing: none fits in {order.why}"
     ranks: dict[str, list[str]] = {}
     for phase, ranked in (("prefill", order.extend), ("decode", order.decode)):
-        for place, name in enumerate(ranked, 1):
-            ranks.setdefault(name, []).append(str(place) if order.extend == order.decode else f"{place} in {phase}")
+        for rank, name in enumerate(ranked, 1):
+            ranks.setdefault(name, []).append(str(rank) if order.extend == order.decode else f"{rank} in {phase}")
     unranked = required.left_out([name for name in backend_names() if name not in ranks], order, None)
-    rows = [(", ".join(dict.fromkeys(places)), name, _verdict(required, name, order.notes.get(name, ""))) for name, places in ranks.items()]
+    rows = [
+        (", ".join(dict.fromkeys(found_ranks)), name, _verdict(required, name, order.notes.get(name, "")))
+        for name, found_ranks in ranks.items()
+    ]
     rows += [("-", name, why) for name, why in unranked.items()]
     return f'{bold(title)}\n"auto" takes {taken}\n\n{text_table(("Rank", "Backend", "Fits"), rows, width())}'
 
@@ -81,7 +84,7 @@ def _wanted(args: argparse.Namespace) -> tuple[str, Requirements]:
     from paged_attn.backends.selection.requirements import Requirements
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, architecture = _place(args.on)
+    kind, architecture = _device_of(args.on)
     device = here if kind is None else torch.device("cuda" if kind == "cuda" else "cpu")
     shape = layer_shape(args, device)
     spec = replace(shape.spec, sliding_window=args.window, chunk=args.chunk, softcap=args.softcap, has_sinks=bool(args.sinks))
@@ -93,12 +96,12 @@ def _wanted(args: argparse.Namespace) -> tuple[str, Requirements]:
     if kind is not None and not present:
         problems = tuple(replace(problem, device=kind, architecture=architecture) for problem in required.problems)
         required = replace(required, problems=problems, device=kind, architecture=architecture, device_name="")
-    place = required.device + (f" SM{required.architecture}" if required.architecture else "")
-    title = f"{spec.describe()}, {str(shape.dtype).removeprefix('torch.')}, pages of {shape.page_size}, on {place}"
+    where = required.device + (f" SM{required.architecture}" if required.architecture else "")
+    title = f"{spec.describe()}, {str(shape.dtype).removeprefix('torch.')}, pages of {shape.page_size}, on {where}"
     return title + (", deterministic" if required.deterministic else ""), required
 
 
-def _place(text: str | None) -> tuple[str | None, int | None]:
+def _device_of(text: str | None) -> tuple[str | None, int | None]:
     """A device word and a CUDA architecture, or None for this machine's."""
     if text is None:
         return None, None

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from paged_attn.cli.options import add_common, add_engine, add_place, engine_config, set_verbosity
+from paged_attn.cli.options import add_common, add_device_options, add_engine, engine_config, set_verbosity
 from paged_attn.cli.report import bold
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
     add_common(parser)
-    add_place(parser, dtype="auto")
+    add_device_options(parser, dtype="auto")
     add_engine(parser)
     parser.set_defaults(run=run)
 

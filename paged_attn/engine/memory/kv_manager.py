@@ -101,11 +101,11 @@ class KVManager:
         request.add_pages(self.allocator.allocate(missing))
         return True
 
-    def add_page_each(self, rows: RequestRows, places: NDArray[np.int64]) -> bool:
+    def add_page_each(self, rows: RequestRows, indices: NDArray[np.int64]) -> bool:
         """Give each of some rows, all different, its next page; False, and nothing changed, if there are not that many free ones."""
-        if len(places) > self.allocator.num_free:
+        if len(indices) > self.allocator.num_free:
             return False
-        rows.add_page_each(places, self.allocator.allocate(len(places)))
+        rows.add_page_each(indices, self.allocator.allocate(len(indices)))
         return True
 
     def keep_state(self, request: Request) -> None:

@@ -148,22 +148,22 @@ class _Attributes:
         self._owners = owners
         self._dicts = [attributes for _, attributes in owners]
         self._count = sum(map(len, self._dicts))
-        places = [(path, attributes, key) for path, attributes in owners for key in attributes if key not in _NOT_LOOKED_AT]
-        self._places = [(attributes, key) for _, attributes, key in places]
-        self._names = [f"{path}.{key}".lstrip(".") for path, _, key in places]
-        self._values = [attributes[key] for attributes, key in self._places]
+        slots = [(path, attributes, key) for path, attributes in owners for key in attributes if key not in _NOT_LOOKED_AT]
+        self._slots = [(attributes, key) for _, attributes, key in slots]
+        self._names = [f"{path}.{key}".lstrip(".") for path, _, key in slots]
+        self._values = [attributes[key] for attributes, key in self._slots]
         self._containers = [value for value in self._values if type(value) in (list, dict, set) and _is_plain(value)]
         self._contents = copy.deepcopy(self._containers)
         self._known = {id(value): contents for value, contents in zip(self._containers, self._contents, strict=True)}
 
     def same(self) -> bool:
-        now = [attributes.get(key, _GONE) for attributes, key in self._places]
+        now = [attributes.get(key, _GONE) for attributes, key in self._slots]
         count = sum(map(len, self._dicts))
         return count == self._count and all(map(is_, now, self._values)) and _equal(self._containers, self._contents)
 
     def changed(self) -> list[str]:
         found = []
-        for name, (attributes, key), was in zip(self._names, self._places, self._values, strict=True):
+        for name, (attributes, key), was in zip(self._names, self._slots, self._values, strict=True):
             now = attributes.get(key, _GONE)
             before = self._known.get(id(was), was)
             if now is _GONE:
@@ -172,7 +172,7 @@ class _Attributes:
                 found.append(f"{name} was {_short(before)} and is {_short(now)}")
             elif now is was and id(was) in self._known and not _equal(now, before):
                 found.append(f"{name} was {_short(before)} and is {_short(now)}")
-        known = {(id(attributes), key) for attributes, key in self._places}
+        known = {(id(attributes), key) for attributes, key in self._slots}
         for path, attributes in self._owners:
             new = [key for key in attributes if key not in _NOT_LOOKED_AT and (id(attributes), key) not in known]
             found += [f"{f'{path}.{key}'.lstrip('.')} is new" for key in new]

@@ -27,6 +27,6 @@ def add_biases(scores: Tensor, biases: Sequence[Sequence[tuple[int, float]]]) ->
     packed = PackedInts((total,), (total,), scores.device)
     packed.host[0][:] = np.arange(len(biases)).repeat(sizes) * scores.shape[-1] + [token for token, _ in pairs]
     packed.host[1].view(np.float32)[:] = [bias for _, bias in pairs]
-    places, values = packed.to_device()
+    elements, values = packed.to_device()
     flat = scores.view(-1)
-    flat[places] = flat[places] + values.view(torch.float32)
+    flat[elements] = flat[elements] + values.view(torch.float32)

@@ -86,8 +86,8 @@ class Sampler:
         """`best` [N] with the tokens of some rows replaced."""
         rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn, drawn from the likely ones
         states = [all_states[row] for row in rows]
-        counting = [place for place, state in enumerate(states) if state.counts_tokens]
-        count_rows = self._counts_for(logits).rows_of([states[place] for place in counting]) if counting else []
+        counting = [number for number, state in enumerate(states) if state.counts_tokens]
+        count_rows = self._counts_for(logits).rows_of([states[number] for number in counting]) if counting else []
         edited = any(state.edits_logits for state in states)
         numbers = _Numbers.of(rows, states, counting, count_rows, edited, logits)
         source, most_likely = logits, best
@@ -116,10 +116,10 @@ class Sampler:
             some = scores.index_select(0, numbers.counting)
             counts = self._counts.counts.index_select(0, numbers.count_rows)
             scores.index_copy_(0, numbers.counting, penalised(some, counts, *numbers.penalties))
-        for place, state in enumerate(states):
+        for number, state in enumerate(states):
             for processor in state.params.logits_processors:
-                scores[place : place + 1] = _processed(processor, state, scores[place : place + 1])
-        guided = {place: state.guide for place, state in enumerate(states) if state.guide is not None}
+                scores[number : number + 1] = _processed(processor, state, scores[number : number + 1])
+        guided = {number: state.guide for number, state in enumerate(states) if state.guide is not None}
         if guided:
             forbid_others(scores, guided)
         return scores
@@ -165,7 +165,7 @@ class _Numbers(NamedTuple):
     """The settings of some rows on the device, from one copy."""
 
     rows: Tensor
-    counting: Tensor  # places among the rows that have penalties
+    counting: Tensor  # rows, among those of the step, that have penalties
     count_rows: Tensor
     penalties: tuple[Tensor, Tensor, Tensor]
     drawn: SamplingTensors
@@ -178,7 +178,7 @@ class _Numbers(NamedTuple):
         """`edited`: tokens are drawn from scores that have these rows only, and not from the logits."""
         vocab = logits.shape[-1]
         drawn = [state for state in states if not state.params.is_greedy]
-        params, counted = [state.params for state in drawn], [states[place].params for place in counting]
+        params, counted = [state.params for state in drawn], [states[number].params for number in counting]
         greedy, num_random, num_counting = len(states) - len(drawn), len(drawn), len(counting)
         packed = PackedInts(
             (len(rows), num_counting, num_counting, *(num_random,) * 4), (*(num_counting,) * 3, *(num_random,) * 2), logits.device

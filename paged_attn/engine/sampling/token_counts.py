@@ -42,8 +42,8 @@ class TokenCounts:
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         """Count one more token [N] for each of some rows [N], all different; negative ones do not count."""
         flat = self.counts.view(-1)
-        places = rows * self.vocabulary + tokens.clamp(min=0)
-        flat[places] = flat[places] + (tokens >= 0)
+        elements = rows * self.vocabulary + tokens.clamp(min=0)
+        flat[elements] = flat[elements] + (tokens >= 0)
 
     def forget(self, state: SamplingState) -> None:
         """The request ended, or what was counted for it was not kept."""
@@ -59,13 +59,13 @@ class TokenCounts:
         rows = [self._free.pop() for _ in states]
         sizes = [len(each) for each in counted]
         packed = PackedInts((len(rows), sum(sizes)), (sum(sizes),), self.device)
-        fresh, places, values = packed.host
+        fresh, elements, values = packed.host
         fresh[:] = rows
-        places[:] = np.repeat(rows, sizes) * self.vocabulary + [token for each in counted for token in each]
+        elements[:] = np.repeat(rows, sizes) * self.vocabulary + [token for each in counted for token in each]
         values[:] = [value for each in counted for value in each.values()]
-        fresh_on, places_on, values_on = packed.to_device()
+        fresh_on, elements_on, values_on = packed.to_device()
         self.counts.index_fill_(0, fresh_on, 0)
-        self.counts.view(-1)[places_on] = values_on
+        self.counts.view(-1)[elements_on] = values_on
         self._rows.update(zip(states, rows, strict=True))
 
     def _counted(self, state: SamplingState) -> Counter[int]:

@@ -45,13 +45,13 @@ class RunningSet:
         """All requests, and where each is in `rows` [requests]; to be read only."""
         if self._in_order is None:
             requests = list(self._requests)
-            self._in_order = requests, _places(requests)
+            self._in_order = requests, _indices(requests)
         return self._in_order
 
-    def places(self, requests: list[Request]) -> NDArray[np.int64]:
+    def indices(self, requests: list[Request]) -> NDArray[np.int64]:
         """Where some requests are in `rows`."""
-        everyone, places = self.in_order()
-        return places if requests == everyone else _places(requests)
+        everyone, indices = self.in_order()
+        return indices if requests == everyone else _indices(requests)
 
     def without(self, left_out: Collection[Request]) -> list[Request]:
         """All but some, in order."""
@@ -70,7 +70,7 @@ class RunningSet:
         self._in_order = None
 
 
-def _places(requests: list[Request]) -> NDArray[np.int64]:
+def _indices(requests: list[Request]) -> NDArray[np.int64]:
     return np.array([request.row for request in requests], np.int64)
 
 

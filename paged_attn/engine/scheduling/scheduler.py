@@ -69,15 +69,15 @@ class Scheduler:
 
     def _add_decodes(self, plan: StepPlan, drained: bool) -> list[Request]:
         """Plan the running requests that need one token; returns those that need more. Only the exceptions are looked at one by one."""
-        requests, places = self.running.in_order()
+        requests, indices = self.running.in_order()
         rows = self.running.rows
-        cached, tokens = rows.num_cached[places], rows.num_tokens[places]
+        cached, tokens = rows.num_cached[indices], rows.num_tokens[indices]
         needs_one = tokens - cached == 1
-        may_decode = needs_one & (tokens < rows.token_limit[places])  # the last token may not be known yet
-        lacks_page = cached >= rows.num_pages[places] * self.kv.page_size
+        may_decode = needs_one & (tokens < rows.token_limit[indices])  # the last token may not be known yet
+        lacks_page = cached >= rows.num_pages[indices] * self.kv.page_size
         left_out = {requests[index] for index in (~may_decode).nonzero()[0].tolist()}
         lacking = (may_decode & lacks_page).nonzero()[0]
-        if len(lacking) and not self.kv.add_page_each(rows, places[lacking]):
+        if len(lacking) and not self.kv.add_page_each(rows, indices[lacking]):
             for index in lacking.tolist():
                 request = requests[index]
                 if request in self.running and not self._reserve(request, request.num_cached + 1, plan, drained):
@@ -115,8 +115,8 @@ class Scheduler:
             urgency = self.waiting.urgency
             if urgency is None or (above is not None and urgency >= above):
                 return
-            has_place = len(self.running) < self.config.max_requests and self.kv.can_admit
-            if not has_place and self.running.last.priority <= urgency:
+            has_room = len(self.running) < self.config.max_requests and self.kv.can_admit
+            if not has_room and self.running.last.priority <= urgency:
                 return
             request = self.waiting.next()
             assert request is not None
@@ -131,7 +131,7 @@ class Scheduler:
                 held += 1
                 continue
             short = self.kv.allocator.pages_for(len(request.tokens)) - request.num_pages - self.kv.num_available
-            if has_place and short <= 0:
+            if has_room and short <= 0:
                 self._start(request, plan)
                 continue
             self.kv.release(request, share=False)

@@ -25,7 +25,7 @@ class FutureTokens:
             self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def resolve(self, input_ids: Tensor) -> None:
-        """Replace places in input_ids [T] by their tokens; doing it twice changes nothing."""
+        """Replace what stands for a token in input_ids [T] by that token; doing it twice changes nothing."""
         rows = (~input_ids).clamp_(min=0)
         torch.where(input_ids < 0, self.tokens.index_select(0, rows), input_ids, out=input_ids)
 

@@ -25,14 +25,14 @@ StepResult = tuple[Request, int, int, SampledToken | None, bool]
 class StepLayout(NamedTuple):
     """Of each request of a step the tokens from `starts` to `ends` are computed; for those `sampling` the next one is chosen.
 
-    Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `places` says where in `rows` the
-    requests are while the step is launched. `states`: of those sampling that are no mere argmax, by their place among them. Of the tokens
-    `num_of_prompts` are of requests for which nothing was chosen yet.
+    Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `indices`: of the requests'
+    rows in `rows`, while the step is launched. `states`: of those sampling that are no mere argmax, by their index among them. Of the
+    tokens `num_of_prompts` are of requests for which nothing was chosen yet.
     """
 
     requests: list[Request]
     rows: RequestRows
-    places: NDArray[np.int64]
+    indices: NDArray[np.int64]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     sampling: list[Request]
@@ -41,28 +41,28 @@ class StepLayout(NamedTuple):
     num_of_prompts: int
 
 
-def build_step(step: ScheduledStep, rows: RequestRows, places: NDArray[np.int64], under_way: int) -> tuple[StepLayout, RequestColumns]:
-    """What each request's share of a step is, and what the batch is made of; the requests are at `places` [requests] in `rows`, and the
+def build_step(step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64], under_way: int) -> tuple[StepLayout, RequestColumns]:
+    """What each request's share of a step is, and what the batch is made of; the requests are at `indices` [requests] in `rows`, and the
     host has all tokens but those of the step that is `under_way` (its number)."""
     requests, counts, samples = step.requests, step.counts, step.samples
-    starts = rows.num_cached[places]
+    starts = rows.num_cached[indices]
     ends = starts + counts
-    num_pages, is_prompt = rows.num_pages[places], rows.num_tokens[places] == rows.num_prompt[places]
+    num_pages, is_prompt = rows.num_pages[indices], rows.num_tokens[indices] == rows.num_prompt[indices]
     columns = RequestColumns(
-        tokens=_tokens(step, starts, future_token(rows.future_row[places]), rows.produced_by[places] == under_way),
-        page_table=rows.pages.take(places, axis=0)[:, : num_pages.max(initial=0)],
+        tokens=_tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == under_way),
+        page_table=rows.pages.take(indices, axis=0)[:, : num_pages.max(initial=0)],
         num_pages=num_pages,
         num_cached=starts,
         num_new=counts,
         num_logits=samples.astype(np.int64),
-        state_slots=rows.state_slot[places],
+        state_slots=rows.state_slot[indices],
     )
     num_of_prompts = int(counts[is_prompt].sum())
     picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples
     sampling = requests if isinstance(picked, slice) else list(compress(requests, samples.tolist()))
-    others = (rows.is_argmax_only[places[picked]] == 0).nonzero()[0].tolist()
+    others = (rows.is_argmax_only[indices[picked]] == 0).nonzero()[0].tolist()
     states = {row: sampling[row].sampling for row in others}
-    return StepLayout(requests, rows, places, starts, ends, sampling, picked, states, num_of_prompts), columns
+    return StepLayout(requests, rows, indices, starts, ends, sampling, picked, states, num_of_prompts), columns
 
 
 def _tokens(
@@ -101,8 +101,8 @@ class InFlightStep:
     def begin(self) -> InFlightStep:
         """Count the step as done, for all of its requests at once, while they are where the layout says."""
         parts, number = self.parts, self.number
-        rows, sampling = parts.rows, parts.places[parts.samples]
-        rows.num_cached[parts.places] = parts.ends
+        rows, sampling = parts.rows, parts.indices[parts.samples]
+        rows.num_cached[parts.indices] = parts.ends
         num_tokens = rows.num_tokens[sampling] + 1
         rows.num_tokens[sampling] = num_tokens
         rows.future_row[sampling] = np.arange(len(sampling))

@@ -125,8 +125,8 @@ def _size_rule(op: OpOverload, index: int, calls: Sequence[tuple[list[Tensor], T
         raise _refused(op, f"gives result {index} with strides of its own")
     rules: list[int | tuple[int, int]] = []
     for dim in range(first.dim()):
-        places = [(i, j) for i, tensor in enumerate(first_given) for j in range(tensor.dim())]
-        alike = [(i, j) for i, j in places if all(given[i].shape[j] == result.shape[dim] for given, result in calls)]
+        dims = [(i, j) for i, tensor in enumerate(first_given) for j in range(tensor.dim())]
+        alike = [(i, j) for i, j in dims if all(given[i].shape[j] == result.shape[dim] for given, result in calls)]
         if len({result.shape[dim] for _, result in calls}) == 1:
             rules.append(first.shape[dim])
         elif alike:

@@ -31,13 +31,13 @@ class BodyShape:
             ApiError: 400 for too many values, for values that lie too deep, or for bytes that no UTF-8 JSON has.
         """
         every_kind = _KINDS[np.frombuffer(part, np.uint8)]
-        places = np.flatnonzero(every_kind)
-        kinds = every_kind[places]
+        offsets = np.flatnonzero(every_kind)
+        kinds = every_kind[offsets]
         if (kinds == _ZERO).any():
             raise ApiError(400, "the body holds a zero byte; send JSON in UTF-8")
         quotes = kinds == _QUOTE
         if self._escapes or (kinds == _BACKSLASH).any():
-            quotes &= ~self._escaped(places, kinds, len(part))
+            quotes &= ~self._escaped(offsets, kinds, len(part))
         outside = (np.cumsum(quotes) + self._in_string) % 2 == 0
         self._in_string ^= bool(quotes.sum() % 2)
         opens, closes = outside & (kinds == _OPEN), outside & (kinds == _CLOSE)
@@ -49,16 +49,16 @@ class BodyShape:
         if depths.max(initial=0) > MAX_DEPTH:
             raise ApiError(400, f"the body nests values more than {MAX_DEPTH} deep; allowed are at most {MAX_DEPTH}")
 
-    def _escaped(self, places: NDArray[np.intp], kinds: NDArray[np.int8], size: int) -> NDArray[np.bool_]:
-        """Which of the bytes at these places follow an odd number of backslashes."""
+    def _escaped(self, offsets: NDArray[np.intp], kinds: NDArray[np.int8], size: int) -> NDArray[np.bool_]:
+        """Which of the bytes at these offsets follow an odd number of backslashes."""
         if self._escapes:  # as if it stood at the beginning
-            places, kinds = np.concatenate([[-1], places]), np.concatenate([[_BACKSLASH], kinds])
+            offsets, kinds = np.concatenate([[-1], offsets]), np.concatenate([[_BACKSLASH], kinds])
         is_backslash = kinds == _BACKSLASH
-        follows = np.concatenate([[False], is_backslash[:-1] & (np.diff(places) == 1)])
-        run_starts = np.maximum.accumulate(np.where(is_backslash & ~follows, places, -2))
-        is_odd = is_backslash & ((places - run_starts) % 2 == 0)
+        follows = np.concatenate([[False], is_backslash[:-1] & (np.diff(offsets) == 1)])
+        run_starts = np.maximum.accumulate(np.where(is_backslash & ~follows, offsets, -2))
+        is_odd = is_backslash & ((offsets - run_starts) % 2 == 0)
         escaped: NDArray[np.bool_] = follows & np.concatenate([[False], is_odd[:-1]])
         carried = int(self._escapes)
         if size:
-            self._escapes = bool(len(places)) and places[-1] == size - 1 and bool(is_odd[-1])
+            self._escapes = bool(len(offsets)) and offsets[-1] == size - 1 and bool(is_odd[-1])
         return escaped[carried:]

@@ -104,7 +104,7 @@ def _merge(members: list[Linear], index: dict[fx.Node, int], sliced: SlicedValue
     with graph.inserting_before(first.node):
         merged = _call(first.input, product, F.linear, first.input, *first.owned)
         starts = accumulate(sizes, initial=0)
-        slices = [_call(merged, part, torch.narrow, merged, -1, *place) for *place, part in zip(starts, sizes, parts, strict=False)]
+        slices = [_call(merged, part, torch.narrow, merged, -1, *span) for *span, part in zip(starts, sizes, parts, strict=False)]
     for member, part in zip(members, slices, strict=True):
         if "nn_module_stack" in member.node.meta:
             part.meta["nn_module_stack"] = member.node.meta["nn_module_stack"]

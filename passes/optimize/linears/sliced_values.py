@@ -91,10 +91,10 @@ def _values_of(node: fx.Node, value: Tensor, views: list[fx.Node]) -> list[Any]:
 
 def _kind(node: fx.Node, views: list[fx.Node]) -> Hashable:
     """The same for views that compute the same of `node`, as far as shapes, strides and dtypes go."""
-    places = {view: index for index, view in enumerate((node, *views))}
+    numbers = {view: index for index, view in enumerate((node, *views))}
 
     def told(argument: fx.Node) -> Any:
-        return f"%{places[argument]}" if argument in places else f"<{_layout(value_of(argument))}>"
+        return f"%{numbers[argument]}" if argument in numbers else f"<{_layout(value_of(argument))}>"
 
     return tuple((*_use(view), repr(fx.map_arg((view.args, dict(view.kwargs)), told))) for view in views)
 

@@ -1,7 +1,7 @@
 """Rows that are sorted by expert, computed group by group, and put back: each goes through the experts that it chose, alone.
 
-ids [k T] = chosen.reshape(-1); keys, places = sort(ids); x' = x[places // k]; offsets = cumsum(histc(keys));
-y' = grouped_mm(x', W, offsets); back = empty_like(places); back[places] = arange(k T); y = y'[back].view(T, k, H).sum(1)
+ids [k T] = chosen.reshape(-1); keys, indices = sort(ids); x' = x[indices // k]; offsets = cumsum(histc(keys));
+y' = grouped_mm(x', W, offsets); back = empty_like(indices); back[indices] = arange(k T); y = y'[back].view(T, k, H).sum(1)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SAME_NUMBERS = _CASTS | {"view", "reshape", "flatten", "contiguous", "squeeze",
 class Part:
     """Something on the way, of the sorting `order` of k * T rows.
 
-    what: "places" (what sort gives), "rows" (places // k), "counts" and "offsets" of the groups, "back" (the inverse of places), "count"
+    what: "indices" (what sort gives), "rows" (indices // k), "counts" and "offsets" of the groups, "back" (the inverse of indices), "count"
         (0, 1, .., k T - 1; of no order) or "filled" (what fills "back").
     """
 
@@ -53,12 +53,12 @@ def _sort(node: fx.Node, given: Mapping[fx.Node, Any], tokens: Any) -> Any:
         return None  # from the lowest to the highest it must be, for counts to say where groups end
     if layout.before != 1 or value.dim() != 1 or value.is_floating_point():
         return None
-    return Rows(0, 1, layout.after, node), Part("places", node, layout.after)
+    return Rows(0, 1, layout.after, node), Part("indices", node, layout.after)
 
 
 def _floordiv(node: fx.Node, given: Mapping[fx.Node, Any], tokens: Any) -> Any:
     part = given.get(node.args[0])  # type: ignore[arg-type]
-    is_row = isinstance(part, Part) and part.what == "places" and node.args[1] == part.k and type(node.args[1]) is int
+    is_row = isinstance(part, Part) and part.what == "indices" and node.args[1] == part.k and type(node.args[1]) is int
     return Part("rows", part.order, part.k) if is_row and isinstance(part, Part) else None
 
 
@@ -72,7 +72,7 @@ def _getitem(node: fx.Node, given: Mapping[fx.Node, Any], tokens: Any) -> Any:
     if not isinstance(rows, Rows) or not isinstance(part, Part) or rows.axis != 0 or rows.before != 1:
         return None
     sorted_rows = Rows(0, 1, part.k, part.order)
-    if (part.what, rows.order, rows.after) in (("rows", None, 1), ("places", None, part.k)):
+    if (part.what, rows.order, rows.after) in (("rows", None, 1), ("indices", None, part.k)):
         return sorted_rows
     return Rows(0, 1, part.k) if part.what == "back" and rows == sorted_rows else None
 
@@ -105,9 +105,9 @@ def _followed(node: Any, names: set[str]) -> list[Any]:
     return nodes
 
 
-def _taken_from(node: Any, name: str, place: int) -> fx.Node | None:
-    """The operation of that name whose result at `place` a node is."""
-    if not isinstance(node, fx.Node) or name_of(node) != "getitem" or node.args[1] != place:
+def _taken_from(node: Any, name: str, result_index: int) -> fx.Node | None:
+    """The operation of that name whose result at `result_index` a node is."""
+    if not isinstance(node, fx.Node) or name_of(node) != "getitem" or node.args[1] != result_index:
         return None
     source = node.args[0]
     return source if isinstance(source, fx.Node) and name_of(source) == name else None
@@ -154,7 +154,7 @@ def _is_grouped_mm(target: Any) -> bool:
 def _empty_like(node: fx.Node, given: Mapping[fx.Node, Any], tokens: Any) -> Any:
     """Becomes the inverse before anybody reads it."""
     part, writers = given.get(node.args[0]), [user for user in node.users if writes_in_place(user)]  # type: ignore[arg-type]
-    if not isinstance(part, Part) or part.what != "places" or len(writers) != 1 or min(node.users) is not writers[0]:
+    if not isinstance(part, Part) or part.what != "indices" or len(writers) != 1 or min(node.users) is not writers[0]:
         return None
     fills = writers[0].target is operator.setitem and writers[0].args[:2] == (node, node.args[0])
     read = all(user.target is operator.getitem for user in node.users if user not in writers)
@@ -168,10 +168,10 @@ def _arange(node: fx.Node, given: Mapping[fx.Node, Any], tokens: Any) -> Any:
 
 
 def _setitem(node: fx.Node, given: Mapping[fx.Node, Any], tokens: Any) -> Any:
-    back, places, count = (given.get(each) if isinstance(each, fx.Node) else None for each in node.args)
-    if not isinstance(back, Part) or back.what != "back" or not isinstance(count, Part) or not isinstance(places, Part):
+    back, indices, count = (given.get(each) if isinstance(each, fx.Node) else None for each in node.args)
+    if not isinstance(back, Part) or back.what != "back" or not isinstance(count, Part) or not isinstance(indices, Part):
         return None
-    fits = places == Part("places", back.order, back.k) and count == Part("count", None, back.k)
+    fits = indices == Part("indices", back.order, back.k) and count == Part("count", None, back.k)
     return Part("filled", back.order, back.k) if fits else None
 
 

@@ -80,11 +80,11 @@ def _picking_of(node: fx.Node, form: CallForm) -> _Picking | None:
 
 def _only_index(source: Any, index: Any, others: tuple[Any, ...]) -> tuple[Any, int, Any] | None:
     """The one index among those that take all."""
-    places = list(index) if isinstance(index, (tuple, list)) else [index]
-    tensors = [place for place, each in enumerate(places) if isinstance(each, fx.Node)]
-    if len(tensors) != 1 or any(each not in others for each in places if not isinstance(each, fx.Node)):
+    indices = list(index) if isinstance(index, (tuple, list)) else [index]
+    tensors = [number for number, each in enumerate(indices) if isinstance(each, fx.Node)]
+    if len(tensors) != 1 or any(each not in others for each in indices if not isinstance(each, fx.Node)):
         return None
-    return source, tensors[0], places[tensors[0]]
+    return source, tensors[0], indices[tensors[0]]
 
 
 def _move(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], pickings: list[_Picking]) -> int:

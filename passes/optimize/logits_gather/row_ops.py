@@ -125,8 +125,8 @@ def _has_literal(node: fx.Node, wanted: tuple[Any, ...]) -> bool:
     return any(found)
 
 
-def _argument(node: fx.Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def _is_plain_lookup(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:

@@ -54,7 +54,7 @@ def test_contexts_nest(backend):
 
 
 def test_a_wrapper_is_not_planned_again_before_the_device_has_its_plan(monkeypatch):
-    monkeypatch.setattr(wrappers, "_place", lambda device: ())
+    monkeypatch.setattr(wrappers, "_device_key", lambda device: ())
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     pool, device = WrapperPool(), torch.device("cuda")

@@ -48,7 +48,7 @@ class LaidOut(World):
         running = self.scheduler.running
         assert running.in_order()[0] == list(running)
         parts, columns = build_step(
-            self.step_made, running.rows, running.places(self.step_made.requests), self.number if self.flights else NONE_UNDER_WAY
+            self.step_made, running.rows, running.indices(self.step_made.requests), self.number if self.flights else NONE_UNDER_WAY
         )
         rows = [one_by_one(each) for each in scheduled]
         assert columns.rows() == rows
