@@ -1,6 +1,8 @@
 # The two commands of the README: `make demo` and `make test`. Both make .venv first; nothing else is needed but git, make, Python 3.11+.
 PYTHON ?= python3
 VENV := .venv
+# What CI runs with; users may have any of pyproject.toml's range. `make TORCH=torch` takes the newest, which may be gigabytes.
+TORCH ?= torch==2.13.*
 BIN := $(VENV)/bin
 # One OpenMP thread per process: test workers on few cores spin against each other otherwise.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
@@ -9,11 +11,11 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -e . '$(TORCH)'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' '$(TORCH)'
 	touch $@
 
 demo: $(VENV)/.base

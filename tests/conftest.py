@@ -44,6 +44,17 @@ def same_random_numbers_in_every_run(request: pytest.FixtureRequest) -> Iterator
         yield
 
 
+@pytest.fixture(scope="session")
+def folder_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture
+def graphs_on_disk(folder_of_graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that make one model's engine several times: it is traced once. The second engine runs the graph that the first one kept."""
+    monkeypatch.setenv("PAGED_ATTN_CACHE", folder_of_graphs)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`-m "not slow"` is `make test`: see tests/quick.py."""
     slow = slow_tests()

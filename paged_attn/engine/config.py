@@ -64,6 +64,9 @@ class EngineConfig:
     deterministic: bool = _setting(
         False, "take only batch-invariant attention: a row's attention is bitwise the same whatever else is in the batch"
     )
+    threads: int | None = _setting(
+        None, "threads that PyTorch computes a step with on a CPU; default: as many as are fastest, found by trying", 1
+    )
     compile: bool = _setting(True, "trace the model and rewrite its graph; off: hook transformers' attention (no torch.compile)")
     inductor: bool | None = _advanced(None, "compile the pieces between attentions with Inductor; default: on CUDA only")
     merge_linears: bool | None = _advanced(

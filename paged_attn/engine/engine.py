@@ -7,8 +7,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from paged_attn.attn_ops.kv.state_pool import StatePool
@@ -31,6 +33,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, InFlightStep, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
+from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
 from paged_attn.engine.token_events import TokenEvents
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.run import RecurrentRunner
@@ -65,7 +68,9 @@ class Engine:
         self.config = (config or EngineConfig.from_environment()).resolved(cuda=cuda, has_triton=cuda and has_triton())
         self.tokenizer = tokenizer
         started = time.perf_counter()
-        self.runner = make_runner(model, self.config)
+        first = num_threads_to_start(model)
+        with num_threads(self.config.threads or first):
+            self.runner = make_runner(model, self.config)
         traced = time.perf_counter()
         limits = ModelLimits.of(model, self.runner.max_positions)
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
@@ -86,6 +91,8 @@ class Engine:
         self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
         self.input_processor = InputProcessor(limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None)
         self.scheduler = Scheduler(self.config, self.kv)
+        every_step = torch.get_num_threads() if self.config.deterministic else None  # another number rounds otherwise
+        self.threads = ThreadChoice(self.config.threads or every_step, first) if device.type == "cpu" else None
         self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
         self.overlaps = bool(self.config.overlap)
         self.sampler = Sampler(self.runner.ranks)
@@ -241,9 +248,10 @@ class Engine:
         step = self.steps.prepare(columns)
         before_model = time.perf_counter()
         try:
-            output = self.steps.run(step)
-            self.stats.model_seconds += time.perf_counter() - before_model
-            chosen = self._choose(output, parts.states) if parts.sampling else None
+            with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
+                output = self.steps.run(step)
+                self.stats.model_seconds += time.perf_counter() - before_model
+                chosen = self._choose(output, parts.states) if parts.sampling else None
         except BaseException:
             with self.kv.advanced_states(requests):
                 try:

@@ -10,6 +10,7 @@ import pytest
 from tests.zoo.configs import TYPES
 from tests.zoo.run_one import run
 
+pytestmark = pytest.mark.usefixtures("graphs_on_disk")
 RUN = {
     "bert": "an encoder as a decoder, post-norm",
     "bloom": "ALiBi",
