@@ -12,7 +12,7 @@ import torch
 
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.model.loading import load_model
+from paged_attn.engine.model.loading import default_device, load_model
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.torchrun import join, num_processes
@@ -55,7 +55,7 @@ class Run:
     numbers: Numbers
 
 
-def load(path: str | Path, dtype: str, device: str, config: EngineConfig) -> Loaded:
+def load(path: str | Path, dtype: str, device: str | None, config: EngineConfig) -> Loaded:
     """Load, rewrite and warm up, so that what is timed later is generation only. Under torchrun each process loads its part.
 
     Raises:
@@ -125,8 +125,17 @@ def _numbers(llm: LLM, seconds: float, prompt_lengths: list[int], waits: list[fl
     )
 
 
-def checked_device(name: str) -> torch.device:
-    """Raises ValueError: not cpu or cuda, or not on this machine."""
+def where_it_runs(llm: LLM) -> str:
+    """`Qwen3ForCausalLM in bfloat16 on cuda:0 (NVIDIA H200)`"""
+    runner = llm.engine.runner
+    gpu = f" ({torch.cuda.get_device_name(runner.device)})" if runner.device.type == "cuda" else ""
+    return f"{type(runner.model).__name__} in {str(runner.dtype).removeprefix('torch.')} on {runner.device}{gpu}"
+
+
+def checked_device(name: str | None) -> torch.device:
+    """None is the GPU, if there is one. Raises ValueError: not cpu or cuda, or not on this machine."""
+    if name is None:
+        return default_device()
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -41,7 +41,7 @@ def add_device_options(parser: argparse.ArgumentParser, dtype: str) -> None:
     """Where a model runs, and in which dtype."""
     model_group = parser.add_argument_group("model")
     model_group.add_argument("--dtype", choices=DTYPES, default=dtype, help="auto is the checkpoint's own (default: %(default)s)")
-    model_group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    model_group.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

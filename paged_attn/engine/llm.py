@@ -29,7 +29,7 @@ class LLM:
     Args:
         model: a loaded model (any dtype; left as it was found), a directory, or a hub id.
         tokenizer: for a loaded model, if prompts or stops are text; a path loads its own.
-        dtype, device: for a path; default: the checkpoint's dtype, on the CPU.
+        dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
         progress: bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
 

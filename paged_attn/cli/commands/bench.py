@@ -125,10 +125,6 @@ def _device(name: str | None) -> str:
     """Raises ValueError: no such device here."""
     from paged_attn.cli.job import checked_device
 
-    if name is None:
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
     return str(checked_device(name))
 
 

@@ -30,9 +30,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("no prompt; give --prompt TEXT, or --prompt-file FILE (- reads standard input)")
     set_verbosity(args.verbose)
     from paged_attn.cli.check import check
-    from paged_attn.cli.job import load, run_prompts
+    from paged_attn.cli.job import load, run_prompts, where_it_runs
 
     loaded = load(args.model, args.dtype, args.device, config)
+    print(where_it_runs(loaded.llm), file=sys.stderr)
     done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts))
     if not args.stream and not args.json:
         print_texts(loaded, done)

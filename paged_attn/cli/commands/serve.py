@@ -100,9 +100,10 @@ def _follow(args: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
-    from paged_attn.cli.job import load
+    from paged_attn.cli.job import load, where_it_runs
 
     llm = load(args.model, args.dtype, args.device, config).llm
+    print(where_it_runs(llm), file=sys.stderr, flush=True)
     gc.collect()
     gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end
     return llm

@@ -32,12 +32,13 @@ def run(args: argparse.Namespace) -> int:
     """What may take long, then seconds per phase and which steps run captured, to stdout."""
     config = engine_config(args)
     set_verbosity(args.verbose)
-    print(bold(f"warming up {args.model} on {args.device}; what may take long:"))
-    for line in coming(config, args.device):
+    from paged_attn.cli.job import checked_device, load
+
+    device = str(checked_device(args.device))
+    print(bold(f"warming up {args.model} on {device}; what may take long:"))
+    for line in coming(config, device):
         print(f"  - {line}")
     print(end="", flush=True)
-    from paged_attn.cli.job import load
-
     loaded = load(args.model, args.dtype, args.device, config)
     with loaded.llm as llm:
         started = time.perf_counter()

@@ -16,10 +16,17 @@ from paged_attn.engine.model.model_path import checked_model_path
 from paged_attn.parallel.plan import plan_of
 
 
+def default_device() -> torch.device:
+    """The GPU, if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device | str | None, sharded: bool = False) -> tuple[Any, Any]:
     """(model in evaluation mode, tokenizer or None if the checkpoint has none).
 
     Args:
+        dtype: None is the checkpoint's own.
+        device: None is `default_device()`.
         sharded: read what the model's `tp_plan` gives to this rank of the process group, and no more.
 
     Raises:
@@ -40,8 +47,9 @@ def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device
             raise ValueError(f"{type(model).__name__} has no tensor-parallel plan; run it in one process, without torchrun")
         model.eval()
         shown.update()
-        shown.set_postfix_str(f"to {device or 'cpu'}")
-        torch.nn.Module.to(model, device or "cpu")
+        device = default_device() if device is None else torch.device(device)
+        shown.set_postfix_str(f"to {device}")
+        torch.nn.Module.to(model, device)
         shown.update()
         shown.set_postfix_str("tokenizer")
         tokenizer = _tokenizer(AutoTokenizer, name)
