@@ -25,7 +25,7 @@ BANNED = {
 }  # fmt: skip
 ALLOWED = {"in flight", "in flight step"}  # the field's own
 # Where an old name has to be said: settings that still work under it, and what is asked of other packages.
-EXCEPT = {"paged_attn/engine/old_settings.py"}
+EXCEPT = {"paged_attn/engine/setting_names.py"}
 PROSE = re.compile(
     r"\b(early.rows|one_row_linears|early_launches|rope_and_store|history attention|drawing a token|backward cone|TokenFeed|DrawnRows"
     r"|Describer|write_out_flex|capture_model|KeptGraphs|roads?)\b"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paged_attn.engine.config import EngineConfig, parse_setting
-from paged_attn.engine.old_settings import GONE, NEW_NAMES
 from paged_attn.engine.sampling_params import GUIDES, SamplingParams
+from paged_attn.engine.setting_names import GONE, NEW_NAMES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ENGINE = "engine_"
@@ -55,7 +55,7 @@ def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add = group.add_argument
     add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="at most N new tokens per prompt (default: %(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
-    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 turns it off")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 or -1 turns it off")
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the most likely tokens that reach probability P; 1 turns it off")
     add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens less likely than P times the likeliest; 0 turns it off")
     add("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 turns it off")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from paged_attn.engine.old_settings import GONE, NEW_NAMES, renamed
+from paged_attn.engine.setting_names import GONE, NEW_NAMES, OTHER_SETTING, SAME_SETTING, renamed, what_instead
 from paged_attn.passes.optional import check_disabled
 
 
@@ -174,7 +174,9 @@ class EngineConfig:
     def _checked_names(cls, given: Mapping[str, Any]) -> list[str]:
         known = [setting.name for setting in fields(cls)]
         if unknown := sorted(set(given) - set(known)):
-            raise ValueError(f"unknown engine setting {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+            hints = [what_instead(name, [*known, *SAME_SETTING], OTHER_SETTING) for name in unknown]
+            names = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in zip(unknown, hints, strict=True))
+            raise ValueError(f"unknown engine setting {names}; known: {', '.join(known)}")
         return known
 
 
@@ -184,6 +186,7 @@ _with_new_names = EngineConfig.__init__
 @functools.wraps(_with_new_names)
 def _with_old_names_too(self: EngineConfig, *args: Any, **given: Any) -> None:
     settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in renamed(given).items()}
+    EngineConfig._checked_names(settings)
     _with_new_names(self, *args, **settings)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Integral
 from pathlib import Path
@@ -76,6 +76,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         namespace: Any = None,
         priority: int = 0,
         progress: bool | None = None,
@@ -83,8 +84,9 @@ class LLM:
         """Complete all prompts in one continuous batch; results in the order of the prompts.
 
         Args:
-            prompts: texts or lists of token ids, mixed as you like; one alone counts as a list of one.
-            params: for all prompts, or one for each.
+            prompts: texts or lists of token ids, mixed as you like; one alone counts as a list of one. A text may also come as
+                {"prompt": text}, token ids as {"prompt_token_ids": ids}, and what a tokenizer returned as it is, padding and all.
+            params: for all prompts, or one for each; also as `sampling_params`.
             namespace, priority: see `Engine.add_request`.
             progress: a bar on stderr that counts finished prompts; None shows it on a terminal, if it takes longer than a second.
 
@@ -92,7 +94,7 @@ class LLM:
             ValueError, UnsupportedError: a prompt that `Engine.add_request` refuses (then none of them runs), or logits that are not
                 finite (then the others of this call are cancelled).
         """
-        requests = self._add(prompts, params, namespace, priority, streamed=False)
+        requests = self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=False)
         try:
             with showing(progress), bar(total=len(requests), what="prompts", unit="prompt", delay=0.0 if progress else 1.0) as shown:
                 while any(r.finish_reason is None for r in requests):
@@ -110,6 +112,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         namespace: Any = None,
         priority: int = 0,
     ) -> Iterator[TokenEvent]:
@@ -117,7 +120,7 @@ class LLM:
 
         Prompts are checked and queued at the call, not at the first `next`.
         """
-        events = self._events(self._add(prompts, params, namespace, priority, streamed=True))
+        events = self._events(self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=True))
         next(events)  # from here on closing it cancels, even if nothing was read
         return events  # type: ignore[return-value]
 
@@ -234,11 +237,36 @@ def _show(shown: Any, requests: Sequence[Request]) -> None:
     shown.update(sum(r.finish_reason is not None for r in requests) - shown.n)
 
 
+def _one_of(params: Any, sampling_params: Any) -> Any:
+    if params is not None and sampling_params is not None:
+        raise TypeError("params and sampling_params are the same, and both are given; leave one out")
+    return sampling_params if params is None else params
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, Mapping):
+        return _of_mapping(prompts)
     if hasattr(prompts, "tolist"):  # a tensor or an array
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
         raise TypeError(f"prompts is a {type(prompts).__name__}; allowed are a text, a list of token ids, or a list of those")
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [prompts]
-    return list(prompts)
+    return [one for each in prompts for one in (_of_mapping(each) if isinstance(each, Mapping) else [each])]
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> list[Prompt]:
+    """What {"prompt": text}, {"prompt_token_ids": ids} or a tokenizer's {"input_ids": ..., "attention_mask": ...} stands for."""
+    for name in ("prompt_token_ids", "prompt"):
+        if prompt.get(name) is not None:
+            return [prompt[name]]
+    if "input_ids" not in prompt:
+        raise TypeError(f"a prompt is a mapping of {', '.join(map(repr, prompt))}; allowed are 'prompt', 'prompt_token_ids' or 'input_ids'")
+    rows, mask = _rows(prompt["input_ids"]), prompt.get("attention_mask")
+    kept = [[1] * len(row) for row in rows] if mask is None else _rows(mask)
+    return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]
+
+
+def _rows(values: Any) -> list[list[int]]:
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [values] if not values or isinstance(values[0], Integral) else values

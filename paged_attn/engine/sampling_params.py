@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM, familiar, what_instead
 from paged_attn.shown import shown
 
 LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
@@ -28,7 +30,7 @@ class SamplingParams:
     Attributes:
         max_new_tokens: at most so many new tokens; 0 means none, with finish_reason "length".
         temperature: 0 is greedy; else logits are divided by it.
-        top_k: keep the k most likely tokens (and those tied with the last of them); 0 turns it off.
+        top_k: keep the k most likely tokens (and those tied with the last of them); 0 or -1 turns it off.
         top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 turns it off.
         min_p: drop tokens less likely than min_p times the most likely one; 0 turns it off.
         repetition_penalty: logits of tokens in prompt or output are divided (positive) or multiplied (negative) by it.
@@ -79,7 +81,7 @@ class SamplingParams:
         checked: dict[str, Any] = {
             "max_new_tokens": _whole("max_new_tokens", self.max_new_tokens, "0 asks for no new token"),
             "temperature": _temperature(self.temperature),
-            "top_k": _whole("top_k", self.top_k, "0 turns top-k off"),
+            "top_k": 0 if self.top_k == -1 else _whole("top_k", self.top_k, "0 or -1 turns top-k off"),
             "top_p": _number("top_p", self.top_p, "0 < top_p <= 1", "1 turns top-p off", positive=True, high=1.0),
             "min_p": _number("min_p", self.min_p, "0 <= min_p <= 1", "0 turns min-p off", high=1.0),
             "repetition_penalty": _number(
@@ -147,6 +149,26 @@ class SamplingParams:
     def has_limit(self) -> bool:
         """Which tokens may be drawn depends on their order."""
         return self.top_k > 0 or self.top_p < 1.0
+
+
+_by_its_own_names = SamplingParams.__init__
+_NAMES = {each.name: None for each in fields(SamplingParams)}
+
+
+@functools.wraps(_by_its_own_names)
+def _by_familiar_names_too(self: SamplingParams, *args: Any, **given: Any) -> None:
+    if given.keys() <= _NAMES.keys():
+        _by_its_own_names(self, *args, **given)
+        return
+    given = familiar(given, SAME_PARAM)
+    for name in given:
+        if name not in _NAMES:
+            hint = what_instead(name, [*_NAMES, *SAME_PARAM], OTHER_PARAM)
+            raise TypeError(f"SamplingParams has no {name!r}{f' ({hint})' if hint else ''}; known: {', '.join(_NAMES)}")
+    _by_its_own_names(self, *args, **given)
+
+
+SamplingParams.__init__ = _by_familiar_names_too  # type: ignore[method-assign]
 
 
 def _whole(name: str, value: object, hint: str) -> int:

@@ -67,9 +67,9 @@ def test_a_word_that_is_no_choice_is_refused_with_the_choices(value: str, monkey
     assert EngineConfig(speculative_backend="decode").speculative_backend == "decode"
 
 
-@pytest.mark.parametrize("make", [EngineConfig.from_environment, EngineConfig().with_])
+@pytest.mark.parametrize("make", [EngineConfig, EngineConfig.from_environment, EngineConfig().with_])
 def test_an_unknown_setting_lists_the_known_ones(make) -> None:
-    with pytest.raises(ValueError, match="unknown engine setting 'pagesize'; known: page_size, num_pages") as raised:
+    with pytest.raises(ValueError, match=r"unknown engine setting 'pagesize' \(did you mean page_size\?\); known: page_size,") as raised:
         make(pagesize=16)
     assert all(name in str(raised.value) for name in NAMES)
 

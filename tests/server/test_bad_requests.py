@@ -35,7 +35,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": True}, "temperature", "temperature: Input should be a valid number"),
     ({"top_p": 0}, "top_p", "top_p: got 0.0; allowed: 0 < top_p <= 1"),
     ({"top_p": 1.5}, "top_p", "top_p: got 1.5"),
-    ({"top_k": -1}, "top_k", "top_k: got -1"),
+    ({"top_k": -2}, "top_k", "top_k: got -2"),
     ({"min_p": 2}, "min_p", "min_p: got 2.0"),
     ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty: got 0.0"),
     ({"seed": -1}, "seed", "seed: got -1"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -167,6 +166,6 @@ def engine_counts(engine: Engine) -> Counter[str]:
 
 def drive(plan: Plan) -> Counter[str]:
     """Everything in it follows from the plan, what requests without a seed draw included."""
-    entropy = SimpleNamespace(urandom=plan.rng("entropy").randbytes)
-    with mock.patch.object(sampling_state, "os", entropy):
+    entropy = plan.rng("entropy")
+    with mock.patch.object(sampling_state, "fresh_seed", lambda: entropy.getrandbits(64)):
         return EngineRound(plan).run()

@@ -59,7 +59,7 @@ class Body(Closed):
     max_tokens: int | None = Field(None, json_schema_extra=within(0))
     temperature: float | None = Field(None, description="default: 1; 0 is greedy", json_schema_extra=within(0, 10))
     top_p: float | None = Field(None, json_schema_extra=within(0.001, 1))
-    top_k: int | None = Field(None, description="extension; 0 turns it off", json_schema_extra=within(0))
+    top_k: int | None = Field(None, description="extension; 0 or -1 turns it off", json_schema_extra=within(-1))
     min_p: float | None = Field(None, description="extension", json_schema_extra=within(0, 1))
     repetition_penalty: float | None = Field(None, description="extension", json_schema_extra=within(0.01, 100))
     frequency_penalty: float | None = Field(None, json_schema_extra=within(-MAX_PENALTY, MAX_PENALTY))

@@ -34,7 +34,7 @@ PROMPT_ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
 CALL_ERRORS: dict[str, tuple[Call, type[Exception], str]] = {
     "prompts is a number": (lambda llm: llm.generate(7), TypeError, "prompts is a int; allowed are"),  # type: ignore[arg-type]
     "prompts is None": (lambda llm: llm.generate(None), TypeError, "prompts is a NoneType"),  # type: ignore[arg-type]
-    "prompts is a dict": (lambda llm: llm.generate({"input_ids": [1]}), TypeError, "prompts is a dict"),  # type: ignore[arg-type]
+    "prompts is a dict": (lambda llm: llm.generate({"ids": [1]}), TypeError, "a prompt is a mapping of 'ids'"),  # type: ignore[arg-type]
     "prompts is bytes": (lambda llm: llm.generate(b"text"), TypeError, "prompts is a bytes"),  # type: ignore[arg-type]
     "too few params": (lambda llm: llm.generate(GOOD, [GREEDY]), ValueError, "1 SamplingParams for 2 prompts"),
     "too many params": (lambda llm: llm.generate(GOOD[0], [GREEDY] * 2), ValueError, "2 SamplingParams for 1 prompts"),
@@ -116,8 +116,8 @@ def test_the_note_tells_which_prompt_it_was(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"pagesize": 4}, ValueError, "unknown engine setting 'pagesize'; known: page_size"),
-        ({"config": EngineConfig(), "pagesize": 4}, ValueError, "unknown engine setting 'pagesize'; known: page_size"),
+        ({"pagesize": 4}, ValueError, r"unknown engine setting 'pagesize' \(did you mean page_size\?\); known: "),
+        ({"config": EngineConfig(), "pagesize": 4}, ValueError, r"unknown engine setting 'pagesize' \(did you mean page_size\?\)"),
         ({"page_size": 0}, ValueError, "page_size is 0"),
         ({"page_size": "4"}, TypeError, "page_size is '4'"),
         ({"dtype": torch.bfloat16}, ValueError, r"dtype and device are for loading from a path.*model.to\(device, dtype\)"),

@@ -79,7 +79,7 @@ def test_edges_are_allowed(edge):
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", 1e-9),
-        ("top_k", -1),
+        ("top_k", -2),
         ("frequency_penalty", 2.1),
         ("presence_penalty", -2.1),
         ("presence_penalty", math.nan),

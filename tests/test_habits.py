@@ -1,0 +1,101 @@
+"""What people type who come from transformers, vLLM or SGLang: it works as the one meaning that it has here, or says what does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paged_attn import LLM, EngineConfig, SamplingParams
+from paged_attn.engine import setting_names
+from tests.engine.models import oracle, tiny
+from tests.server.serving import chat_tokenizer
+
+NEW = 4
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(tiny(), tokenizer=chat_tokenizer(), num_pages=64)
+
+
+def tokens(completions: Any) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+def test_vllms_call(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=NEW, top_k=-1)
+    assert params.max_new_tokens == NEW and params.top_k == 0
+    assert tokens(llm.generate([[4, 5, 6]], sampling_params=params)) == [oracle([4, 5, 6], NEW)]
+    assert [event.token_id for event in llm.stream([4, 5, 6], sampling_params=params)] == oracle([4, 5, 6], NEW)
+    with pytest.raises(TypeError, match="params and sampling_params are the same"):
+        llm.generate([[4]], params, sampling_params=params)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {"prompt_token_ids": [4, 5, 6]},
+        [{"prompt_token_ids": [4, 5, 6]}],
+        {"prompt_token_ids": [4, 5, 6], "prompt": "other"},
+        {"input_ids": [4, 5, 6]},
+        {"input_ids": torch.tensor([[9, 9, 4, 5, 6]]), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])},
+        {"input_ids": [[4, 5, 6, 0]], "attention_mask": [[1, 1, 1, 0]]},
+    ],
+)
+def test_prompts_as_others_take_them(llm: LLM, prompts: Any) -> None:
+    assert tokens(llm.generate(prompts, SamplingParams(max_tokens=NEW))) == [oracle([4, 5, 6], NEW)]
+
+
+def test_what_a_tokenizer_returns(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    texts = ["Hi", "Hello there"]
+    one_by_one = tokens(llm.generate(texts, SamplingParams(max_tokens=NEW)))
+    assert tokens(llm.generate(llm.tokenizer(texts), SamplingParams(max_tokens=NEW))) == one_by_one
+    assert tokens(llm.generate([{"prompt": text} for text in texts], SamplingParams(max_tokens=NEW))) == one_by_one
+
+
+def test_a_mapping_of_something_else_is_refused(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="a prompt is a mapping of 'text'; allowed are 'prompt', 'prompt_token_ids' or 'input_ids'"):
+        llm.generate([{"text": "Hi"}])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), setting_names.SAME_SETTING.items())
+def test_a_setting_by_another_engines_name(theirs: str, ours: str) -> None:
+    value: Any = {"prefix_cache": False, "backend": "reference"}.get(ours, 8)
+    for made in (
+        EngineConfig(**{theirs: value}),
+        EngineConfig.from_environment(**{theirs: value}),
+        EngineConfig().with_(**{theirs: value}),
+    ):
+        assert getattr(made, ours) == value
+    with pytest.raises(ValueError, match=f"{theirs} is {ours} here, and both are given; leave {theirs} out"):
+        EngineConfig(**{theirs: value, ours: value})
+
+
+@pytest.mark.parametrize("name", setting_names.OTHER_SETTING)
+def test_a_setting_that_is_something_else_here_says_what(name: str) -> None:
+    with pytest.raises(ValueError, match="unknown engine setting") as raised:
+        LLM(tiny(), **{name: 1})
+    assert setting_names.OTHER_SETTING[name] in str(raised.value)
+
+
+@pytest.mark.parametrize("name", setting_names.OTHER_PARAM)
+def test_a_parameter_that_is_something_else_here_says_what(name: str) -> None:
+    with pytest.raises(TypeError, match=f"SamplingParams has no '{name}'") as raised:
+        SamplingParams(**{name: 1})
+    assert setting_names.OTHER_PARAM[name] in str(raised.value)
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("temprature", "temperature"), ("max_new_token", "max_new_tokens"), ("best_off", "best_of")])
+def test_a_name_that_nobody_knows_gets_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(TypeError, match=rf"did you mean {near}\?"):
+        SamplingParams(**{wrong: 1})
+
+
+def test_every_name_of_the_tables_is_one_of_ours() -> None:
+    assert set(setting_names.SAME_SETTING.values()) <= set(EngineConfig.__dataclass_fields__)
+    assert set(setting_names.SAME_PARAM.values()) <= set(SamplingParams.__dataclass_fields__)
+    assert not set(setting_names.OTHER_SETTING) & set(EngineConfig.__dataclass_fields__)
+    assert not set(setting_names.OTHER_PARAM) & set(SamplingParams.__dataclass_fields__)
