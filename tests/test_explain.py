@@ -17,6 +17,12 @@ from paged_attn.report.inspection import explanation
 from tests.tiny_models import build
 
 
+@pytest.fixture(autouse=True)
+def no_compiles_of_other_tests() -> None:
+    """Dynamo counts them by code object, and runs a model as it is from the ninth on: there would be no graph to explain."""
+    torch._dynamo.reset()
+
+
 class OneLayer(nn.Module):
     """A model of one attention; `stripes` gives it a mask of no known family."""
 
