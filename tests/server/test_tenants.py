@@ -107,7 +107,8 @@ def test_the_keys_take_turns_however_many_salts_one_has() -> None:
                 posts.append(pool.submit(one, key, count))
                 wait_for(lambda n=count: running.num_prompts == n + 1)  # type: ignore[misc]
         [post.result() for post in posts]
-        assert ended.index("bob") <= 2 and [key for key in ended[:8]].count("bob") == 3, ended
+        # In turns bob's are the 2nd, 4th and 6th, in order of arrival the last three. Threads may see neighbours the other way.
+        assert ended.index("bob") <= 4 and ended[:9].count("bob") == 3, ended
 
 
 @pytest.mark.parametrize("seed", range(20))
