@@ -21,9 +21,9 @@ def make_private_folder(folder: Path) -> None:
     Raises:
         OSError: that can not be done.
     """
-    for parent in (*reversed(folder.parents), folder):
-        if not parent.exists():
-            parent.mkdir(mode=0o700, exist_ok=True)
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(mode=0o700, exist_ok=True)
 
 
 def check_private_folder(folder: Path) -> None:
@@ -33,17 +33,17 @@ def check_private_folder(folder: Path) -> None:
         RefusedFileError: names the folder, who can, and what to do.
     """
     folder = Path(os.path.realpath(folder))
-    for parent in (folder, *folder.parents):
+    for each in (folder, *folder.parents):
         try:
-            info = parent.stat()
+            info = each.stat()
         except FileNotFoundError:
             continue
-        is_sticky = parent != folder and bool(info.st_mode & stat.S_ISVTX)  # who can write there can not replace what others have
+        is_sticky = each != folder and bool(info.st_mode & stat.S_ISVTX)  # who can write there can not replace what others have
         if info.st_uid not in (os.geteuid(), 0):
-            raise RefusedFileError(f"{parent} belongs to user {_user(info.st_uid)}; only folders of {_user(os.geteuid())} or root are used")
+            raise RefusedFileError(f"{each} belongs to user {_user(info.st_uid)}; only folders of {_user(os.geteuid())} or root are used")
         if info.st_mode & MAY_WRITE and not is_sticky and not _is_own_group(info):
             mode = stat.S_IMODE(info.st_mode)
-            raise RefusedFileError(f"others can write to {parent} (mode {mode:o}); run `chmod go-w {parent}`, or choose another folder")
+            raise RefusedFileError(f"others can write to {each} (mode {mode:o}); run `chmod go-w {each}`, or choose another folder")
 
 
 def read_private_file(path: Path, most_bytes: int) -> bytes:

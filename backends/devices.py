@@ -7,6 +7,11 @@ import platform
 import torch
 
 
+def default_device() -> torch.device:
+    """The GPU, if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def device_word(device: torch.device) -> str:
     """ "cuda"; "hip" for the same under ROCm; "cpu-amx" for a CPU with AMX; else the device's type."""
     if device.type == "cuda" and torch.version.hip is not None:

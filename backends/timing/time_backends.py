@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.devices import default_device
 from paged_attn.backends.timing.inputs import Inputs
 from paged_attn.backends.timing.problem import TimedProblem
 from paged_attn.backends.timing.reference import relative_error, row_attention
@@ -110,4 +111,4 @@ def _within(error: float, problem: TimedProblem, where: str) -> float:
 
 
 def _device(device: torch.device | str | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return default_device() if device is None else torch.device(device)

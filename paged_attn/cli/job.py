@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from paged_attn.backends.devices import default_device, device_name
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.model.loading import default_device, load_model
+from paged_attn.engine.model.loading import load_model
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.torchrun import join, num_processes
@@ -128,7 +129,7 @@ def _numbers(llm: LLM, seconds: float, prompt_lengths: list[int], waits: list[fl
 def where_it_runs(llm: LLM) -> str:
     """`Qwen3ForCausalLM in bfloat16 on cuda:0 (NVIDIA H200)`"""
     runner = llm.engine.runner
-    gpu = f" ({torch.cuda.get_device_name(runner.device)})" if runner.device.type == "cuda" else ""
+    gpu = f" ({device_name(runner.device)})" if runner.device.type == "cuda" else ""
     return f"{type(runner.model).__name__} in {str(runner.dtype).removeprefix('torch.')} on {runner.device}{gpu}"
 
 

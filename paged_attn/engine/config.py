@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -155,29 +154,16 @@ class EngineConfig:
         Raises:
             ValueError: an unknown setting in `given`, listing the known ones; or a variable that does not parse.
         """
-        given = renamed(given)
-        known = cls._checked_names(given)
         values = {
             name: parse_setting(NEW_NAMES.get(name, name), os.environ[variable])
-            for name in (*NEW_NAMES, *known)
+            for name in (*NEW_NAMES, *(setting.name for setting in fields(cls)))
             if (variable := f"PAGED_ATTN_{name.upper()}") in os.environ
         }
-        return cls(**{**values, **given})
+        return cls(**{**values, **renamed(given)})
 
     def with_(self, **given: Any) -> EngineConfig:
         """A copy with some settings changed; an unknown one raises ValueError."""
-        given = renamed(given)
-        self._checked_names(given)
-        return replace(self, **given)
-
-    @classmethod
-    def _checked_names(cls, given: Mapping[str, Any]) -> list[str]:
-        known = [setting.name for setting in fields(cls)]
-        if unknown := sorted(set(given) - set(known)):
-            hints = [what_instead(name, [*known, *SAME_SETTING], OTHER_SETTING) for name in unknown]
-            names = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in zip(unknown, hints, strict=True))
-            raise ValueError(f"unknown engine setting {names}; known: {', '.join(known)}")
-        return known
+        return replace(self, **renamed(given))
 
 
 _with_new_names = EngineConfig.__init__
@@ -186,7 +172,11 @@ _with_new_names = EngineConfig.__init__
 @functools.wraps(_with_new_names)
 def _with_old_names_too(self: EngineConfig, *args: Any, **given: Any) -> None:
     settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in renamed(given).items()}
-    EngineConfig._checked_names(settings)
+    known = [setting.name for setting in fields(EngineConfig)]
+    if unknown := sorted(settings.keys() - set(known)):
+        hints = [what_instead(name, [*known, *SAME_SETTING], OTHER_SETTING) for name in unknown]
+        names = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in zip(unknown, hints, strict=True))
+        raise ValueError(f"unknown engine setting {names}; known: {', '.join(known)}")
     _with_new_names(self, *args, **settings)
 
 

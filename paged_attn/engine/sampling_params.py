@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -152,12 +152,12 @@ class SamplingParams:
 
 
 _by_its_own_names = SamplingParams.__init__
-_NAMES = {each.name: None for each in fields(SamplingParams)}
+_NAMES = SamplingParams.__dataclass_fields__.keys()
 
 
 @functools.wraps(_by_its_own_names)
 def _by_familiar_names_too(self: SamplingParams, *args: Any, **given: Any) -> None:
-    if given.keys() <= _NAMES.keys():
+    if given.keys() <= _NAMES:
         _by_its_own_names(self, *args, **given)
         return
     given = familiar(given, SAME_PARAM)

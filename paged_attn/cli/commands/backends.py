@@ -81,9 +81,10 @@ def _wanted(args: argparse.Namespace) -> tuple[str, Requirements]:
 
     import torch
 
+    from paged_attn.backends.devices import default_device
     from paged_attn.backends.selection.requirements import Requirements
 
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = default_device()
     kind, architecture = _device_of(args.on)
     device = here if kind is None else torch.device("cuda" if kind == "cuda" else "cpu")
     shape = layer_shape(args, device)

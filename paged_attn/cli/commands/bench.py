@@ -81,7 +81,9 @@ def _session(args: argparse.Namespace) -> Session:
             raise ValueError(f"{target!r} can not be written: there is no folder {str(Path(target).absolute().parent)!r}; make it first")
     if args.save_weights and args.model is not None:
         raise ValueError("--save-weights is for random weights; a checkpoint has its own on disk already")
-    device = _device(args.device)
+    from paged_attn.cli.job import checked_device
+
+    device = str(checked_device(args.device))
     shape = args.shape or SHAPE_NAMES[0 if device.startswith("cuda") else 1]
     workloads = _workloads(args, "full" if device.startswith("cuda") and shape != "tiny" else "small")
 
@@ -119,13 +121,6 @@ def _report(args: argparse.Namespace, session: Session, outcomes: list[Outcome])
         Path(args.chart).write_text(draw(found))
     complete = ours.failed is None and not ours.broken
     return 0 if complete and (not others or any(outcome.timed for outcome in others)) else 1
-
-
-def _device(name: str | None) -> str:
-    """Raises ValueError: no such device here."""
-    from paged_attn.cli.job import checked_device
-
-    return str(checked_device(name))
 
 
 def _workloads(args: argparse.Namespace, usual_scale: str) -> list[Workload]:

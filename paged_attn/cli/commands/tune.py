@@ -172,8 +172,10 @@ def _driver() -> str:
 def _device(text: str | None) -> torch.device:
     import torch
 
+    from paged_attn.backends.devices import default_device
+
     if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
         raise ValueError(f"--device {text!r} can not be tuned; allowed are cpu, cuda and cuda:N")
     device = torch.device(text)

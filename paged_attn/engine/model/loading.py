@@ -11,14 +11,10 @@ from typing import Any
 
 import torch
 
+from paged_attn.backends.devices import default_device
 from paged_attn.capture.graphs.progress import asked, bar
 from paged_attn.engine.model.model_path import checked_model_path
 from paged_attn.parallel.plan import plan_of
-
-
-def default_device() -> torch.device:
-    """The GPU, if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device | str | None, sharded: bool = False) -> tuple[Any, Any]:

@@ -33,7 +33,7 @@ class Machine:
 
 
 @pytest.fixture(autouse=True)
-def many_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def many_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(MOST)
     yield
