@@ -43,11 +43,13 @@ class OptionalPasses:
         merge_linears: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
         early_logits_gather: pick the rows whose logits are wanted as early as is proved.
         gemv: linears through an op that has a kernel for a single row.
+        experts: modules of experts that are proved are traced as one op each.
     """
 
     merge_linears: bool = False
     early_logits_gather: bool = False
     gemv: bool = False
+    experts: bool = False
 
     def without(self, names: Sequence[str]) -> OptionalPasses:
         return replace(self, **dict.fromkeys(names, False))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch._ops import OpOverload
 
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.linear import LINEAR
 from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
@@ -36,5 +37,6 @@ KINDS = (
     OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(MODULE, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(BATCH_POSITIONS, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(EXPERTS, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR, splits=False, in_full_graphs=True, on_disk=True),
 )

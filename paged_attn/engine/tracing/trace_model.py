@@ -21,6 +21,7 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.dynamo_backend import unwrapped_refusals
 from paged_attn.engine.model.model_output import logits_in
+from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.opaque_modules import modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.plain_buffers import plain_buffers
@@ -73,7 +74,8 @@ def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, posi
 
     while True:
         try:
-            with as_served(model), modules_as_ops(model, opaque, inputs), unknown.told() if unknown else nullcontext():
+            experts = experts_as_ops(model) if options.passes.experts else nullcontext()
+            with as_served(model), experts, modules_as_ops(model, opaque, inputs), unknown.told() if unknown else nullcontext():
                 return _capture_all_lengths(model, options, positions)
         except UnsupportedError as refusal:
             if unknown is None and lacks_fake(refusal.__cause__):

@@ -12,6 +12,7 @@ from typing import Any
 from torch import SymFloat, SymInt, Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.row_layout import SIZES, Rows, moved_rows, reads_sizes, row_axis
 from paged_attn.passes.fx.token_data import name_of
@@ -48,7 +49,7 @@ def is_known(node: fx.Node) -> bool:
     """Whether an operation is of a kind that may treat rows apart."""
     name = name_of(node)
     tables = (_ELEMENTWISE, _REDUCING, _PRODUCTS, _MOVING, _ALONG, _NORMS, STEPS, {"embedding"})
-    return any(name in table for table in tables) or reads_sizes(node)
+    return any(name in table for table in tables) or reads_sizes(node) or node.target is EXPERTS
 
 
 def is_moving(node: fx.Node) -> bool:
@@ -72,6 +73,8 @@ def _layout_apart(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -
         taken = node.args[1] if name_of(node) == "getitem" else None
         return parts[taken] if isinstance(taken, int) and -len(parts) <= taken < len(parts) else None
     rows = {each: layout for each, layout in given.items() if isinstance(layout, Rows)}
+    if node.target is EXPERTS:
+        return _kept(node, rows, tokens) if set(rows) == set(given) == set(node.args[:3]) and _are_of_one_kind(rows) else None
     if len(rows) != len(given) or not _is_of_torch(node.target) or "out" in node.kwargs or _has_literal(node, (SymInt, SymFloat)):
         return None
     if reads_sizes(node):
@@ -80,7 +83,7 @@ def _layout_apart(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -
     if name in _MOVING:
         moved: Layout | None = moved_rows(node, rows, tokens) if len(operands) == len(rows) else None
         return moved
-    if len(operands) != len(node.all_input_nodes) or len({layout.kind for layout in rows.values()}) != 1:
+    if len(operands) != len(node.all_input_nodes) or not _are_of_one_kind(rows):
         return None  # numbers that depend on T, among others
     if name == "dropout" and _argument(node, 2, "training", None) is not False:
         return None
@@ -89,6 +92,10 @@ def _layout_apart(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -
     if name in _REDUCING or (name == "embedding" and _is_plain_lookup(node, rows)) or (name in _NORMS and _is_of_last(node, rows)):
         return _kept(node, rows, tokens)
     return _kept(node, rows, tokens) if name in _ALONG and _is_along_another(node, name, rows, operands) else None
+
+
+def _are_of_one_kind(rows: Mapping[fx.Node, Rows]) -> bool:
+    return len({layout.kind for layout in rows.values()}) == 1
 
 
 def _kept(node: fx.Node, rows: Mapping[fx.Node, Rows], tokens: Any) -> Layout | None:

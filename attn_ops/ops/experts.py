@@ -1,0 +1,68 @@
+"""`torch.ops.paged_attn.experts`: of each token the experts that were chosen for it, weighted and added up.
+
+It reads nothing but its operands, so that it stays inside a piece and inside captured graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.specs.experts import Gating
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Gating], Tensor | None]
+_on_gpu: Experts | None = None
+
+
+def use_experts(experts: Experts) -> None:
+    """From now on `experts` computes what lies on a GPU; for what it does not serve it returns None."""
+    global _on_gpu
+    _on_gpu = experts
+
+
+def experts_one_by_one(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+) -> Tensor:
+    """For each expert its tokens, in the weights' dtype; added up in float32. Waits for the device. Ids of no expert are left out."""
+    order = ids.reshape(-1).sort(stable=True).indices
+    counts = torch.bincount(ids.reshape(-1).clamp(0, w1.shape[0]), minlength=w1.shape[0] + 1).tolist()[: w1.shape[0]]
+    rows, scale = order // ids.shape[1], weights.reshape(-1)[order].float()
+    output, start = torch.zeros(x.shape, dtype=torch.float32, device=x.device), 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        own = rows[start : start + count]
+        inner = gating(torch.nn.functional.linear(x[own].to(w1.dtype), w1[expert], None if b1 is None else b1[expert]))
+        result = torch.nn.functional.linear(inner, w2[expert], None if b2 is None else b2[expert])
+        output.index_add_(0, own, result.float() * scale[start : start + count, None])
+        start += count
+    return output.to(x.dtype)
+
+
+def _run(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
+    activation: str, gated: bool, interleaved: bool, limit: float, alpha: float,
+) -> Tensor:  # fmt: skip
+    gating = Gating(activation, gated, interleaved, limit, alpha)
+    if x.is_cuda and _on_gpu is not None:
+        result = _on_gpu(x, ids, weights, w1, w2, b1, b2, gating)
+        if result is not None:
+            return result
+    return experts_one_by_one(x, ids, weights, w1, w2, b1, b2, gating)
+
+
+def _fake(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+# x [T, H], ids [T, k] of experts, weights [T, k]; w1 [E, 2 I, H] (I without a gate), w2 [E, H, I], of any strides; b1 [E, 2 I], b2 [E, H]
+# -> [T, H] of x's dtype. What stands between the products: `Gating`.
+EXPERTS = define_op(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, "
+    "bool interleaved, float limit, float alpha) -> Tensor",
+    _run,
+    _fake,
+)

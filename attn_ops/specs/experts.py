@@ -1,0 +1,59 @@
+"""What a layer of experts computes, apart from its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "identity": lambda x: x,
+}
+
+
+@dataclass(frozen=True)
+class Gating:
+    """What stands between an expert's two products.
+
+    Attributes:
+        activation: a name in ACTIVATIONS.
+        gated: the first product has two halves, gate and up, and the activation of one is multiplied with the other.
+        interleaved: gate and up take turns, instead of all of gate first.
+        limit: gate is at most this, and up between minus this and this, before anything else; 0: no limit.
+        alpha: the activation is gate * sigmoid(alpha * gate), and up is one more (gpt-oss); 0: it is `activation`.
+    """
+
+    activation: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
+
+    def describe(self) -> str:
+        """`silu(gate) * up`, for people."""
+        if not self.gated:
+            return self.activation
+        inner = f"gate * sigmoid({self.alpha:g} * gate) * (up + 1)" if self.alpha else f"{self.activation}(gate) * up"
+        limit = f", clamped at {self.limit:g}" if self.limit else ""
+        return inner + limit + ", interleaved" * self.interleaved
+
+    def __call__(self, first: Tensor) -> Tensor:
+        """[..., 2 I] -> [..., I], or [..., I] -> [..., I] where nothing is gated; in the dtype that it is given."""
+        activation = ACTIVATIONS[self.activation]
+        if not self.gated:
+            return activation(first)
+        gate, up = (first[..., ::2], first[..., 1::2]) if self.interleaved else first.chunk(2, dim=-1)
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self.alpha:
+            return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+        return activation(gate) * up

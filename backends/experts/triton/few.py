@@ -1,0 +1,38 @@
+"""Launches the kernels for a few tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.experts.triton.few_kernel import few_first, few_second
+
+
+def few_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+) -> Tensor:
+    """As the op; ids and weights [T, k] are contiguous."""
+    (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
+    inner = torch.empty((tokens * top_k, width), dtype=x.dtype, device=x.device)
+    output = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    step, up = gate_rows(gating, width)
+    block_i, block_h = 16, min(256, triton.next_power_of_2(hidden))
+    few_first[(tokens * top_k, triton.cdiv(width, block_i))](
+        x, ids, w1, b1, inner, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0), gating.limit, gating.alpha,
+        EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, STEP=step, UP=up, GATED=gating.gated, HAS_BIAS=b1 is not None,
+        ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
+        BLOCK_I=block_i, BLOCK_H=block_h,
+    )  # fmt: skip
+    block_h, block_i = 16, min(256, triton.next_power_of_2(width))
+    few_second[(tokens, triton.cdiv(hidden, block_h))](
+        inner, ids, weights, w2, b2, output, *w2.stride(), 0 if b2 is None else b2.stride(0),
+        EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, HAS_BIAS=b2 is not None, BLOCK_H=block_h, BLOCK_I=block_i,
+    )  # fmt: skip
+    return output
+
+
+def gate_rows(gating: Gating, width: int) -> tuple[int, int]:
+    """(between gates, from a gate to its up), in rows of w1."""
+    return (2, 1) if gating.interleaved else (1, width if gating.gated else 0)

@@ -1,0 +1,37 @@
+"""What stands between an expert's two products, in Triton; `Gating` in words."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """float32, as ACTIVATIONS of attn_ops/specs/experts.py compute it."""
+    if ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 0.5 (1 + tanh(y)) is sigmoid(2 y)
+    elif ACTIVATION == "relu":
+        x = tl.maximum(x, 0.0)
+    elif ACTIVATION == "relu2":
+        x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    elif ACTIVATION == "sigmoid":
+        x = tl.sigmoid(x)
+    return x
+
+
+@triton.jit
+def gated(gate, up, limit, alpha, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr):
+    """float32 gate and up -> their product."""
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    if HAS_ALPHA:
+        result = gate * tl.sigmoid(alpha * gate) * (up + 1.0)
+    else:
+        result = activated(gate, ACTIVATION) * up
+    return result
