@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -10,25 +12,44 @@ from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.triton.few_kernel import few_first, few_second
 
 
+@dataclass(frozen=True)
+class FewTiling:
+    """Rows of a weight that a program computes, how many of their columns it reads at a time, and its warps; for both products."""
+
+    rows: int = 16
+    columns: int = 256
+    warps: int = 4
+    second_rows: int = 16
+    second_columns: int = 256
+    second_warps: int = 4
+
+
 def few_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    gating: Gating,
+    tiling: FewTiling = FewTiling(),
 ) -> Tensor:
     """As the op; ids and weights [T, k] are contiguous."""
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     inner = torch.empty((tokens * top_k, width), dtype=x.dtype, device=x.device)
     output = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     step, up = gate_rows(gating, width)
-    block_i, block_h = 16, min(256, triton.next_power_of_2(hidden))
-    few_first[(tokens * top_k, triton.cdiv(width, block_i))](
+    few_first[(tokens * top_k, triton.cdiv(width, tiling.rows))](
         x, ids, w1, b1, inner, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0), gating.limit, gating.alpha,
         EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, STEP=step, UP=up, GATED=gating.gated, HAS_BIAS=b1 is not None,
         ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
-        BLOCK_I=block_i, BLOCK_H=block_h,
+        BLOCK_I=tiling.rows, BLOCK_H=min(tiling.columns, triton.next_power_of_2(hidden)), num_warps=tiling.warps,
     )  # fmt: skip
-    block_h, block_i = 16, min(256, triton.next_power_of_2(width))
-    few_second[(tokens, triton.cdiv(hidden, block_h))](
+    few_second[(tokens, triton.cdiv(hidden, tiling.second_rows))](
         inner, ids, weights, w2, b2, output, *w2.stride(), 0 if b2 is None else b2.stride(0),
-        EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, HAS_BIAS=b2 is not None, BLOCK_H=block_h, BLOCK_I=block_i,
+        EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, HAS_BIAS=b2 is not None,
+        BLOCK_H=tiling.second_rows, BLOCK_I=min(tiling.second_columns, triton.next_power_of_2(width)), num_warps=tiling.second_warps,
     )  # fmt: skip
     return output
 

@@ -1,0 +1,81 @@
+"""Modules of experts are found, proved on numbers, and one op each in the graph; what computes something else stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paged_attn import LLM, SamplingParams
+from paged_attn.attn_ops.ops.experts import EXPERTS
+from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, proved_gating
+from tests.oracle import greedy, random_prompts
+from tests.zoo.build import build
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if is_experts(module)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "gating"),
+    [("qwen3_moe", Gating()), ("gpt_oss", Gating("silu", True, True, 7.0, 1.702))],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_module_computes_is_found_on_numbers(model_type: str, gating: Gating, dtype: torch.dtype) -> None:
+    first, *_ = experts_of(build(model_type).to(dtype))
+    assert proved_gating(first) == gating
+
+
+class Cosine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cos()
+
+
+CHANGES: dict[str, Any] = {
+    "another gate": lambda m: setattr(m, "_apply_gate", lambda both: both.chunk(2, -1)[0].sin() * both.chunk(2, -1)[1]),
+    "an activation that nobody knows": lambda m: setattr(m, "act_fn", Cosine()),
+    "a forward of its own": lambda m: setattr(m, "forward", lambda x, ids, weights: type(m).forward(m, x, ids, weights) * 1.01),
+    "an expert that is skipped": lambda m: setattr(m, "forward", lambda x, ids, weights: type(m).forward(m, x, ids, weights * (ids != 1))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_computes_something_else_is_left_alone(change: str) -> None:
+    model = build("qwen3_moe")
+    for module in experts_of(model):
+        CHANGES[change](module)
+    with experts_as_ops(model) as count:
+        assert count == 0
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v2"])
+def test_the_models_own_tokens_through_one_op_a_layer(model_type: str) -> None:
+    model, prompts = build(model_type), random_prompts((1, 5, 17))
+    before = [module.forward for module in experts_of(model)]
+    with LLM(model, num_pages=64, max_batch_tokens=16) as llm:
+        graph = llm.engine.runner.compiled.rewrite.gm.graph
+        assert sum(node.target is EXPERTS for node in graph.nodes) == len(before) > 0
+        got = llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert [completion.token_ids for completion in got] == [greedy(model, prompt, 8) for prompt in prompts]
+    assert [module.forward for module in experts_of(model)] == before
+
+
+def test_the_last_layers_experts_run_for_the_wanted_rows_only() -> None:
+    model = build("qwen3_moe")
+    with LLM(model, num_pages=64) as llm:
+        report = llm.engine.runner.compiled.rewrite
+        calls = [node for node in report.gm.graph.nodes if node.target is EXPERTS]
+        rows = [node.meta["example_value"].shape[0] for node in calls]
+    assert len({str(size) for size in rows}) == 2 and str(rows[-1]) != str(rows[0])
+
+
+def test_expert_parallel_modules_are_left_alone() -> None:
+    module = experts_of(build("qwen3_moe"))[0]
+    module._is_expert_parallel = True
+    assert not is_experts(module)
+    module._is_expert_parallel = False
+    assert is_experts(module)
