@@ -8,11 +8,13 @@ vLLM's, and beside what reading the chosen experts once takes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
-import itertools
 import json
-from collections.abc import Callable, Iterator
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from paged_attn.backends.experts.triton.grouped import GroupedTiling, grouped_ex
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 Run = Callable[[], Tensor]
+KERNELS: dict[str, Callable[..., Tensor]] = {"few": few_experts, "grouped": grouped_experts}
 
 
 class Shape(NamedTuple):
@@ -69,6 +72,10 @@ class Layer:
         weights = (scores / scores.sum(1, keepdim=True)).to(self.dtype)
         return x, ids, weights, self.w1, self.w2, self.b1, self.b2, self.shape.gating
 
+    def several(self, tokens: int) -> list[tuple[Any, ...]]:
+        """As many as read more than a cache holds."""
+        return [self.operands(tokens) for _ in range(6 if tokens <= 64 else 1)]
+
     def floor_us(self, ids: Tensor, bytes_per_second: float) -> float:
         """Reading every chosen expert once."""
         each = (self.w1[0].numel() + self.w2[0].numel()) * self.w1.element_size()
@@ -95,74 +102,105 @@ def vllm_fused(operands: tuple[Any, ...]) -> Run:
     return lambda: fused_experts(x, w1, w2, weights.float(), ids.to(torch.int32))
 
 
-def milliseconds(run: Run) -> float:
-    """Median time of a replay of a CUDA graph; on a CPU of a call, which shows nothing but that it works."""
+def milliseconds(runs: Sequence[Run]) -> float:
+    """Of one run: the median of replays of a CUDA graph of all, each with experts of its own, so that none finds its weights in the cache.
+    On a CPU the time of a call, which shows nothing but that it works."""
     if not torch.cuda.is_available():
         import time
 
         started = time.perf_counter()
-        run()
+        runs[0]()
         return 1e3 * (time.perf_counter() - started)
     import triton
 
-    run()
+    runs[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
-    return float(triton.testing.do_bench(graph.replay, warmup=10, rep=40, return_mode="median"))
+        for run in runs:
+            run()
+    return float(triton.testing.do_bench(graph.replay, warmup=5, rep=20, return_mode="median")) / len(runs)
 
 
 def error(expected: Tensor, given: Tensor) -> float:
     return float((expected.double() - given.double()).norm() / expected.double().norm())
 
 
-def few_tilings() -> Iterator[FewTiling]:
+def few_tilings(shape: Shape) -> Iterator[FewTiling]:
     """A dozen: each compiles for seconds, and a kernel that waits for memory does not mind much."""
-    for (rows, columns), warps in itertools.product(((4, 512), (8, 256), (8, 512), (16, 256), (16, 512), (32, 256)), (4, 8)):
-        yield FewTiling(rows, columns, warps, rows, columns, warps)
+    tall = ((32, 64), (64, 32), (64, 64), (128, 32), (32, 32))  # a column of a transposed weight is what lies together
+    wide = ((2, 1024), (4, 512), (8, 256), (8, 512), (16, 256), (16, 512), (32, 256))
+    for rows, columns in tall if shape.is_transposed else wide:
+        yield from (FewTiling(rows, columns, warps, rows, columns, warps) for warps in (4, 8))
 
 
 def grouped_tilings(tokens: int, shape: Shape) -> Iterator[GroupedTiling]:
     rows = tokens * shape.top_k / shape.experts  # of an expert
-    for m, n, k in ((16, 32, 128), (16, 64, 128), (16, 128, 64), (32, 64, 128), (32, 128, 64), (64, 64, 64), (64, 128, 64), (64, 256, 64),
-                    (128, 128, 64), (128, 256, 64)):  # fmt: skip
-        if m == 16 or rows / 4 <= m <= 4 * rows:
-            yield from (GroupedTiling(m, n, k, warps, stages) for warps in ((8,) if m * n >= 128 * 128 else (4,)) for stages in (3, 4))
+    blocks = [(16, 32, 128), (16, 32, 256), (16, 64, 128), (16, 128, 64), (16, 128, 128), (32, 64, 128), (32, 128, 64)]
+    for m, n, k in (*blocks, (64, 64, 64), (64, 128, 64), (64, 256, 64), (128, 64, 64), (128, 128, 64), (128, 256, 64)):
+        if rows <= 32 if m == 16 else rows / 4 <= m <= 4 * rows:
+            for warps in (4, 8) if m * n >= 64 * 128 else (4,):
+                yield from (GroupedTiling(m, n, k, warps, stages) for stages in (3, 4))
+
+
+def tilings(tokens: int, shape: Shape) -> list[tuple[str, Any]]:
+    few = [("few", tiling) for tiling in few_tilings(shape)] if tokens <= 16 else []
+    return few + [("grouped", tiling) for tiling in grouped_tilings(tokens, shape)]
+
+
+def compile_each(name: str, own: list[tuple[str, Any]]) -> None:
+    """In a process of its own: Triton keeps what it compiles on disk."""
+    layer = layer_of(name)
+    operands = layer.operands(16)
+    for kind, tiling in own:
+        with contextlib.suppress(triton_out_of_resources()):
+            KERNELS[kind](*operands, tiling=tiling)
 
 
 def measured(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
-    operands = layer.operands(tokens)
-    expected = experts_one_by_one(*operands)
-    systems: dict[str, Run] = {
-        "ours": lambda: experts_on_gpu(*operands) if torch.cuda.is_available() else experts_one_by_one(*operands),
-        "grouped_mm": transformers_grouped(operands),
+    given = layer.several(tokens)
+    expected = experts_one_by_one(*given[0])
+    ours = experts_on_gpu if torch.cuda.is_available() else experts_one_by_one
+    systems: dict[str, list[Run]] = {
+        "ours": [functools.partial(ours, *operands) for operands in given],
+        "grouped_mm": [transformers_grouped(operands) for operands in given],
     }
     if importlib.util.find_spec("vllm") and layer.b1 is None and not layer.shape.is_transposed:
-        systems["vllm"] = vllm_fused(operands)
-    row: dict[str, Any] = {"tokens": tokens, "floor_us": round(layer.floor_us(operands[1], rate), 1)}
-    for name, run in systems.items():
-        row[f"{name}_error"] = round(error(expected, run()), 5)
-        row[f"{name}_us"] = round(1e3 * milliseconds(run), 1)
+        systems["vllm"] = [vllm_fused(operands) for operands in given]
+    floor = sum(layer.floor_us(operands[1], rate) for operands in given) / len(given)
+    row: dict[str, Any] = {"tokens": tokens, "floor_us": round(floor, 1)}
+    for name, runs in systems.items():
+        row[f"{name}_error"] = round(error(expected, runs[0]()), 5)
+        row[f"{name}_us"] = round(1e3 * milliseconds(runs), 1)
     return row
 
 
 def tuned(layer: Layer, tokens: int) -> list[dict[str, Any]]:
-    """Every tiling of both kernels that compiles and fits, fastest first."""
+    """The fastest tilings of each kernel, of those that fit."""
+    given = layer.several(tokens)
+    found: dict[str, list[dict[str, Any]]] = {"few": [], "grouped": []}
+    for kind, tiling in tilings(tokens, layer.shape):
+        with contextlib.suppress(triton_out_of_resources()):
+            us = 1e3 * milliseconds([functools.partial(KERNELS[kind], *operands, tiling=tiling) for operands in given])
+            found[kind].append({"us": round(us, 1), "kind": kind, "tiling": list(vars(tiling).values())})
+    return [row for rows in found.values() for row in sorted(rows, key=lambda row: row["us"])[:5]]
+
+
+def triton_out_of_resources() -> type[Exception]:
     from triton.runtime.errors import OutOfResources
 
-    operands = layer.operands(tokens)
-    runs: list[tuple[str, Any, Run]] = []
-    if tokens <= 64:
-        runs += [("few", t, functools.partial(few_experts, *operands, tiling=t)) for t in few_tilings()]
-    runs += [("grouped", t, functools.partial(grouped_experts, *operands, tiling=t)) for t in grouped_tilings(tokens, layer.shape)]
-    found = []
-    for kind, tiling, run in runs:
-        try:
-            found.append({"us": round(1e3 * milliseconds(run), 1), "kind": kind, "tiling": vars(tiling)})
-        except OutOfResources:
-            continue
-    return sorted(found, key=lambda row: row["us"])
+    return OutOfResources
+
+
+def layer_of(name: str) -> Layer:
+    cuda = torch.cuda.is_available()
+    return Layer(SHAPES[name], torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
+
+
+def compile_all(name: str, tokens: Iterable[int], jobs: int) -> None:
+    every = list(dict.fromkeys(each for count in tokens for each in tilings(count, SHAPES[name])))
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(functools.partial(compile_each, name), [every[start::jobs] for start in range(jobs)]))
 
 
 def main() -> None:
@@ -171,19 +209,21 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--rate", type=float, default=4.632e12, help="bytes per second of memory, measured (an H200)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile tilings")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    cuda = torch.cuda.is_available()
     results: dict[str, Any] = {}
     for name in options.shape:
-        layer = Layer(SHAPES[name], torch.bfloat16 if cuda else torch.float32, "cuda" if cuda else "cpu")
+        if options.tune and options.jobs > 1:
+            compile_all(name, options.tokens, options.jobs)
+        layer = layer_of(name)
         for tokens in options.tokens:
-            row = {"best": tuned(layer, tokens)[:5]} if options.tune else measured(layer, tokens, options.rate)
+            row = {"best": tuned(layer, tokens)} if options.tune else measured(layer, tokens, options.rate)
             results.setdefault(name, []).append({"tokens": tokens, **row})
             print(name, json.dumps(results[name][-1]), flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1))
         del layer
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

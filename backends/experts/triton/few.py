@@ -39,10 +39,9 @@ def few_experts(
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     inner = torch.empty((tokens * top_k, width), dtype=x.dtype, device=x.device)
     output = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    step, up = gate_rows(gating, width)
     few_first[(tokens * top_k, triton.cdiv(width, tiling.rows))](
         x, ids, w1, b1, inner, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0), gating.limit, gating.alpha,
-        EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, STEP=step, UP=up, GATED=gating.gated, HAS_BIAS=b1 is not None,
+        EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
         ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
         BLOCK_I=tiling.rows, BLOCK_H=min(tiling.columns, triton.next_power_of_2(hidden)), num_warps=tiling.warps,
     )  # fmt: skip
@@ -52,8 +51,3 @@ def few_experts(
         BLOCK_H=tiling.second_rows, BLOCK_I=min(tiling.second_columns, triton.next_power_of_2(width)), num_warps=tiling.second_warps,
     )  # fmt: skip
     return output
-
-
-def gate_rows(gating: Gating, width: int) -> tuple[int, int]:
-    """(between gates, from a gate to its up), in rows of w1."""
-    return (2, 1) if gating.interleaved else (1, width if gating.gated else 0)

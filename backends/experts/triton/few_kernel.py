@@ -15,40 +15,59 @@ from paged_attn.backends.experts.triton.gate import activated, gated
 @triton.jit
 def few_first(
     x, ids, w1, b1, inner, x_stride, expert_stride, row_stride, column_stride, bias_stride, limit, alpha,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, UP: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """inner [T k, I] of x [T, H], ids [T, k], w1 [E, rows, H]: gate i is row i STEP, up i is row i STEP + UP."""
+    """inner [T k, I] of x [T, H], ids [T, k], w1 [E, rows, H]; rows: all gates, then all ups; or in turns."""
     pair = tl.program_id(0)
     expert = tl.load(ids + pair)
     if expert >= EXPERTS:
         return
-    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    own = i < WIDTH
+    weight = w1 + expert.to(tl.int64) * expert_stride
     row = x + (pair // TOP_K).to(tl.int64) * x_stride
-    rows = w1 + expert.to(tl.int64) * expert_stride + (i * STEP).to(tl.int64)[:, None] * row_stride
-    gate = tl.zeros([BLOCK_I, BLOCK_H], tl.float32)
-    up = tl.zeros([BLOCK_I, BLOCK_H], tl.float32)
-    for start in range(0, H, BLOCK_H):
-        h = start + tl.arange(0, BLOCK_H)
-        value = tl.load(row + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-        mask = own[:, None] & (h < H)[None, :]
-        at = rows + h[None, :] * column_stride
-        gate += value * tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        if GATED:
-            up += value * tl.load(at + UP * row_stride, mask=mask, other=0.0).to(tl.float32)
-    first = tl.sum(gate, 1)
+    bias = b1
     if HAS_BIAS:
-        first += tl.load(b1 + expert.to(tl.int64) * bias_stride + i * STEP, mask=own, other=0.0).to(tl.float32)
+        bias = b1 + expert.to(tl.int64) * bias_stride
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     if GATED:
-        second = tl.sum(up, 1)
-        if HAS_BIAS:
-            second += tl.load(b1 + expert.to(tl.int64) * bias_stride + i * STEP + UP, mask=own, other=0.0).to(tl.float32)
-        result = gated(first, second, limit, alpha, ACTIVATION, HAS_LIMIT, HAS_ALPHA)
+        if INTERLEAVED:
+            both = tl.program_id(1) * 2 * BLOCK_I + tl.arange(0, 2 * BLOCK_I)
+            value = _rows(row, weight, bias, both, row_stride, column_stride, 2 * WIDTH, H, HAS_BIAS, 2 * BLOCK_I, BLOCK_H)
+            gate, up = tl.split(tl.reshape(value, [BLOCK_I, 2]))
+        else:
+            gate = _rows(row, weight, bias, i, row_stride, column_stride, WIDTH, H, HAS_BIAS, BLOCK_I, BLOCK_H)
+            ups = weight + WIDTH * row_stride
+            if HAS_BIAS:
+                bias += WIDTH
+            up = _rows(row, ups, bias, i, row_stride, column_stride, WIDTH, H, HAS_BIAS, BLOCK_I, BLOCK_H)
+        result = gated(gate, up, limit, alpha, ACTIVATION, HAS_LIMIT, HAS_ALPHA)
     else:
-        result = activated(first, ACTIVATION)
-    tl.store(inner + pair.to(tl.int64) * WIDTH + i, result.to(inner.dtype.element_ty), mask=own)
+        value = _rows(row, weight, bias, i, row_stride, column_stride, WIDTH, H, HAS_BIAS, BLOCK_I, BLOCK_H)
+        result = activated(value, ACTIVATION)
+    tl.store(inner + pair.to(tl.int64) * WIDTH + i, result.to(inner.dtype.element_ty), mask=i < WIDTH)
+
+
+@triton.jit
+def _rows(
+    x, weight, bias, rows, row_stride, column_stride, ROWS: tl.constexpr, H: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_I]: x [H] times some rows of a weight, plus their bias."""
+    total = tl.zeros([BLOCK_I, BLOCK_H], tl.float32)
+    at = weight + rows[:, None] * row_stride
+    for start in tl.range(0, H, BLOCK_H, loop_unroll_factor=4):
+        h = start + tl.arange(0, BLOCK_H)
+        if ROWS % BLOCK_I == 0 and H % BLOCK_H == 0:
+            total += tl.load(x + h).to(tl.float32)[None, :] * tl.load(at + h[None, :] * column_stride).to(tl.float32)
+        else:
+            value = tl.load(x + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+            mask = (rows < ROWS)[:, None] & (h < H)[None, :]
+            total += value * tl.load(at + h[None, :] * column_stride, mask=mask, other=0.0).to(tl.float32)
+    result = tl.sum(total, 1)
+    if HAS_BIAS:
+        result += tl.load(bias + rows, mask=rows < ROWS, other=0.0).to(tl.float32)
+    return result
 
 
 @triton.jit
@@ -68,12 +87,17 @@ def few_second(
         expert = tl.load(ids + pair)
         if expert < EXPERTS:
             weight = tl.load(weights + pair).to(tl.float32)
-            rows = w2 + expert.to(tl.int64) * expert_stride + h.to(tl.int64)[:, None] * row_stride
+            at = w2 + expert.to(tl.int64) * expert_stride + h[:, None] * row_stride
+            row = inner + pair.to(tl.int64) * WIDTH
             for start in range(0, WIDTH, BLOCK_I):
                 i = start + tl.arange(0, BLOCK_I)
-                value = weight * tl.load(inner + pair.to(tl.int64) * WIDTH + i, mask=i < WIDTH, other=0.0).to(tl.float32)
-                mask = own[:, None] & (i < WIDTH)[None, :]
-                total += value[None, :] * tl.load(rows + i[None, :] * column_stride, mask=mask, other=0.0).to(tl.float32)
+                if H % BLOCK_H == 0 and WIDTH % BLOCK_I == 0:
+                    value = tl.load(row + i).to(tl.float32)
+                    total += (weight * value)[None, :] * tl.load(at + i[None, :] * column_stride).to(tl.float32)
+                else:
+                    value = tl.load(row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+                    mask = own[:, None] & (i < WIDTH)[None, :]
+                    total += (weight * value)[None, :] * tl.load(at + i[None, :] * column_stride, mask=mask, other=0.0).to(tl.float32)
             if HAS_BIAS:
                 bias += weight * tl.load(b2 + expert.to(tl.int64) * bias_stride + h, mask=own, other=0.0).to(tl.float32)
     tl.store(output + token.to(tl.int64) * H + h, (tl.sum(total, 1) + bias).to(output.dtype.element_ty), mask=own)

@@ -9,11 +9,11 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.experts.triton.few import gate_rows
 from paged_attn.backends.experts.triton.grouped_kernel import grouped_first, grouped_second, sum_parts
-from paged_attn.backends.experts.triton.sort_kernel import count_pairs, sort_pairs
+from paged_attn.backends.experts.triton.sort_kernel import count_pairs, sort_few_pairs, sort_pairs
 
 SORTED_AT_ONCE = 128  # pairs of a program
+ONE_PROGRAM = 1024  # pairs: so many are sorted by one launch of one
 
 
 @dataclass(frozen=True)
@@ -49,30 +49,43 @@ def grouped_experts(
 ) -> Tensor:
     """As the op; ids and weights [T, k] are contiguous. Nothing waits for the GPU: as many blocks are launched as there may be."""
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
-    num_pairs, padded = tokens * top_k, triton.next_power_of_2(experts)
+    num_pairs = tokens * top_k
     tiling = tiling or tiling_for(num_pairs / experts)
-    counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
-    ranks, pairs = torch.empty((2, num_pairs), dtype=torch.int32, device=x.device)
-    programs = (triton.cdiv(num_pairs, SORTED_AT_ONCE),)
-    count_pairs[programs](ids, counts, ranks, num_pairs, EXPERTS=experts, BLOCK=SORTED_AT_ONCE)
-    sort_pairs[programs](ids, counts, ranks, pairs, num_pairs, EXPERTS=experts, E=padded, BLOCK=SORTED_AT_ONCE)
-
-    most_blocks = num_pairs // tiling.m + min(experts, num_pairs)
+    pairs, blocks = sorted_pairs(ids, experts, tiling.m)
+    num_blocks = blocks.shape[1]
     inner = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
     output = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
-    step, up = gate_rows(gating, width)
     how = {
-        "EXPERTS": experts, "E": padded, "H": hidden, "WIDTH": width, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "EXPERTS": experts, "H": hidden, "WIDTH": width, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "BLOCK_K": tiling.k, "num_warps": tiling.warps, "num_stages": tiling.stages,
     }  # fmt: skip
-    grouped_first[(most_blocks * triton.cdiv(width, tiling.n),)](
-        x, pairs, counts, w1, b1, inner, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0), gating.limit, gating.alpha,
-        TOP_K=top_k, STEP=step, UP=up, GATED=gating.gated, HAS_BIAS=b1 is not None,
+    grouped_first[(num_blocks * triton.cdiv(width, tiling.n),)](
+        x, pairs, blocks, w1, b1, inner, num_blocks, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0),
+        gating.limit, gating.alpha, TOP_K=top_k, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
         ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0, **how,
     )  # fmt: skip
-    grouped_second[(most_blocks * triton.cdiv(hidden, tiling.n),)](
-        inner, pairs, counts, weights, w2, b2, parts, *w2.stride(), 0 if b2 is None else b2.stride(0), HAS_BIAS=b2 is not None, **how
-    )
+    grouped_second[(num_blocks * triton.cdiv(hidden, tiling.n),)](
+        inner, pairs, blocks, weights, w2, b2, parts, num_blocks, *w2.stride(), 0 if b2 is None else b2.stride(0),
+        HAS_BIAS=b2 is not None, **how,
+    )  # fmt: skip
     sum_parts[(tokens, triton.cdiv(hidden, 1024))](parts, ids, output, EXPERTS=experts, TOP_K=top_k, H=hidden, BLOCK=1024)
     return output
+
+
+def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]:
+    """(pairs [T k] by expert, blocks [3, most there may be] of `block` pairs each): see `sort_pairs`; int32."""
+    num_pairs, padded = ids.numel(), triton.next_power_of_2(experts)
+    num_blocks = num_pairs // block + min(experts, num_pairs)
+    blocks = torch.empty((3, num_blocks), dtype=torch.int32, device=ids.device)
+    how = {"EXPERTS": experts, "E": padded, "BLOCK_M": block, "BLOCK": SORTED_AT_ONCE}
+    if num_pairs <= ONE_PROGRAM:
+        counts, pairs = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in (2 * padded, num_pairs))
+        sort_few_pairs[(1,)](ids, counts, pairs, blocks, num_pairs, num_blocks, **how)
+        return pairs, blocks
+    counts = torch.zeros(padded, dtype=torch.int32, device=ids.device)
+    ranks, pairs = torch.empty((2, num_pairs), dtype=torch.int32, device=ids.device)
+    count_pairs[(triton.cdiv(num_pairs, SORTED_AT_ONCE),)](ids, counts, ranks, num_pairs, EXPERTS=experts, BLOCK=SORTED_AT_ONCE)
+    programs = triton.cdiv(max(num_pairs, num_blocks), SORTED_AT_ONCE)
+    sort_pairs[(programs,)](ids, counts, ranks, pairs, blocks, num_pairs, num_blocks, **how)
+    return pairs, blocks

@@ -6,78 +6,93 @@ import triton
 import triton.language as tl
 
 from paged_attn.backends.experts.triton.gate import activated, gated
-from paged_attn.backends.experts.triton.sort_kernel import block_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def grouped_first(
-    x, pairs, counts, w1, b1, inner, x_stride, expert_stride, row_stride, column_stride, bias_stride, limit, alpha,
-    EXPERTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, UP: tl.constexpr,
+    x, pairs, blocks, w1, b1, inner, num_blocks, x_stride, expert_stride, row_stride, column_stride, bias_stride, limit, alpha,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """inner [T k, I], by pair, of x [T, H] and w1 [E, rows, H]; rows as in `few_first`."""
-    columns = tl.cdiv(WIDTH, BLOCK_N)
-    expert, start, end = block_of(counts, tl.program_id(0) // columns, EXPERTS, E, BLOCK_M)
+    columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // columns
+    expert = tl.load(blocks + block)
     if expert >= EXPERTS:
         return
-    slot = start + tl.arange(0, BLOCK_M)
-    real = slot < end
-    pair = tl.load(pairs + slot, mask=real, other=0)
-    n = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = n < WIDTH
+    pair, real = _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M)
+    column = tl.program_id(0) % columns
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
-    weight = w1 + expert.to(tl.int64) * expert_stride + (n * STEP).to(tl.int64)[None, :] * row_stride
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(0, H, BLOCK_K):
-        k = begin + tl.arange(0, BLOCK_K)
-        left = tl.load(rows + k[None, :], mask=real[:, None] & (k < H)[None, :], other=0.0)
-        mask = (k < H)[:, None] & own[None, :]
-        at = weight + k[:, None] * column_stride
-        gate = tl.dot(left, tl.load(at, mask=mask, other=0.0), gate, input_precision=PRECISION)
-        if GATED:
-            up = tl.dot(left, tl.load(at + UP * row_stride, mask=mask, other=0.0), up, input_precision=PRECISION)
+    weight = w1 + expert.to(tl.int64) * expert_stride
+    bias = b1
     if HAS_BIAS:
-        gate += tl.load(b1 + expert.to(tl.int64) * bias_stride + n * STEP, mask=own, other=0.0).to(tl.float32)[None, :]
+        bias = b1 + expert.to(tl.int64) * bias_stride
     if GATED:
-        if HAS_BIAS:
-            up += tl.load(b1 + expert.to(tl.int64) * bias_stride + n * STEP + UP, mask=own, other=0.0).to(tl.float32)[None, :]
+        if INTERLEAVED:
+            both = column * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+            value = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
+            for start in range(0, H, BLOCK_K):
+                left = _left(rows, start, H, BLOCK_K)
+                right = _right(weight, both, start, row_stride, column_stride, 2 * WIDTH, H, 2 * BLOCK_N, BLOCK_K)
+                value = tl.dot(left, right, value, input_precision=PRECISION)
+            if HAS_BIAS:
+                value += tl.load(bias + both, mask=both < 2 * WIDTH, other=0.0).to(tl.float32)[None, :]
+            gate, up = tl.split(tl.reshape(value, [BLOCK_M, BLOCK_N, 2]))
+        else:
+            gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            ups = weight + WIDTH * row_stride
+            for start in range(0, H, BLOCK_K):
+                left = _left(rows, start, H, BLOCK_K)
+                right = _right(weight, n, start, row_stride, column_stride, WIDTH, H, BLOCK_N, BLOCK_K)
+                gate = tl.dot(left, right, gate, input_precision=PRECISION)
+                right = _right(ups, n, start, row_stride, column_stride, WIDTH, H, BLOCK_N, BLOCK_K)
+                up = tl.dot(left, right, up, input_precision=PRECISION)
+            if HAS_BIAS:
+                gate += tl.load(bias + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(bias + WIDTH + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
         result = gated(gate, up, limit, alpha, ACTIVATION, HAS_LIMIT, HAS_ALPHA)
     else:
-        result = activated(gate, ACTIVATION)
+        value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, H, BLOCK_K):
+            left = _left(rows, start, H, BLOCK_K)
+            right = _right(weight, n, start, row_stride, column_stride, WIDTH, H, BLOCK_N, BLOCK_K)
+            value = tl.dot(left, right, value, input_precision=PRECISION)
+        if HAS_BIAS:
+            value += tl.load(bias + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+        result = activated(value, ACTIVATION)
     at = inner + pair.to(tl.int64)[:, None] * WIDTH + n[None, :]
-    tl.store(at, result.to(inner.dtype.element_ty), mask=real[:, None] & own[None, :])
+    tl.store(at, result.to(inner.dtype.element_ty), mask=real[:, None] & (n < WIDTH)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def grouped_second(
-    inner, pairs, counts, weights, w2, b2, parts, expert_stride, row_stride, column_stride, bias_stride,
-    EXPERTS: tl.constexpr, E: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    inner, pairs, blocks, weights, w2, b2, parts, num_blocks, expert_stride, row_stride, column_stride, bias_stride,
+    EXPERTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """parts [T k, H], by pair: weight (inner w2[expert]^T + b2[expert])."""
-    columns = tl.cdiv(H, BLOCK_N)
-    expert, start, end = block_of(counts, tl.program_id(0) // columns, EXPERTS, E, BLOCK_M)
+    columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // columns
+    expert = tl.load(blocks + block)
     if expert >= EXPERTS:
         return
-    slot = start + tl.arange(0, BLOCK_M)
-    real = slot < end
-    pair = tl.load(pairs + slot, mask=real, other=0).to(tl.int64)
+    pair, real = _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M)
     n = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = n < H
-    rows = inner + pair[:, None] * WIDTH
-    weight = w2 + expert.to(tl.int64) * expert_stride + n.to(tl.int64)[None, :] * row_stride
+    rows = inner + pair.to(tl.int64)[:, None] * WIDTH
+    weight = w2 + expert.to(tl.int64) * expert_stride
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(0, WIDTH, BLOCK_K):
-        k = begin + tl.arange(0, BLOCK_K)
-        left = tl.load(rows + k[None, :], mask=real[:, None] & (k < WIDTH)[None, :], other=0.0)
-        mask = (k < WIDTH)[:, None] & own[None, :]
-        total = tl.dot(left, tl.load(weight + k[:, None] * column_stride, mask=mask, other=0.0), total, input_precision=PRECISION)
+    for start in range(0, WIDTH, BLOCK_K):
+        left = _left(rows, start, WIDTH, BLOCK_K)
+        right = _right(weight, n, start, row_stride, column_stride, H, WIDTH, BLOCK_N, BLOCK_K)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
     if HAS_BIAS:
-        total += tl.load(b2 + expert.to(tl.int64) * bias_stride + n, mask=own, other=0.0).to(tl.float32)[None, :]
-    total *= tl.load(weights + pair, mask=real, other=0.0).to(tl.float32)[:, None]
-    tl.store(parts + pair[:, None] * H + n[None, :], total.to(parts.dtype.element_ty), mask=real[:, None] & own[None, :])
+        total += tl.load(b2 + expert.to(tl.int64) * bias_stride + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
+    total *= tl.load(weights + pair).to(tl.float32)[:, None]
+    at = parts + pair.to(tl.int64)[:, None] * H + n[None, :]
+    tl.store(at, total.to(parts.dtype.element_ty), mask=real[:, None] & (n < H)[None, :])
 
 
 @triton.jit
@@ -90,3 +105,32 @@ def sum_parts(parts, ids, output, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H:
         served = tl.load(ids + token * TOP_K + j) < EXPERTS
         total += tl.load(parts + (token * TOP_K + j) * H + h, mask=served & (h < H), other=0.0).to(tl.float32)
     tl.store(output + token * H + h, total.to(output.dtype.element_ty), mask=h < H)
+
+
+@triton.jit
+def _pairs_of(pairs, blocks, block, num_blocks, BLOCK_M: tl.constexpr):
+    """A block's pairs, and which of them are real: what stands in the other rows is computed, and not stored."""
+    slot = tl.load(blocks + num_blocks + block) + tl.arange(0, BLOCK_M)
+    real = slot < tl.load(blocks + 2 * num_blocks + block)
+    return tl.load(pairs + slot, mask=real, other=0), real
+
+
+@triton.jit
+def _left(rows, start, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    k = start + tl.arange(0, BLOCK_K)
+    if K % BLOCK_K == 0:
+        tile = tl.load(rows + k[None, :])
+    else:
+        tile = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _right(weight, n, start, row_stride, column_stride, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    k = start + tl.arange(0, BLOCK_K)
+    at = weight + n[None, :] * row_stride + k[:, None] * column_stride
+    if N % BLOCK_N == 0 and K % BLOCK_K == 0:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=(k < K)[:, None] & (n < N)[None, :], other=0.0)
+    return tile

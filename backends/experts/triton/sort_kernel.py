@@ -1,5 +1,5 @@
-"""Pairs of a token and one of its experts, sorted by expert. In which order an expert gets its pairs is left to the GPU: each pair's
-numbers are computed by themselves, whatever lies beside them."""
+"""Pairs of a token and one of its experts, sorted by expert, and the blocks that the products run over. In which order an expert gets its
+pairs is left to the GPU: each pair's numbers are computed by themselves, whatever lies beside them."""
 
 from __future__ import annotations
 
@@ -7,40 +7,75 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def sort_few_pairs(
+    ids, counts, pairs, blocks, num_pairs, num_blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As `count_pairs` and `sort_pairs` in one launch of one program; counts [2 E] need not be zeros."""
+    every = tl.arange(0, E)
+    tl.store(counts + every, tl.zeros([E], tl.int32))
+    tl.debug_barrier()
+    for start in range(0, num_pairs, BLOCK):
+        expert, served = _experts_of(ids, start, num_pairs, EXPERTS, BLOCK)
+        tl.atomic_add(counts + tl.where(served, expert, 0), 1, mask=served, sem="relaxed")
+    tl.debug_barrier()
+    count = tl.load(counts + every, volatile=True)
+    tl.store(counts + E + every, tl.cumsum(count, 0) - count)
+    tl.debug_barrier()
+    for start in range(0, num_pairs, BLOCK):
+        expert, served = _experts_of(ids, start, num_pairs, EXPERTS, BLOCK)
+        slot = tl.atomic_add(counts + E + tl.where(served, expert, 0), 1, mask=served, sem="relaxed")
+        tl.store(pairs + slot, start + tl.arange(0, BLOCK), mask=served)
+    for start in range(0, num_blocks, BLOCK):
+        _write_blocks(count, blocks, start, num_blocks, EXPERTS, E, BLOCK_M, BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs(ids, counts, ranks, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """counts [E], zeros before: pairs of each expert; ranks [S]: of each pair among its expert's."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = pair < num_pairs
-    expert = tl.load(ids + pair, mask=own, other=EXPERTS).to(tl.int32)
-    served = expert < EXPERTS
+    start = tl.program_id(0) * BLOCK
+    expert, served = _experts_of(ids, start, num_pairs, EXPERTS, BLOCK)
     rank = tl.atomic_add(counts + tl.where(served, expert, 0), 1, mask=served, sem="relaxed")
-    tl.store(ranks + pair, rank, mask=own)
+    tl.store(ranks + start + tl.arange(0, BLOCK), rank, mask=served)
 
 
-@triton.jit
-def sort_pairs(ids, counts, ranks, pairs, num_pairs, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr):
-    """pairs [S]: those of expert 0, then those of expert 1, and so on; E: a power of 2 from EXPERTS on."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    own = pair < num_pairs
-    expert = tl.load(ids + pair, mask=own, other=EXPERTS).to(tl.int32)
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def sort_pairs(
+    ids, counts, ranks, pairs, blocks, num_pairs, num_blocks,
+    EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """pairs [S]: those of expert 0, then those of expert 1, and so on; blocks [3, B]: the expert of each block, its first slot, and where
+    its expert's slots end; EXPERTS beyond the last block. E: a power of 2 from EXPERTS on."""
+    start = tl.program_id(0) * BLOCK
+    expert, served = _experts_of(ids, start, num_pairs, EXPERTS, BLOCK)
     every = tl.arange(0, E)
-    count = tl.load(counts + every, mask=every < EXPERTS, other=0)
+    count = tl.load(counts + every)
     first = tl.sum(tl.where(every[None, :] < expert[:, None], count[None, :], 0), 1)
-    rank = tl.load(ranks + pair, mask=own, other=0)
-    tl.store(pairs + first + rank, pair, mask=own & (expert < EXPERTS))
+    pair = start + tl.arange(0, BLOCK)
+    rank = tl.load(ranks + pair, mask=served, other=0)
+    tl.store(pairs + first + rank, pair, mask=served)
+    if start < num_blocks:
+        _write_blocks(count, blocks, start, num_blocks, EXPERTS, E, BLOCK_M, BLOCK)
 
 
 @triton.jit
-def block_of(counts, block, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, its first pair in the block, where its pairs end) of a block of the sorted pairs; EXPERTS beyond the last block."""
+def _experts_of(ids, start, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    pair = start + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < num_pairs, other=EXPERTS).to(tl.int32)
+    return expert, expert < EXPERTS
+
+
+@triton.jit
+def _write_blocks(count, blocks, start, num_blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     every = tl.arange(0, E)
-    count = tl.load(counts + every, mask=every < EXPERTS, other=0)
-    blocks = (count + BLOCK_M - 1) // BLOCK_M
-    expert = tl.sum(tl.where(tl.cumsum(blocks, 0) <= block, 1, 0), 0)
-    expert = tl.minimum(expert, EXPERTS)
-    before = tl.sum(tl.where(every < expert, count, 0), 0)
-    blocks_before = tl.sum(tl.where(every < expert, blocks, 0), 0)
-    start = before + (block - blocks_before) * BLOCK_M
-    end = before + tl.sum(tl.where(every == expert, count, 0), 0)
-    return expert, start, end
+    own_blocks = (count + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(own_blocks, 0)
+    block = start + tl.arange(0, BLOCK)
+    before = ends[None, :] <= block[:, None]  # experts whose blocks all lie in front
+    expert = tl.minimum(tl.sum(before.to(tl.int32), 1), EXPERTS)
+    pairs_before = tl.sum(tl.where(before, count[None, :], 0), 1)
+    blocks_before = tl.sum(tl.where(before, own_blocks[None, :], 0), 1)
+    own = tl.sum(tl.where(every[None, :] == expert[:, None], count[None, :], 0), 1)
+    tl.store(blocks + block, expert, mask=block < num_blocks)
+    tl.store(blocks + num_blocks + block, pairs_before + (block - blocks_before) * BLOCK_M, mask=block < num_blocks)
+    tl.store(blocks + 2 * num_blocks + block, pairs_before + own, mask=block < num_blocks)
