@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.passes.find.attention import find_attention
 from paged_attn.passes.find.attention_site import AttentionSite
@@ -15,6 +16,7 @@ from paged_attn.passes.fx.graph_tools import remove_dead_code
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
+from paged_attn.passes.optimize.routing.fuse import fuse_routing
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
@@ -75,6 +77,16 @@ def _merge(graph: fx.Graph, facts: Facts) -> str:
     return f"{sum(len(merge.inputs) for merge in facts.result.merges)} weights into {len(facts.result.merges)}"
 
 
+def _experts(graph: fx.Graph, facts: Facts) -> str:
+    facts.result.num_experts = sum(node.target is EXPERTS for node in graph.nodes)
+    return f"{facts.result.num_experts} layers"
+
+
+def _routing(graph: fx.Graph, facts: Facts) -> str:
+    facts.result.num_routed = fuse_routing(graph, facts.values)
+    return f"{facts.result.num_routed} routers"
+
+
 def _gemv(graph: fx.Graph, facts: Facts) -> str:
     facts.result.num_gemv = use_gemv(graph, facts.form)
     return f"{facts.result.num_gemv} linears"
@@ -86,7 +98,9 @@ PASSES = (
     GraphPass("prove_attention", "what each computes (mask, bias, scale, softcap, sinks), evaluated and compared", _prove),
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
+    GraphPass("experts", "modules of experts that are proved become one op each, while the model is traced", _experts, optional=True),
     GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
+    GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing, optional=True),
     GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge, optional=True),
     GraphPass("gemv", "linears through an op that has a kernel for a single row", _gemv, optional=True),
 )

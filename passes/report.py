@@ -44,12 +44,14 @@ class OptionalPasses:
         early_logits_gather: pick the rows whose logits are wanted as early as is proved.
         gemv: linears through an op that has a kernel for a single row.
         experts: modules of experts that are proved are traced as one op each.
+        routing: what stands between a router's logits and its experts is one op.
     """
 
     merge_linears: bool = False
     early_logits_gather: bool = False
     gemv: bool = False
     experts: bool = False
+    routing: bool = False
 
     def without(self, names: Sequence[str]) -> OptionalPasses:
         return replace(self, **dict.fromkeys(names, False))
@@ -76,6 +78,8 @@ class Rewrite:
     merges: tuple[Merge, ...] = ()
     num_gathered: int = 0  # nodes that compute the wanted rows only
     num_gemv: int = 0  # linears with a kernel for a single row
+    num_experts: int = 0  # layers of experts that are one op
+    num_routed: int = 0  # routers that are one op
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
     traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both

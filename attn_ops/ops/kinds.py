@@ -13,6 +13,7 @@ from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
+from paged_attn.attn_ops.ops.routing import ROUTE
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,6 @@ KINDS = (
     OpKind(MODULE, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(BATCH_POSITIONS, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(EXPERTS, splits=False, in_full_graphs=True, on_disk=True),
+    OpKind(ROUTE, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR, splits=False, in_full_graphs=True, on_disk=True),
 )

@@ -9,7 +9,7 @@ from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.triton.few import few_experts
 from paged_attn.backends.experts.triton.grouped import grouped_experts
 
-FEW_TOKENS = 8  # not measured yet
+FEW_TOKENS = 8  # beyond them tokens share experts, and a product reads each once
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -21,5 +21,5 @@ def experts_on_gpu(
         return None
     if x.stride(1) != 1:
         x = x.contiguous()
-    experts = few_experts if len(x) <= FEW_TOKENS else grouped_experts
+    experts = few_experts if len(x) <= FEW_TOKENS and w1.stride(2) == 1 and w2.stride(2) == 1 else grouped_experts
     return experts(x, ids.contiguous(), weights.contiguous(), w1, w2, b1, b2, gating)

@@ -13,7 +13,7 @@ GROUPS = {
     "throughput": "batches of equal requests",
     "mixed": "many requests of different lengths",
     "prefix": "requests that share the beginning of their prompts",
-    "long": "one long prompt and one new token: the time to first token",
+    "long": "one long prompt and one new token, the time to first token; and a few that are twice as long and go on",
 }
 
 
@@ -76,7 +76,10 @@ def _scale(latency: int, batches: Sequence[int], prompt: int, new: int, mixed: W
 
 
 SCALES: dict[str, list[Workload]] = {
-    "full": _scale(1, (8, 32, 128), 512, 128, Workload("mixed", 256, 64, 1024, 128), Workload("prefix", 64, 32, 32, 64, 2048), 8192),
+    "full": [
+        *_scale(1, (8, 32, 128), 512, 128, Workload("mixed", 256, 64, 1024, 128), Workload("prefix", 64, 32, 32, 64, 2048), 8192),
+        Workload("long", 8, 16_000, 16_000, 64),
+    ],
     "small": _scale(1, (4, 16), 64, 32, Workload("mixed", 32, 16, 128, 32), Workload("prefix", 16, 16, 16, 16, 256), 512),
     "smoke": _scale(1, (3,), 12, 4, Workload("mixed", 4, 4, 20, 4), Workload("prefix", 3, 5, 5, 4, 32), 40),
 }

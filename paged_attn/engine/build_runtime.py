@@ -12,6 +12,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.experts import use_experts
 from paged_attn.attn_ops.ops.linear import use_one_row_kernel
+from paged_attn.attn_ops.ops.routing import use_route
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.selection.select import Selection, select_for_pool
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
@@ -46,12 +47,15 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             return PatchedRunner(model, options, config.follow_generate, probe)
         if only_device(model).type == "cuda" and has_triton():
             from paged_attn.backends.experts.on_gpu import experts_on_gpu
+            from paged_attn.backends.experts.triton.route import route
             from paged_attn.backends.linear.gemv import one_row_linear
 
             use_one_row_kernel(one_row_linear)
             use_experts(experts_on_gpu)
+            use_route(route)
         passes = OptionalPasses(
             experts=True,
+            routing=True,
             merge_linears=bool(config.merge_linears),
             early_logits_gather=config.early_logits_gather,
             gemv=bool(config.gemv),

@@ -230,6 +230,8 @@ def besides(found: Rewrite) -> tuple[str, ...]:
     done = (
         (found.num_gathered, f"{found.num_gathered} operations at the end compute the wanted rows only"),
         (linears, f"{linears} weights merged into {len(found.merges)}"),
+        (found.num_experts, f"{found.num_experts} layers of experts are one op each"),
+        (found.num_routed, f"{found.num_routed} routers are one op each"),
         (found.num_gemv, f"{found.num_gemv} linears have a kernel for single rows"),
     )
     return tuple(words for count, words in done if count)

@@ -7,9 +7,11 @@ import types
 import xml.etree.ElementTree as ElementTree
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paged_attn.bench import measure as measuring
 from paged_attn.bench.launch import Outcome
@@ -17,11 +19,12 @@ from paged_attn.bench.measure import latencies, measure, spread
 from paged_attn.bench.results.chart import draw
 from paged_attn.bench.results.compare import agreement, record
 from paged_attn.bench.results.tables import lines
+from paged_attn.bench.shapes import SHAPE_NAMES
 from paged_attn.bench.systems.job import Task
+from paged_attn.bench.systems.model_source import read_config, write_shape
 from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import PEERS, SYSTEMS, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
-from paged_attn.cli.commands.bench import SHAPE_NAMES
 
 EVEN = Workload("throughput", 2, 5, 5, 3)
 
@@ -33,7 +36,7 @@ def test_the_full_scale_is_that_of_the_peers_table() -> None:
     names = [workload.name for workload in SCALES["full"]]
     assert names == [
         "latency 1 x 512 + 128", "throughput 8 x 512 + 128", "throughput 32 x 512 + 128", "throughput 128 x 512 + 128",
-        "mixed 256 x 64-1,024 + 128", "prefix 64 x 2,048+32 + 64", "long 1 x 8,192 + 1",
+        "mixed 256 x 64-1,024 + 128", "prefix 64 x 2,048+32 + 64", "long 1 x 8,192 + 1", "long 8 x 16,000 + 64",
     ]  # fmt: skip
     for scale in SCALES.values():
         assert {workload.group for workload in scale} == set(GROUPS)
@@ -75,10 +78,11 @@ def test_what_can_not_run_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     assert SYSTEMS["transformers-generate"].refuses(EVEN) is None and SYSTEMS["transformers"].refuses(replace(EVEN, high=9)) is None
 
 
-def test_the_parser_names_the_shapes_that_there_are() -> None:
-    from paged_attn.bench.systems.model_source import SHAPES
-
-    assert set(SHAPE_NAMES) == set(SHAPES)
+def test_every_shape_is_a_config_of_a_causal_lm(tmp_path: Path) -> None:
+    for shape in SHAPE_NAMES:
+        config = read_config(write_shape(shape, "bfloat16", tmp_path / shape))
+        (architecture,) = config.architectures
+        assert architecture.endswith("ForCausalLM") and config.dtype == torch.bfloat16, shape
 
 
 # Timing

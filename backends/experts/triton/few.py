@@ -16,11 +16,11 @@ from paged_attn.backends.experts.triton.few_kernel import few_first, few_second
 class FewTiling:
     """Rows of a weight that a program computes, how many of their columns it reads at a time, and its warps; for both products."""
 
-    rows: int = 16
-    columns: int = 256
+    rows: int = 2
+    columns: int = 1024
     warps: int = 4
-    second_rows: int = 16
-    second_columns: int = 256
+    second_rows: int = 2
+    second_columns: int = 1024
     second_warps: int = 4
 
 

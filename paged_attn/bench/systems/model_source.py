@@ -6,26 +6,19 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+from paged_attn.bench.shapes import SHAPES
 from paged_attn.bench.systems.job import ModelSource
-
-_LLAMA = {
-    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "max_position_embeddings": 16_384, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    "tie_word_embeddings": False,
-}  # fmt: skip
-_TINY = {
-    **_LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048,
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {"llama-3.1-8b": _LLAMA, "tiny": _TINY}
 
 
 def write_shape(shape: str, dtype: str, folder: Path) -> str:
     """A folder with the config of a shape, and no weights; returns it."""
     import torch
-    import transformers
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = transformers.LlamaConfig(**SHAPES[shape], architectures=["LlamaForCausalLM"], dtype=getattr(torch, dtype))
+    model_type = SHAPES[shape]["model_type"]
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    config = AutoConfig.for_model(**SHAPES[shape], architectures=architectures, dtype=getattr(torch, dtype))
     config.save_pretrained(folder)
     return str(folder)
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paged_attn.bench.shapes import SHAPE_NAMES
 from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import OURS, PEERS, SYSTEMS, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from paged_attn.bench.launch import Outcome
     from paged_attn.bench.session import Session
 
-SHAPE_NAMES = ("llama-3.1-8b", "tiny")  # of bench/systems/model_source.py, which is too heavy for a parser
-
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure this engine and its peers side by side", description=__doc__, allow_abbrev=False)
@@ -26,7 +25,7 @@ def add_parser(commands: Any) -> None:
     model = parser.add_argument_group("model")
     which = model.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="DIR_OR_HUB_ID", help="a checkpoint")
-    which.add_argument("--shape", choices=SHAPE_NAMES, help="random weights of this shape (default: the first on a GPU, tiny on a CPU)")
+    which.add_argument("--shape", choices=SHAPE_NAMES, help="random weights of this shape (default: llama-3.1-8b on a GPU, tiny on a CPU)")
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's; a shape's is bfloat16, on a CPU float32")
     model.add_argument("--device", help="cuda, cuda:N or cpu (default: the GPU if there is one)")
     model.add_argument("--save-weights", action="store_true", help="write random weights to disk first, so that vLLM has the same ones")
@@ -84,7 +83,7 @@ def _session(args: argparse.Namespace) -> Session:
     from paged_attn.cli.job import checked_device
 
     device = str(checked_device(args.device))
-    shape = args.shape or SHAPE_NAMES[0 if device.startswith("cuda") else 1]
+    shape = args.shape or ("llama-3.1-8b" if device.startswith("cuda") else "tiny")
     workloads = _workloads(args, "full" if device.startswith("cuda") and shape != "tiny" else "small")
 
     from paged_attn.bench.session import Session

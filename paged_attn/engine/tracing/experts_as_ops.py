@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.ops.experts import EXPERTS, experts_one_by_one
+from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import ACTIVATIONS, Gating
 from paged_attn.calling.replaced_forward import replaced_forward
 
@@ -94,7 +94,7 @@ def _known(module: Any) -> Iterator[Gating]:
 
 
 def _computes_the_same(module: Any, gating: Gating) -> bool:
-    """On ragged loads, with experts that get nothing, and with one that gets every token."""
+    """On ragged loads, with experts that get nothing, and with one that gets every token; by the op, with whatever computes it here."""
     w1, w2, b1, b2 = operands(module)
     experts, hidden, device = w1.shape[0], w1.shape[2], w1.device
     numbers = torch.Generator().manual_seed(1)
@@ -107,7 +107,7 @@ def _computes_the_same(module: Any, gating: Gating) -> bool:
         weights = torch.rand(ids.shape, generator=numbers).to(device, w1.dtype)
         ids = ids.to(device)
         expected = module(x.clone(), ids.clone(), weights.clone())
-        if _apart(expected, experts_one_by_one(x, ids, weights, w1, w2, b1, b2, gating)) > ALLOWED.get(w1.dtype, 0.0):
+        if _apart(expected, _call(x, ids, weights, w1, w2, b1, b2, gating)) > ALLOWED.get(w1.dtype, 0.0):
             return False
     return True
 
@@ -131,11 +131,16 @@ def _emitter(module: Any, gating: Gating) -> Callable[..., Tensor]:
             return result
         ids, weights = given if not given[0].is_floating_point() else reversed(given)
         w1, w2, b1, b2 = operands(module)
-        return EXPERTS(
-            hidden_states, ids, weights, w1, w2, b1, b2, gating.activation, gating.gated, gating.interleaved, gating.limit, gating.alpha
-        )
+        return _call(hidden_states, ids, weights, w1, w2, b1, b2, gating)
 
     return forward
+
+
+def _call(*given: Any) -> Tensor:
+    """The op, of tensors and a `Gating`."""
+    *tensors, gating = given
+    result: Tensor = EXPERTS(*tensors, gating.activation, gating.gated, gating.interleaved, gating.limit, gating.alpha)
+    return result
 
 
 def _kind(module: Any) -> tuple[Any, ...]:

@@ -1,0 +1,68 @@
+"""Which experts a token gets, and with which weights, from its router's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCORES = ("none", "softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """From logits [T, E] to k experts of each token.
+
+    Attributes:
+        top_k: experts of a token.
+        score: of an expert, from the token's logits, in float32; a name in SCORES.
+        after: what the scores of the chosen ones become: "none", "softmax" among them, or "sigmoid" of each.
+        groups: experts lie in so many groups, and only those of the best groups are chosen from; 1: from all.
+        top_groups: groups that are chosen.
+        group_best: a group is worth the sum of so many of its best experts.
+        hidden: what the choice sees in place of the scores of other groups.
+        renormalise: the weights are divided by their sum plus `eps`.
+        scale: then multiplied with this.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    after: str = "none"
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    hidden: float = float("-inf")
+    renormalise: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+
+    def describe(self) -> str:
+        """`top 8 of softmax, renormalised`, for people."""
+        groups = f" in the best {self.top_groups} of {self.groups} groups" if self.groups > 1 else ""
+        after = "" if self.after == "none" else f", {self.after} of the chosen"
+        scale = f", times {self.scale:g}" if self.scale != 1 else ""
+        score = "logits" if self.score == "none" else self.score
+        return f"top {self.top_k} of {score}{groups}{after}{', renormalised' * self.renormalise}{scale}"
+
+    def __call__(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """logits [T, E], bias [E] or None, which counts in the choice alone -> weights [T, k] in float32, ids [T, k] in int64.
+
+        Ties fall as torch.topk lets them fall on this device.
+        """
+        scores = logits.float()
+        if self.score != "none":
+            scores = scores.softmax(-1) if self.score == "softmax" else scores.sigmoid()
+        choice = scores if bias is None else scores + bias
+        if self.groups > 1:
+            grouped = choice.view(len(choice), self.groups, -1)
+            worth = grouped.topk(self.group_best, dim=-1).values.sum(-1)
+            taken = torch.zeros_like(worth).scatter_(1, worth.topk(self.top_groups, dim=-1, sorted=False).indices, 1).bool()
+            choice = grouped.masked_fill(~taken[:, :, None], self.hidden).view(choice.shape)
+        ids = choice.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if self.after != "none":
+            weights = weights.softmax(-1) if self.after == "softmax" else weights.sigmoid()
+        if self.renormalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
+        return weights * self.scale, ids

@@ -1,0 +1,81 @@
+"""The operations between a router's logits and what its experts are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.token_data import name_of, read_inputs
+
+MOST_NODES = 80  # of a region
+_PRODUCTS = (F.linear, LINEAR)
+
+
+class Region(NamedTuple):
+    """Nodes in graph order, from logits [T, E] and maybe a bias [E] to weights and ids [T, k]; `of_type`: tensors outside of which only the
+    type is read."""
+
+    nodes: list[fx.Node]
+    logits: fx.Node
+    bias: fx.Node | None
+    weights: fx.Node
+    ids: fx.Node
+    of_type: frozenset[fx.Node]
+
+
+def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
+    """Of one call of `paged_attn::experts`; None if its ids and weights are made from anything but a product [T, E] and a tensor [E].
+
+    `inputs`: the graph's inputs, with the real tensors behind them.
+    """
+    ids, weights, w1 = (node for node in experts.args[1:4])
+    assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
+    num_experts, written = value_of(w1).shape[0], _written(experts.graph)
+    found, pending, leaves, of_type = set[fx.Node](), [ids, weights], set[fx.Node](), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in found or node in leaves:
+            continue
+        if node in inputs or _is_product(node) or (_rows_of(node) and not _rows_of(node.args[0]) and _is_view_of_product(node)):
+            leaves.add(node)
+            continue
+        found.add(node)
+        read = read_inputs(node)
+        of_type |= set(node.all_input_nodes) - set(read)
+        pending += [*read, *(writer for writer, values in written.items() if node in values)]
+        if len(found) > MOST_NODES or not node.all_input_nodes:
+            return None
+    logits = [leaf for leaf in leaves if _sizes(leaf)[1:] == (num_experts,) and len(_sizes(leaf)) == 2]
+    bias = [leaf for leaf in leaves if _sizes(leaf) == (num_experts,)]
+    # What is written in place in the region must live there.
+    own = all(values <= found for writer, values in written.items() if writer in found)
+    if len(logits) != 1 or len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
+        return None
+    nodes = in_graph_order(experts.graph, found)
+    return Region(nodes, logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves))
+
+
+def _written(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    return {node: written_values(node) for node in graph.nodes if writes_in_place(node)}
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target in _PRODUCTS or name_of(node) == "matmul"
+
+
+def _is_view_of_product(node: Any) -> bool:
+    return _is_product(node) or (is_view(node) and _is_view_of_product(node.args[0]))
+
+
+def _rows_of(node: Any) -> bool:
+    return len(_sizes(node)) == 2
+
+
+def _sizes(node: fx.Node) -> tuple[Any, ...]:
+    value = value_of(node)
+    return tuple(value.shape) if isinstance(value, Tensor) else ()

@@ -1,0 +1,69 @@
+"""The routing kernel beside `Routing`: every score, groups, bias, ties, and rows without numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paged_attn.attn_ops.specs.routing import Routing
+
+pytest.importorskip("triton")
+from paged_attn.backends.experts.triton.route import route
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUTINGS = {
+    "softmax": (Routing(3), 12),
+    "softmax, renormalised": (Routing(8, renormalise=True), 128),
+    "of logits, then softmax": (Routing(4, "none", "softmax"), 32),
+    "of logits, then sigmoid": (Routing(1, "none", "sigmoid"), 16),
+    "sigmoid, groups by their best two": (Routing(8, "sigmoid", "none", 8, 4, 2, renormalise=True, eps=1e-20, scale=2.5), 256),
+    "softmax, groups by their best": (Routing(6, "softmax", "none", 8, 3, 1, hidden=0.0, scale=16.0), 160),
+    "one group more than a power of 2": (Routing(4, "sigmoid", "none", 3, 2, 2), 21),
+}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_it_chooses_and_weighs_as_the_spec(name: str, biased: bool) -> None:
+    routing, experts = ROUTINGS[name]
+    numbers = torch.Generator().manual_seed(0)
+    logits = (torch.randn(17, experts, generator=numbers) * 3).to(DEVICE)
+    bias = torch.rand(experts, generator=numbers).to(DEVICE) if biased else None
+    expected, wanted = routing(logits, bias)
+    given = route(logits, bias, routing, torch.float32)
+    assert given is not None
+    weights, ids = given
+    assert torch.equal(ids.sort(1).values, wanted.sort(1).values)
+    torch.testing.assert_close(weights.gather(1, ids.argsort(1)), expected.gather(1, wanted.argsort(1)), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_equals_the_first_is_chosen(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0, 2, 1, 2, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=dtype, device=DEVICE)
+    given = route(logits, None, Routing(4), dtype)
+    assert given is not None and given[0].dtype == dtype
+    assert given[1].tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("experts", [12, 16])
+def test_rows_without_numbers_get_experts_that_exist_and_harm_nobody(experts: int) -> None:
+    logits = torch.randn(3, experts, device=DEVICE)
+    expected = route(logits, None, Routing(2), torch.float32)
+    poisoned = logits.clone()
+    poisoned[1] = float("nan")
+    given = route(poisoned, None, Routing(2), torch.float32)
+    assert given is not None and expected is not None
+    assert ((given[1] >= 0) & (given[1] < experts)).all()
+    assert torch.equal(given[1][::2], expected[1][::2]) and torch.equal(given[0][::2], expected[0][::2])
+
+
+def test_a_slice_of_more_logits() -> None:
+    wide = torch.randn(5, 40, device=DEVICE)
+    logits, routing = wide[:, 8:24], Routing(2, renormalise=True)
+    given, expected = route(logits, None, routing, torch.float32), routing(logits, None)
+    assert given is not None and torch.equal(given[1], expected[1])
+    torch.testing.assert_close(given[0], expected[0])
+
+
+def test_more_experts_than_a_program_holds_are_left_to_torch() -> None:
+    assert route(torch.randn(1, 2048, device=DEVICE), None, Routing(2), torch.float32) is None
