@@ -34,7 +34,7 @@ def test_every_optional_pass_can_be_switched_off_by_its_name() -> None:
 
 @pytest.mark.parametrize("name", ["prove_attention", "nonsense"])
 def test_a_pass_that_is_needed_or_not_there_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}'.* can be switched off are early_logits_gather, merge_linears, gemv"):
+    with pytest.raises(ValueError, match=f"'{name}'.* can be switched off are experts, early_logits_gather, routing, merge_linears, gemv"):
         EngineConfig(disable_passes=["gemv", name])
 
 

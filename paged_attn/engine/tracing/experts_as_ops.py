@@ -20,7 +20,8 @@ from paged_attn.attn_ops.specs.experts import ACTIVATIONS, Gating
 from paged_attn.calling.replaced_forward import replaced_forward
 
 logger = logging.getLogger("paged_attn")
-FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+FLAGS = ("has_gate", "has_bias", "is_transposed")
+OTHER_KINDS = ("has_post_expert_norm", "_is_expert_parallel")  # newer than transformers 5.17
 ROWS = 24  # of a proof, beside the number of experts
 ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # of a row's length
 
@@ -47,7 +48,7 @@ def experts_as_ops(model: nn.Module) -> Iterator[int]:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether the module is laid out as transformers' experts are, whole and on this rank."""
-    if not all(hasattr(module, flag) for flag in FLAGS) or module.has_post_expert_norm or module._is_expert_parallel:
+    if not all(hasattr(module, flag) for flag in FLAGS) or any(getattr(module, kind, False) for kind in OTHER_KINDS):
         return False
     weights = [getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), getattr(module, "down_proj", None)]
     return all(type(weight) is nn.Parameter and weight.dim() == 3 and weight.is_floating_point() for weight in weights)
