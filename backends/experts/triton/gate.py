@@ -1,5 +1,7 @@
 """What stands between an expert's two products, in Triton; `Gating` in words."""
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

@@ -87,6 +87,5 @@ def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]
     counts = torch.zeros(padded, dtype=torch.int32, device=ids.device)
     ranks, pairs = torch.empty((2, num_pairs), dtype=torch.int32, device=ids.device)
     count_pairs[(triton.cdiv(num_pairs, SORTED_AT_ONCE),)](ids, counts, ranks, num_pairs, EXPERTS=experts, BLOCK=SORTED_AT_ONCE)
-    programs = triton.cdiv(max(num_pairs, num_blocks), SORTED_AT_ONCE)
-    sort_pairs[(programs,)](ids, counts, ranks, pairs, blocks, num_pairs, num_blocks, **how)
+    sort_pairs[(triton.cdiv(num_pairs, SORTED_AT_ONCE),)](ids, counts, ranks, pairs, blocks, num_pairs, num_blocks, **how)
     return pairs, blocks

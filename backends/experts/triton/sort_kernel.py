@@ -1,6 +1,8 @@
 """Pairs of a token and one of its experts, sorted by expert, and the blocks that the products run over. In which order an expert gets its
 pairs is left to the GPU: each pair's numbers are computed by themselves, whatever lies beside them."""
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton
@@ -26,8 +28,7 @@ def sort_few_pairs(
         expert, served = _experts_of(ids, start, num_pairs, EXPERTS, BLOCK)
         slot = tl.atomic_add(counts + E + tl.where(served, expert, 0), 1, mask=served, sem="relaxed")
         tl.store(pairs + slot, start + tl.arange(0, BLOCK), mask=served)
-    for start in range(0, num_blocks, BLOCK):
-        _write_blocks(count, blocks, start, num_blocks, EXPERTS, E, BLOCK_M, BLOCK)
+    _write_blocks(count, blocks, num_blocks, EXPERTS, E, BLOCK_M, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -54,8 +55,8 @@ def sort_pairs(
     pair = start + tl.arange(0, BLOCK)
     rank = tl.load(ranks + pair, mask=served, other=0)
     tl.store(pairs + first + rank, pair, mask=served)
-    if start < num_blocks:
-        _write_blocks(count, blocks, start, num_blocks, EXPERTS, E, BLOCK_M, BLOCK)
+    if start == 0:
+        _write_blocks(count, blocks, num_blocks, EXPERTS, E, BLOCK_M, BLOCK)
 
 
 @triton.jit
@@ -66,16 +67,16 @@ def _experts_of(ids, start, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _write_blocks(count, blocks, start, num_blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    every = tl.arange(0, E)
-    own_blocks = (count + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(own_blocks, 0)
-    block = start + tl.arange(0, BLOCK)
-    before = ends[None, :] <= block[:, None]  # experts whose blocks all lie in front
-    expert = tl.minimum(tl.sum(before.to(tl.int32), 1), EXPERTS)
-    pairs_before = tl.sum(tl.where(before, count[None, :], 0), 1)
-    blocks_before = tl.sum(tl.where(before, own_blocks[None, :], 0), 1)
-    own = tl.sum(tl.where(every[None, :] == expert[:, None], count[None, :], 0), 1)
-    tl.store(blocks + block, expert, mask=block < num_blocks)
-    tl.store(blocks + num_blocks + block, pairs_before + (block - blocks_before) * BLOCK_M, mask=block < num_blocks)
-    tl.store(blocks + 2 * num_blocks + block, pairs_before + own, mask=block < num_blocks)
+def _write_blocks(count, blocks, num_blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    """Each expert's first blocks, their second, and so on: most have one or two."""
+    expert = tl.arange(0, E)
+    own = (count + BLOCK_M - 1) // BLOCK_M
+    ends, pair_ends = tl.cumsum(own, 0), tl.cumsum(count, 0)
+    for j in range(0, tl.max(own, 0)):
+        block, mask = ends - own + j, j < own
+        tl.store(blocks + block, expert, mask=mask)
+        tl.store(blocks + num_blocks + block, pair_ends - count + j * BLOCK_M, mask=mask)
+        tl.store(blocks + 2 * num_blocks + block, pair_ends, mask=mask)
+    for start in range(tl.sum(own, 0), num_blocks, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        tl.store(blocks + block, tl.full([BLOCK], EXPERTS, tl.int32), mask=block < num_blocks)

@@ -37,9 +37,9 @@ def experts_as_ops(model: nn.Module) -> Iterator[int]:
                 continue
             key = _kind(module)
             if key not in proved:
-                proved[key] = proved_gating(module)
-                what = "is one op" if proved[key] is not None else "stays as it is"
-                logger.info("%s (%s) %s: %s", name, type(module).__name__, what, proved[key] and proved[key].describe())
+                gating = proved[key] = proved_gating(module)
+                what = "stays as it is" if gating is None else f"is one op: {gating.describe()}"
+                logger.info("%s (%s) %s", name, type(module).__name__, what)
             if (gating := proved[key]) is not None:
                 undo.enter_context(replaced_forward(module, _emitter(module, gating)))
                 count += 1

@@ -35,11 +35,11 @@ def proved_routing(region: Region, known: Iterable[Routing]) -> Routing | None:
 
 
 def _probe(region: Region, rows: int, spread: float) -> tuple[Tensor, Tensor | None]:
-    """Logits of random rows, and one row of equal ones; a random bias."""
+    """Logits of random rows, one row that no expert is for, so that what is added to a sum shows, and one of equal ones; a random bias."""
     fake = value_of(region.logits)
     numbers = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, fake.shape[1], generator=numbers) * spread
-    logits[-1] = 0.0
+    logits[-2:] = torch.tensor([[-50.0], [0.0]])
     if region.bias is None:
         return logits.to(fake.device, fake.dtype), None
     bias = value_of(region.bias)

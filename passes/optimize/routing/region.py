@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.linear import LINEAR
-from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, symbol, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.token_data import name_of, read_inputs
 
 MOST_NODES = 80  # of a region
@@ -78,4 +78,4 @@ def _rows_of(node: Any) -> bool:
 
 def _sizes(node: fx.Node) -> tuple[Any, ...]:
     value = value_of(node)
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+    return tuple(symbol(size) for size in value.shape) if isinstance(value, Tensor) else ()

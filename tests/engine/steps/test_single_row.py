@@ -149,3 +149,21 @@ def test_the_graph_calls_the_op_and_explain_says_so() -> None:
     calls = [node for node in found.gm.graph.nodes if node.target is LINEAR]
     assert len(calls) == found.num_gemv == 22  # q, k, v, o, gate, up and down of three layers, and the head
     assert "22 linears have a kernel for single rows" in besides(found)
+
+
+class Angles:
+    """A graph with a table that is the transposed product of two matrices, and compiled code behind it that asks for its strides."""
+
+    kv_dtype = torch.float32
+
+    def run(self, batch: Batch, visit: Any) -> torch.Tensor:
+        table = torch.ones(1, 4, batch.num_rows).transpose(1, 2)
+        taken = visit(mock.Mock(original="angles"), table)
+        assert taken.stride() == table.stride(), "as compiled code says it"
+        return torch.ones(batch.num_rows, 3)
+
+
+def test_what_the_check_puts_between_pieces_has_the_strides_of_one_row() -> None:
+    runner = ModelRunner(build("llama"), CompileOptions())
+    pool = KVPool(runner.layers, 2, 4, runner.dtype)
+    check_one_row(Angles(), pool, select_for_pool("torch_native", pool, runner.dtype).backend)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""Routers in any spelling become one op that gives their numbers; what no `Routing` gives the numbers of stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from paged_attn.attn_ops.ops.experts import EXPERTS
+from paged_attn.attn_ops.ops.routing import ROUTE
+from paged_attn.attn_ops.specs.routing import Routing
+from paged_attn.passes.optimize.routing.fuse import fuse_routing
+from tests.passes.graphs import VOCAB, Traced, copied, trace
+
+E, H = 12, 8
+Router = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Experts(nn.Module):
+    """An embedding, `route(logits [T, 12], bias [12])` to weights and ids [T, k], and twelve experts."""
+
+    def __init__(self, route: Router, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.route = route
+        self.embed, self.gate = nn.Embedding(VOCAB, H), nn.Linear(H, E, bias=False)
+        self.bias, self.w1, self.w2 = (nn.Parameter(torch.randn(*size)) for size in ((E,), (E, 6, H), (E, H, 3)))
+        self.to(dtype)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = (self.embed(input_ids) + torch.cos(position_ids[..., None] * 0.1).to(self.embed.weight.dtype))[0]
+        weights, ids = self.route(self.gate(x), self.bias)
+        return EXPERTS(x, ids, weights, self.w1, self.w2, None, None, "silu", True, False, 0.0, 0.0)
+
+
+def softmax_first(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.softmax(-1, dtype=torch.float).topk(3)
+    return (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids
+
+
+def softmax_of_the_chosen(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    chosen, ids = torch.topk(logits, 2, dim=-1)
+    return torch.softmax(chosen, dim=-1), ids
+
+
+def in_groups(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    scores = logits.float().sigmoid()
+    choice = scores + bias
+    worth = choice.view(-1, 4, 3).topk(2, dim=-1)[0].sum(-1)
+    mask = torch.zeros_like(worth)
+    mask.scatter_(1, worth.topk(2, dim=-1, sorted=False)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, 4, 3).reshape(-1, E)
+    ids = choice.masked_fill(~mask.bool(), float("-inf")).topk(3, dim=-1, sorted=False)[1]
+    weights = scores.gather(1, ids)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (weights * 2.5).type_as(logits), ids
+
+
+def by_sorting(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Its ties fall otherwise."""
+    values, order = torch.sort(logits.float().softmax(-1), dim=-1, descending=True)
+    return values[:, :2], order[:, :2]
+
+
+KNOWN: dict[Router, Routing] = {
+    softmax_first: Routing(3, renormalise=True),
+    softmax_of_the_chosen: Routing(2, "none", "softmax"),
+    in_groups: Routing(3, "sigmoid", "none", 4, 2, 2, renormalise=True, eps=1e-20, scale=2.5),
+}
+
+
+def squared(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.softmax(-1).topk(2)
+    return weights * weights, ids
+
+
+def the_worst(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.softmax(-1).topk(2, largest=False)
+    return weights, ids
+
+
+def biased_weights(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = (logits.sigmoid() + bias).topk(2)
+    return weights, ids
+
+
+def of_two_tokens(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = (logits + logits.roll(1, 0)).softmax(-1).topk(2)
+    return weights, ids
+
+
+def fused(module: nn.Module) -> tuple[fx.Graph, int, Any, Any]:
+    """The graph with routers that are one op, how many there are, what it computes, and what it computed before."""
+
+    def work(traced: Traced) -> Any:
+        gm, _, values = copied(traced)
+        count = fuse_routing(gm.graph, values)
+        gm.graph.lint()
+        gm.recompile()
+        return gm.graph, count, gm(*traced.args), traced.gm(*traced.args)
+
+    result: tuple[fx.Graph, int, Any, Any] = trace(module, work).result
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("router", KNOWN, ids=lambda router: router.__name__)
+def test_a_router_is_one_op(router: Router, dtype: torch.dtype) -> None:
+    graph, count, given, expected = fused(Experts(router, dtype))
+    (route,) = [node for node in graph.nodes if node.target is ROUTE]
+    assert count == 1 and not any(name in str(node.target) for node in graph.nodes for name in ("topk", "sort", "softmax", "sigmoid"))
+    assert Routing(*route.args[3:]) == KNOWN[router] and (route.args[1] is not None) == (router is in_groups)
+    torch.testing.assert_close(given, expected)
+
+
+@pytest.mark.parametrize("router", [by_sorting, squared, the_worst, biased_weights, of_two_tokens], ids=lambda router: router.__name__)
+def test_what_no_routing_gives_the_numbers_of_stays(router: Router) -> None:
+    graph, count, given, expected = fused(Experts(router))
+    assert count == 0 and all(node.target is not ROUTE for node in graph.nodes)
+    torch.testing.assert_close(given, expected)
