@@ -102,6 +102,11 @@ class EngineConfig:
     follow_generate: bool = _advanced(
         False, "serve a model whose generate() numbers positions otherwise than a plain call as generate() does"
     )
+    generation_config: str = _setting(
+        "auto",
+        "what a request does not state: auto is as the checkpoint's generation_config says, ours leaves that out (its end tokens count)",
+        choices=("auto", "ours"),
+    )
     self_check: bool = _setting(True, "compare the rewritten model with the original before the first batch")
 
     def __post_init__(self) -> None:

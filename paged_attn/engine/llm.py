@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,10 +17,15 @@ from paged_attn.capture.graphs.progress import bar
 from paged_attn.capture.graphs.progress import progress as showing
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
 Prompt = str | Sequence[int]
+Params: TypeAlias = "SamplingParams | GenerationConfig"
 
 
 class LLM:
@@ -74,19 +79,20 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         namespace: Any = None,
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Complete all prompts in one continuous batch; results in the order of the prompts.
+        """Complete all prompts in one continuous batch; results in the order of the prompts, all answers to one beside each other.
 
         Args:
             prompts: texts or lists of token ids, mixed as you like; one alone counts as a list of one. A text may also come as
                 {"prompt": text}, token ids as {"prompt_token_ids": ids}, and what a tokenizer returned as it is, padding and all.
-            params: for all prompts, or one for each; also as `sampling_params`.
+            params: for all prompts, or one for each; also as `sampling_params`. A `GenerationConfig` of transformers will do. With `n`
+                above 1 there are so many completions of a prompt, which share its KV; `index` and `answer` tell them apart.
             namespace, priority: see `Engine.add_request`.
             progress: a bar on stderr that counts finished prompts; None shows it on a terminal, if it takes longer than a second.
 
@@ -110,19 +116,35 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         namespace: Any = None,
         priority: int = 0,
     ) -> Iterator[TokenEvent]:
-        """Yield a TokenEvent for every new token as it comes; its `index` tells the prompt. Closing the iterator cancels the rest.
+        """Yield a TokenEvent for every new token as it comes; its `index` tells the prompt, its `answer` which of `n` answers. Closing the
+        iterator cancels the rest.
 
         Prompts are checked and queued at the call, not at the first `next`.
         """
         events = self._events(self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=True))
         next(events)  # from here on closing it cancels, even if nothing was read
         return events  # type: ignore[return-value]
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request has that it does not state: as the model's generation_config says, or our own defaults."""
+        return self.engine.default_params
+
+    def get_tokenizer(self) -> Any:
+        """`tokenizer`, as vLLM's method of this name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("this LLM has no tokenizer; give LLM(model, tokenizer=...) one, or the path of one")
+        return self.tokenizer
 
     def clear_prefix_cache(self) -> int:
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
@@ -142,7 +164,6 @@ class LLM:
         self.close()
 
     def _events(self, requests: list[Request]) -> Iterator[TokenEvent | None]:
-        index = {request.id: i for i, request in enumerate(requests)}
         try:
             yield None
             while True:
@@ -152,7 +173,7 @@ class LLM:
                     inbox = self._inboxes[request.id]
                     while inbox:
                         event = inbox.popleft()
-                        event.index = index[request.id]
+                        event.index, event.answer = request.index, request.answer
                         yield event
                 self._raise_errors(requests)
                 if finished:
@@ -164,7 +185,7 @@ class LLM:
     def _add(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params | Sequence[Params] | None,
         namespace: Any,
         priority: int,
         streamed: bool,
@@ -173,9 +194,8 @@ class LLM:
         chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(listed)
         if len(chosen) != len(listed):
             raise ValueError(f"{len(chosen)} SamplingParams for {len(listed)} prompts; give one for all or one for each")
+        chosen = [as_params(each, self.default_params) for each in chosen]
         for each in chosen:
-            if not isinstance(each, SamplingParams):
-                raise TypeError(f"params holds {each!r}; allowed are SamplingParams")
             if each.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
         ids = [self._token_ids(prompt) for prompt in listed]
@@ -183,14 +203,16 @@ class LLM:
         with self._lock, ExitStack() as undo:
             undo.callback(self._drop, requests)
             try:
-                for prompt, tokens, each in zip(listed, ids, chosen, strict=True):
+                for index, (prompt, tokens, each) in enumerate(zip(listed, ids, chosen, strict=True)):
                     text = prompt if isinstance(prompt, str) else None
-                    added = self.engine.add_request(
-                        tokens, each, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed
-                    )
-                    requests.append(added)
+                    for number, answer in enumerate(each.answers()):
+                        added = self.engine.add_request(
+                            tokens, answer, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed
+                        )
+                        added.index, added.answer = index, number
+                        requests.append(added)
             except (ValueError, TypeError) as error:
-                error.add_note(f"(prompt {len(requests)} of {len(listed)})")
+                error.add_note(f"(prompt {index} of {len(listed)})")
                 raise
             if streamed:
                 self._inboxes.update({request.id: deque() for request in requests})

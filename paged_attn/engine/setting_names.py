@@ -38,22 +38,19 @@ OTHER_SETTING = {
     "enable_lora": "give LLM a model of peft with its adapter active; several adapters in one batch are not served yet",
 }
 SAME_PARAM = {
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "stop_strings": "stop", "guided_json": "json_schema",
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n", "stop_strings": "stop", "bad_words_ids": "bad_words", "guided_json": "json_schema",
     "guided_regex": "regex", "guided_grammar": "grammar",
 }  # fmt: skip
 OTHER_PARAM = {
     "do_sample": "temperature=0 is greedy, any other temperature samples",
-    "n": "give the prompt n times; requests over HTTP have n",
-    "best_of": "give the prompt several times with logprobs, and keep the best",
+    "best_of": "nothing is thrown away here: n gives that many answers, logprobs tells how likely each is, and you keep the best",
     "num_beams": "there is no beam search; transformers' own generate on pages has it (docs/generate.md)",
     "use_beam_search": "there is no beam search; transformers' own generate on pages has it (docs/generate.md)",
     "max_length": "max_new_tokens counts the new tokens alone",
-    "min_tokens": "there is no least number; ignore_eos=True goes on after end tokens, up to max_new_tokens",
-    "min_new_tokens": "there is no least number; ignore_eos=True goes on after end tokens, up to max_new_tokens",
-    "bad_words": "forbid tokens by logit_bias={id: -100}, or by one of transformers' logits processors in logits_processors",
     "prompt_logprobs": "log-probabilities of a prompt are not given yet; logprobs has those of new tokens",
-    "include_stop_str_in_output": "a completion's token_ids hold the stop string, its text ends before it",
-    "skip_special_tokens": "texts are decoded without special tokens; token_ids hold them",
+    "suppress_tokens": "bad_words=[[id], ...] forbids single tokens",
+    "spaces_between_special_tokens": "a text with special tokens (skip_special_tokens=False) is as the tokenizer decodes it",
     "detokenize": "an LLM without a tokenizer decodes nothing",
     "no_repeat_ngram_size": "give transformers' NoRepeatNGramLogitsProcessor in logits_processors",
     "typical_p": "give transformers' TypicalLogitsWarper in logits_processors",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete prompts with a model", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
-    add_run_options(parser, dtype="auto", max_new_tokens=128)
+    add_run_options(parser, dtype="auto")
     parser.set_defaults(run=run)
 
 
