@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paged_attn.engine.config import EngineConfig, parse_setting
+from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.sampling_params import GUIDES, SamplingParams
 from paged_attn.engine.setting_names import GONE, NEW_NAMES
 
@@ -43,6 +44,19 @@ def add_device_options(parser: argparse.ArgumentParser, dtype: str) -> None:
     model_group = parser.add_argument_group("model")
     model_group.add_argument("--dtype", choices=DTYPES, default=dtype, help="auto is the checkpoint's own (default: %(default)s)")
     model_group.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """How the checkpoint is read; `load_options` reads them."""
+    add = parser.add_argument_group("checkpoint").add_argument
+    add("--tokenizer", metavar="DIR_OR_HUB_ID", help="another tokenizer than the model's own")
+    add("--revision", metavar="NAME", help="of a hub id: a branch, a tag or a commit")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the checkpoint; without it nothing of it runs")
+    add("--gguf-file", metavar="FILE", help="a GGUF file of the directory or repository (a path to one is a model, too)")
+
+
+def load_options(args: argparse.Namespace) -> LoadOptions:
+    return LoadOptions(**{name: getattr(args, name) for name in ("tokenizer", "revision", "trust_remote_code", "gguf_file")})
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from paged_attn.capture.graphs.progress import progress as showing
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.generation_config import as_params
+from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 
@@ -32,9 +33,11 @@ class LLM:
     """Serve a Hugging Face causal LM with paged KV, prefix sharing and continuous batching.
 
     Args:
-        model: a loaded model (any dtype; left as it was found), a directory, or a hub id.
-        tokenizer: for a loaded model, if prompts or stops are text; a path loads its own.
+        model: a loaded model (any dtype; left as it was found), a directory, a GGUF file, or a hub id. Of a model that reads images, too,
+            the text is served.
+        tokenizer: for a loaded model, if prompts or stops are text; a path loads its own. It may be a path, too.
         dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
+        revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
         progress: bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
 
@@ -52,6 +55,10 @@ class LLM:
         tokenizer: Any = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        gguf_file: str | None = None,
+        quantization_config: Any = None,
         config: EngineConfig | None = None,
         progress: bool | None = None,
         **settings: Any,
@@ -61,15 +68,23 @@ class LLM:
         if not isinstance(model, (nn.Module, str, Path)):
             raise TypeError(f"model is a {type(model).__name__}; allowed are a loaded model, a directory or a hub id")
         config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
+        own = tokenizer if isinstance(tokenizer, (str, Path)) else None
+        options = LoadOptions(own, revision, trust_remote_code, gguf_file, quantization_config)
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
                 raise ValueError("dtype and device are for loading from a path; convert a loaded model yourself: model.to(device, dtype)")
+            if given := [name for name in options.given if name not in ("tokenizer", "trust_remote_code")]:
+                raise ValueError(f"{given[0]} is for loading from a path; give it to the from_pretrained that loads the model")
         with showing(progress):
             if isinstance(model, (str, Path)):
                 from paged_attn.engine.model.loading import load_model
 
-                model, loaded_tokenizer = load_model(model, dtype, device)
-                tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
+                model, loaded_tokenizer = load_model(model, dtype, device, options=options)
+                tokenizer = loaded_tokenizer if tokenizer is None or own is not None else tokenizer
+            elif own is not None:
+                from paged_attn.engine.model.loading import load_tokenizer
+
+                tokenizer = load_tokenizer(own, options)
             assert isinstance(model, nn.Module)
             self.tokenizer = tokenizer
             self.engine = Engine(model, tokenizer, config)
