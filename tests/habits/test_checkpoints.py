@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.engine.model.auto_class import auto_class
 from paged_attn.engine.model.load_options import LoadOptions
 from tests.engine.models import random_prompts, tiny, tokenizer
-from tests.tiny_models import VOCAB, config_for
+from tests.tiny_models import VOCAB, build, config_for
 
 NEW = 8
 PROMPTS = random_prompts(2, 3, 17, 40)
@@ -38,7 +39,7 @@ SEEING: dict[str, dict[str, Any]] = {
                  "vision_config": {**QWEN_SEES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, **IDS},
     "idefics3": {"vision_config": {"image_size": 16, **SEES}, "text_config": {"model_type": "llama", **TEXT}, "image_token_id": 90},
     "paligemma": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 16, "projection_dim": 32, **SEES},
-                  "text_config": {"model_type": "gemma", **TEXT}, "image_token_index": 90, "projection_dim": 32},
+                  "text_config": {"model_type": "gemma", "use_bidirectional_attention": False, **TEXT}, "image_token_index": 90, "projection_dim": 32},
 }  # fmt: skip
 
 
@@ -82,11 +83,8 @@ def remote(tmp_path: Path) -> Path:
     """A checkpoint whose type transformers does not know, with the code of it."""
     folder = saved(tiny(), tmp_path / "remote")
     (folder / "own_code.py").write_text(CODE)
-    config = tiny().config.to_dict()
-    config |= {"model_type": "own_qwen", "architectures": ["OwnForCausalLM"]}
+    config = tiny().config.to_dict() | {"model_type": "own_qwen", "architectures": ["OwnForCausalLM"]}
     config["auto_map"] = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnForCausalLM"}
-    import json
-
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -121,6 +119,57 @@ def test_a_gguf_file_needs_a_package_and_is_read_by_it(as_path: bool, tmp_path: 
         LLM(tmp_path, gguf_file="other.gguf")
 
 
+def write_gguf(model: Any, path: Path) -> None:
+    """A Llama as llama.cpp's converter lays it out: float32, with rows of q and k paired for its rotary embedding."""
+    import gguf
+
+    config, writer = model.config, gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    words = sorted(tokenizer().get_vocab(), key=tokenizer().get_vocab().__getitem__)
+    words[-1] = words[4] + words[5]  # a file without merges is none of this kind
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
+    writer.add_token_merges([f"{words[4]} {words[5]}"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output"}
+    names |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "model.layers.": "blk."}
+    names |= {"post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm", "model.norm": "output_norm"}
+    names |= {"model.embed_tokens": "token_embd", "lm_head": "output"}
+    for name, weight in model.state_dict().items():
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(name[-13:-12] if "_proj" in name else "")
+        if heads and "self_attn" in name:
+            weight = weight.view(heads, 2, -1, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+        for theirs, other in names.items():
+            name = name.replace(theirs, other)
+        writer.add_tensor(name, weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("as_path", [True, False])
+def test_a_gguf_file_gives_the_tokens_of_the_model_that_it_was_made_of(as_path: bool, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install gguf")
+    model = build("llama", tie_word_embeddings=False, head_dim=8)
+    write_gguf(model, tmp_path / "tiny.gguf")
+    expected = [model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False, eos_token_id=2)[0, len(p) :].tolist() for p in PROMPTS]
+    path, settings = (tmp_path / "tiny.gguf", {}) if as_path else (tmp_path, {"gguf_file": "tiny.gguf"})
+    with LLM(path, dtype=torch.float32, device="cpu", num_pages=64, **settings) as llm:  # type: ignore[arg-type]
+        assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_tokens=NEW))] == expected
+        assert llm.get_tokenizer() is not None
+
+
 @pytest.mark.parametrize(
     ("name", "head", "settings", "what"),
     [
@@ -140,6 +189,14 @@ def test_other_kinds_are_told_what_they_are(name: str, head: str, settings: dict
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=f"holds a {head}, which is {what}"):
         LLM(tmp_path)
+
+
+def test_a_model_that_reads_its_prompt_in_both_directions() -> None:
+    """PaliGemma as it is published: a prefix-LM."""
+    text = {"model_type": "gemma", **TEXT}
+    config = AutoConfig.for_model("paligemma", **{**SEEING["paligemma"], "text_config": text})
+    with pytest.raises(UnsupportedError, match="PaliGemmaForConditionalGeneration reads a prompt in both directions"):
+        LLM(AutoModelForImageTextToText.from_config(config).float())
 
 
 def test_a_checkpoint_of_no_language_model(tmp_path: Path) -> None:

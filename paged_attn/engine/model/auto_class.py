@@ -7,9 +7,14 @@ from typing import Any
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.fx.model_facts import text_config
 
 ENCODER_DECODER = "is an encoder-decoder: what it says next depends on states of another text, which no page of this one's KV holds"
 ENCODER = "is an encoder, which reads a text in both directions: it tells what a text is like (embeddings, a masked word), and no next token"
+READS_BOTH_WAYS = (
+    "reads a prompt in both directions (use_bidirectional_attention in the config of its text model): the KV of each token depends on the "
+    "whole prompt, so that no chunk of it can be computed alone and no prefix shared"
+)
 OTHER_WAYS = "transformers' own generate() runs it"
 
 
@@ -53,6 +58,8 @@ def refuse_other_kinds(model: nn.Module) -> None:
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name} {ENCODER_DECODER}. {OTHER_WAYS}")
+    if getattr(text_config(model), "use_bidirectional_attention", False) is True:  # some have "vision" there, which is no matter of text
+        raise UnsupportedError(f"{name} {READS_BOTH_WAYS}. {OTHER_WAYS}")
     from transformers.models.auto import modeling_auto as known
 
     if model_type not in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(config, "is_decoder", False):
