@@ -37,7 +37,7 @@ def states_of(settings: tuple[dict[str, Any], ...]) -> list[SamplingState]:
 @pytest.mark.parametrize("guided", [False, True])
 def test_the_tokens_of_the_cpu_without_waiting(guided: bool) -> None:
     if guided:
-        pytest.importorskip("llguidance", reason="pip install 'paged-attn[structured]'")
+        pytest.importorskip("llguidance", reason="pip install '.[structured]'")
     settings = (*FIRM, *DRAWN, *(GUIDED if guided else ()))
     on_cpu, on_gpu, last = states_of(settings), states_of(settings), SamplingState(SamplingParams(temperature=1.0, top_p=0.5))
     cpu, gpu = Sampler(), Sampler()

@@ -1,4 +1,4 @@
-"""A checkpoint by its path: vision-language models serve their text, remote code and GGUF files are read, other kinds are told what they are."""
+"""A checkpoint by its path: models that see serve their text, remote code and GGUF files are read, other kinds are told what they are."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 QWEN_SEES: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32, "patch_size": 8}
 IDS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 SEEING: dict[str, dict[str, Any]] = {
-    "llava": {"vision_config": {"model_type": "clip_vision_model", "image_size": 16, **SEES}, "text_config": {"model_type": "llama", **TEXT},
-              "image_token_index": 90},
+    "llava": {
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 16, **SEES},
+        "text_config": {"model_type": "llama", **TEXT}, "image_token_index": 90,
+    },
     "qwen2_5_vl": {"text_config": {**TEXT, "rope_parameters": MROPE}, "vision_config": QWEN_SEES, **IDS},
     "qwen3_vl": {"text_config": {**TEXT, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
                  "vision_config": {**QWEN_SEES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, **IDS},
     "idefics3": {"vision_config": {"image_size": 16, **SEES}, "text_config": {"model_type": "llama", **TEXT}, "image_token_id": 90},
-    "paligemma": {"vision_config": {"model_type": "siglip_vision_model", "image_size": 16, "projection_dim": 32, **SEES},
-                  "text_config": {"model_type": "gemma", "use_bidirectional_attention": False, **TEXT}, "image_token_index": 90, "projection_dim": 32},
+    "paligemma": {
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": 16, "projection_dim": 32, **SEES},
+        "text_config": {"model_type": "gemma", "use_bidirectional_attention": False, **TEXT}, "image_token_index": 90, "projection_dim": 32,
+    },
 }  # fmt: skip
 
 
@@ -65,7 +69,7 @@ def test_a_model_that_sees_serves_its_text(name: str, tmp_path: Path) -> None:
     assert got == expected and len({tuple(row) for row in got}) > 1
 
 
-CODE = '''
+CODE = """
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
@@ -75,7 +79,7 @@ class OwnConfig(Qwen3Config):
 
 class OwnForCausalLM(Qwen3ForCausalLM):
     config_class = OwnConfig
-'''
+"""
 
 
 @pytest.fixture
@@ -163,7 +167,9 @@ def test_a_gguf_file_gives_the_tokens_of_the_model_that_it_was_made_of(as_path: 
     pytest.importorskip("gguf", reason="pip install gguf")
     model = build("llama", tie_word_embeddings=False, head_dim=8)
     write_gguf(model, tmp_path / "tiny.gguf")
-    expected = [model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False, eos_token_id=2)[0, len(p) :].tolist() for p in PROMPTS]
+    expected = [
+        model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False, eos_token_id=2)[0, len(p) :].tolist() for p in PROMPTS
+    ]
     path, settings = (tmp_path / "tiny.gguf", {}) if as_path else (tmp_path, {"gguf_file": "tiny.gguf"})
     with LLM(path, dtype=torch.float32, device="cpu", num_pages=64, **settings) as llm:  # type: ignore[arg-type]
         assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_tokens=NEW))] == expected

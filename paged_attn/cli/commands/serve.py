@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.cli.options import (
     add_checkpoint_options,
     add_common,
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if not is_first():
         return _follow(args, config)
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"the server needs {', '.join(missing)}; install the extra: pip install 'paged-attn[serve]'")
+        raise ValueError(f"the server needs {', '.join(missing)}; install the extra: {install_line('serve')}")
     checked_model_path(args.model, args.gguf_file)
     settings = server_settings(args, model_name(args.model))
     set_verbosity(args.verbose)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.backends.devices import default_device
 from paged_attn.capture.graphs.progress import asked, bar
 from paged_attn.engine.model.auto_class import auto_class
@@ -119,7 +120,7 @@ def _check_installed(package: str, what: str) -> None:
 
 def _own_shards() -> Any:
     if importlib.util.find_spec("accelerate") is None:
-        raise ValueError("to read shards transformers needs accelerate; install the extra: pip install 'paged-attn[tp]'")
+        raise ValueError(f"to read shards transformers needs accelerate; install the extra: {install_line('tp')}")
     from transformers.distributed.configuration_utils import DistributedConfig
 
     return DistributedConfig(tp_plan="auto")

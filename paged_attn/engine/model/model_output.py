@@ -25,8 +25,9 @@ def check_output(model: nn.Module) -> int:
         How many token ids it has.
 
     Raises:
-        UnsupportedError: it is no model that continues a text; or there are no logits, they are not [1, T, width] for [1, T] token ids, or they are not over the ids that the model
-            reads: a model without a language-model head, a classifier, a reward model, prompt tuning. Or the call replaces modules.
+        UnsupportedError: it is no model that continues a text. Or there are no logits, they are not [1, T, width] for [1, T] token ids, or
+            they are not over the ids that the model reads: a model without a language-model head, a classifier, a reward model, prompt
+            tuning. Or the call replaces modules.
     """
     refuse_other_kinds(model)
     ids = torch.arange(1, 1 + min(TOKENS, max_positions(model) or TOKENS), device=model_device(model)) % TOKENS
