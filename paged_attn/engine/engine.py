@@ -30,8 +30,9 @@ from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
+from paged_attn.engine.setting_names import tells_names
 from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, InFlightStep, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
@@ -133,6 +134,7 @@ class Engine:
         """Whether `step` has something to do or to tell."""
         return bool(self.requests or self.output_processor.pending)
 
+    @tells_names("Engine.add_request", INTO_PARAMS)
     @in_plain_modes
     def add_request(
         self,

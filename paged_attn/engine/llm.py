@@ -20,7 +20,8 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
+from paged_attn.engine.setting_names import tells_names
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -91,6 +92,7 @@ class LLM:
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
 
+    @tells_names("LLM.generate", INTO_PARAMS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -128,6 +130,7 @@ class LLM:
             self._drop(requests)
         return [Completion.of(request) for request in requests]
 
+    @tells_names("LLM.stream", INTO_PARAMS)
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -214,6 +214,8 @@ def _by_familiar_names_too(self: SamplingParams, *args: Any, **given: Any) -> No
     _by_its_own_names(self, *args, **given)
 
 
+# Where these names were given to something else.
+INTO_PARAMS = {name: f"it is a request's: SamplingParams({name}=...)" for name in (*_NAMES, *SAME_PARAM)} | OTHER_PARAM
 SamplingParams.__init__ = _by_familiar_names_too  # type: ignore[method-assign]
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import warnings
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
+F = TypeVar("F", bound=Callable[..., Any])
 NEW_NAMES = {"early_rows": "early_logits_gather", "one_row_linears": "gemv", "early_launches": "pdl"}
 NEW_VALUES = {("graphs", "pieces"): "piecewise"}
 GONE = {"rope_and_store": "it gained a percent at most and cost two for batches of 128"}
@@ -53,6 +56,9 @@ OTHER_PARAM = {
 }
 
 
+OF_LLM = ("tokenizer", "dtype", "device", "revision", "trust_remote_code", "gguf_file", "quantization_config", "config", "progress")
+
+
 def familiar(given: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
     """The same by our names, where other engines have another name for it.
 
@@ -73,6 +79,29 @@ def what_instead(name: str, known: Collection[str], other: Mapping[str, str]) ->
         return other[name]
     near = difflib.get_close_matches(name, [*known, *other], n=1)
     return f"did you mean {near[0]}?" if near else ""
+
+
+def tells_names(what: str, elsewhere: Mapping[str, str]) -> Callable[[F], F]:
+    """For a function that takes keywords: its TypeError for one that it does not know says which name is near, or where it goes.
+
+    Args:
+        what: the function's name, for messages; elsewhere: names that belong to something else, and what to do with them.
+    """
+
+    def telling(function: F) -> F:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            if not given.keys() <= set(known):
+                name = next(name for name in given if name not in known)
+                hint = what_instead(name, known, elsewhere)
+                raise TypeError(f"{what} has no {name!r}{f' ({hint})' if hint else ''}; known: {', '.join(known)}")
+            return function(*args, **given)
+
+        return checked  # type: ignore[return-value]
+
+    return telling
 
 
 def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
