@@ -212,8 +212,8 @@ class LLM:
         chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(listed)
         if len(chosen) != len(listed):
             raise ValueError(f"{len(chosen)} SamplingParams for {len(listed)} prompts; give one for all or one for each")
-        chosen = [as_params(each, self.default_params) for each in chosen]
-        for each in chosen:
+        taken = [as_params(each, self.default_params) for each in chosen]
+        for each in taken:
             if each.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
         ids = [self._token_ids(prompt) for prompt in listed]
@@ -221,7 +221,7 @@ class LLM:
         with self._lock, ExitStack() as undo:
             undo.callback(self._drop, requests)
             try:
-                for index, (prompt, tokens, each) in enumerate(zip(listed, ids, chosen, strict=True)):
+                for index, (prompt, tokens, each) in enumerate(zip(listed, ids, taken, strict=True)):
                     text = prompt if isinstance(prompt, str) else None
                     for number, answer in enumerate(each.answers()):
                         added = self.engine.add_request(

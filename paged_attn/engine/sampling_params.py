@@ -126,7 +126,8 @@ class SamplingParams:
     @property
     def stated(self) -> frozenset[str]:
         """The names of what was given, by our names; the others have the default."""
-        return self.__dict__.get("_stated", frozenset(_NAMES))
+        stated: frozenset[str] = self.__dict__["_stated"]
+        return stated
 
     def over(self, defaults: SamplingParams) -> SamplingParams:
         """These, and what they do not state as `defaults` state it."""

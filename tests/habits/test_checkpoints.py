@@ -53,7 +53,7 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "llava" else pytest.mark.slow) for name in SEEING])
 def test_a_model_that_sees_serves_its_text(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(name, **{**SEEING[name], "tie_word_embeddings": False})

@@ -36,7 +36,7 @@ def auto_class(config: Any, name: str) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name!r} holds {what}, which {ENCODER_DECODER}. {OTHER_WAYS}")
     if type(config) in known.MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        causal = known.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        causal: Any = known.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         if causal is None or causal.__name__ not in (config.architectures or ()):
             raise UnsupportedError(f"{name!r} holds {what}, which {ENCODER}")
     for kind, auto in (
