@@ -197,6 +197,13 @@ def test_other_kinds_are_told_what_they_are(name: str, head: str, settings: dict
         LLM(tmp_path)
 
 
+def test_no_head_is_made_up(tmp_path: Path) -> None:
+    """Embedding models are published so; AutoModelForCausalLM would give them a random head, with a warning."""
+    tiny().get_decoder().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="holds Qwen3Model and no weights of lm_head: without a language-model head"):
+        LLM(tmp_path, device="cpu")
+
+
 def test_a_model_that_reads_its_prompt_in_both_directions() -> None:
     """PaliGemma as it is published: a prefix-LM."""
     text = {"model_type": "gemma", **TEXT}

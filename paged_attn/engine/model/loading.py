@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,9 @@ def _model(name: str, gguf: str | None, dtype: torch.dtype | None, device: torch
         with _their_bars():
             config = AutoConfig.from_pretrained(name, **where)
             auto = auto_class(config, name)
-            return auto.from_pretrained(name, dtype=dtype or "auto", **where, **more)
+            model, info = auto.from_pretrained(name, dtype=dtype or "auto", output_loading_info=True, **where, **more)
+            _refuse_random_head(model, info["missing_keys"], config, name)
+            return model
     except UnsupportedError:
         raise
     except (OSError, ValueError, ImportError) as error:
@@ -100,6 +102,18 @@ def _model(name: str, gguf: str | None, dtype: torch.dtype | None, device: torch
                 "trust_remote_code=True (--trust-remote-code)"
             ) from error
         raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
+
+
+def _refuse_random_head(model: Any, missing: Collection[str], config: Any, name: str) -> None:
+    """Raises UnsupportedError for a checkpoint without a language-model head, in whose place transformers puts random numbers."""
+    head = model.get_output_embeddings()
+    of_head = [path for path, module in model.named_modules() if module is head] if head is not None else []
+    if any(f"{path}.weight" in missing for path in of_head):
+        held = (getattr(config, "architectures", None) or ["a model"])[0]
+        raise UnsupportedError(
+            f"{name!r} holds {held} and no weights of {of_head[0]}: without a language-model head (an embedding model, a classifier) there "
+            "is nothing to choose tokens by. Nothing is made up in its place"
+        )
 
 
 def _where(gguf: str | None, options: LoadOptions) -> dict[str, Any]:
