@@ -9,14 +9,19 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 .PHONY: demo test test-slow test-all overlap soak attack examples lint types docs clean
 
+# $(call install,what) shows what pip does, and then how long it took; on a terminal with a bar for each download.
+define install
+	@echo "pip installs $(1) with $(TORCH) into $(VENV); once, and how long depends on the line"
+	@start=$$(date +%s); $(BIN)/pip install --disable-pip-version-check -e '$(1)' '$(TORCH)' && echo "that took $$(($$(date +%s) - start)) s"
+	@touch $@
+endef
+
 $(VENV)/.base: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e . '$(TORCH)'
-	touch $@
+	$(call install,.)
 
 $(VENV)/.dev: $(VENV)/.base
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' '$(TORCH)'
-	touch $@
+	$(call install,.[dev])
 
 demo: $(VENV)/.base
 	$(BIN)/paged-attn demo $(ARGS)

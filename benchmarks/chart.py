@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paged_attn.attn_ops.install_line import install_line
+
 HERE = Path(__file__).parent
 COLORS = {
     "triton": "#2563eb", "triton deterministic": "#93b4f5", "fa3": "#f59e0b", "flashinfer": "#10b981", "trtllm_mha": "#84cc16",
@@ -31,7 +33,7 @@ def draw(record: dict[str, Any], backends: Sequence[str], out: Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("the chart needs matplotlib: pip install 'paged-attn[bench]'") from error
+        raise ImportError(f"the chart needs matplotlib: {install_line('bench')}") from error
     matplotlib.use("svg")
     from matplotlib import pyplot
 

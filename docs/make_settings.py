@@ -43,7 +43,7 @@ def engine_markdown(advanced: bool) -> str:
 
 
 def sampling_markdown() -> str:
-    flags, meanings = _actions(lambda parser: add_run_options(parser, dtype="auto", max_new_tokens=128)), attributes(SamplingParams)
+    flags, meanings = _actions(lambda parser: add_run_options(parser, dtype="auto")), attributes(SamplingParams)
     rows = [
         (f"`{p.name}`", _flag(flags[p.name]) if p.name in flags else "", f"`{p.type}`", _code(p.default), meanings[p.name])
         for p in fields(SamplingParams)

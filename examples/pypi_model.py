@@ -1,6 +1,6 @@
 """A model from another package: x-transformers' TransformerWrapper, whose attention is its own softmax over einsums, paged token for token.
 
-`pip install 'paged-attn[examples]'`. Three layouts: a Llama-like one; GPT-OSS's learned sinks with Gemma 2's soft clamp; and flash (SDPA).
+`pip install '.[examples]'`. Three layouts: a Llama-like one; GPT-OSS's learned sinks with Gemma 2's soft clamp; and flash (SDPA).
 The wrapper `Tokens` is needed as TransformerWrapper.forward has **kwargs that accept no position_ids: the engine would offer them.
 """
 

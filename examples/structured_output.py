@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema or a regular expression, beside answers that do not: `pip install 'paged-attn[structured]'`."""
+"""Answers that follow a JSON schema or a regular expression, beside answers that do not: `pip install '.[structured]'`."""
 
 import json
 import re

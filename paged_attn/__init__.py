@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -36,5 +37,6 @@ __all__ = sorted(_EXPORTS)
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
-        raise AttributeError(f"module 'paged_attn' has no attribute {name!r}; it exports {', '.join(__all__)}")
+        near = "".join(f" (did you mean {each}?)" for each in difflib.get_close_matches(name, __all__, n=1))
+        raise AttributeError(f"module 'paged_attn' has no attribute {name!r}{near}; it exports {', '.join(__all__)}")
     return getattr(importlib.import_module(f"paged_attn.{_EXPORTS[name]}"), name)

@@ -35,7 +35,10 @@ def _find(graph: fx.Graph, facts: Facts) -> str:
         refuse_implausible(facts.sites, facts.form, facts.values)
         raise CallNotPaged(facts.form.reason)
     if not facts.sites and not any(node.target is RECURRENT_LAYER for node in graph.nodes):
-        none = "the model has no attention that paged_attn can see; there is nothing to page"
+        none = (
+            "the model has no attention that paged_attn can see: there is no KV to page, and nothing shows what a row of its logits takes "
+            "from other tokens of a batch"
+        )
         # A part of a broken graph has no positions.
         raise UnsupportedError(none) if facts.form.positions is not None else CallNotPaged(none)
     return f"{len(facts.sites)} attentions"

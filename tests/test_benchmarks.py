@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--smoke", "--dtype", "float32", "--head-dim", "16", "--q-heads", "4", "--kv-heads", "2", "--min-ms", "1"]
-needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="pip install 'paged-attn[bench]'")
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="pip install '.[bench]'")
 
 
 def script(name: str) -> ModuleType:

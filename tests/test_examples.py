@@ -13,7 +13,7 @@ EXAMPLES = sorted(p.stem for p in (Path(__file__).parent.parent / "examples").gl
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_have_a_main_and_are_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "pypi_model":
-        pytest.importorskip("x_transformers", reason="pip install 'paged-attn[examples]'")
+        pytest.importorskip("x_transformers", reason="pip install '.[examples]'")
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
     module = importlib.import_module(name)
     assert callable(module.main)
@@ -41,7 +41,7 @@ def test_a_plain_module_gives_its_own_tokens(name: str) -> None:
 
 
 def test_a_model_of_another_package_gives_its_own_tokens() -> None:
-    pytest.importorskip("x_transformers", reason="pip install 'paged-attn[examples]'")
+    pytest.importorskip("x_transformers", reason="pip install '.[examples]'")
     example = importlib.import_module("examples.pypi_model")
     assert {name: [len(tokens) for tokens in each] for name, each in example.main().items()} == dict.fromkeys(example.LAYOUTS, [12] * 4)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import paged_attn
 from paged_attn import LLM, EngineConfig, SamplingParams
 from paged_attn.engine import setting_names
 from tests.engine.models import oracle, tiny
@@ -92,6 +93,32 @@ def test_a_parameter_that_is_something_else_here_says_what(name: str) -> None:
 def test_a_name_that_nobody_knows_gets_the_nearest(wrong: str, near: str) -> None:
     with pytest.raises(TypeError, match=rf"did you mean {near}\?"):
         SamplingParams(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"temperature": 0}, "it is a request's: SamplingParams(temperature=...)"),
+        ({"max_tokens": 5}, "it is a request's: SamplingParams(max_tokens=...)"),
+        ({"prompt": "x"}, "did you mean prompts?"),
+        ({"namespaces": 1}, "did you mean namespace?"),
+        ({"use_beam_search": True}, setting_names.OTHER_PARAM["use_beam_search"]),
+    ],
+)
+def test_a_keyword_that_a_call_does_not_know_says_where_it_goes(llm: LLM, given: dict[str, Any], hint: str) -> None:
+    for name, call in (("generate", llm.generate), ("stream", llm.stream)):
+        with pytest.raises(TypeError, match=f"LLM.{name} has no '{next(iter(given))}'") as raised:
+            call([[4]], **given)
+        assert f"({hint})" in str(raised.value)
+
+
+def test_a_keyword_of_llm_itself_is_suggested_too() -> None:
+    with pytest.raises(ValueError, match=r"unknown engine setting 'tokeniser' \(did you mean tokenizer\?\)"):
+        LLM(tiny(), tokeniser=None)
+    with pytest.raises(ValueError, match=r"'temperature' \(it is a request's: SamplingParams\(temperature=...\)\)"):
+        LLM(tiny(), temperature=0)
+    with pytest.raises(AttributeError, match=r"no attribute 'SamplingParam' \(did you mean SamplingParams\?\)"):
+        getattr(paged_attn, "SamplingParam")  # noqa: B009
 
 
 def test_every_name_of_the_tables_is_one_of_ours() -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BASIC = {
     "page_size", "num_pages", "kv_memory_gib", "max_batch_tokens", "max_requests", "backend", "prefix_cache", "graphs", "deterministic",
-    "threads", "compile", "disable_passes", "self_check",
+    "threads", "compile", "disable_passes", "self_check", "generation_config",
 }  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def test_biases_are_added_once(seen: list[dict[str, Any]]) -> None:
 def test_a_model_that_transformers_read_in_shards(seen: list[dict[str, Any]]) -> None:
     got = on_both(seen, "read in shards")
     if got is None:
-        pytest.skip("from_pretrained(tp_plan=...) needs accelerate: pip install 'paged-attn[tp]'")
+        pytest.skip("from_pretrained(tp_plan=...) needs accelerate: pip install '.[tp]'")
     assert got == expected("llama")
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
@@ -71,7 +72,7 @@ class FA3Backend(AttentionBackend):
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
         # On an H200 (sgl-kernel 0.4.2.post2) rows of a mixed batch were wrong with a window and chunks.
         conflicts=frozenset({frozenset({Feature.WINDOW, Feature.CHUNK})}),
-        requirements=(Requirement("sgl_kernel", "0.4.2", "pip install 'paged-attn[sgl]'"),),
+        requirements=(Requirement("sgl_kernel", "0.4.2", install_line("sgl")),),
         note="FlashAttention 3 of sgl-kernel; pages of 64 tokens and more are read without TMA",
     )
 

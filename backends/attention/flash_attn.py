@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.alibi import slopes_of
@@ -58,7 +59,7 @@ class FlashAttnBackend(AttentionBackend):
         page_sizes=Span(256, 1 << 16, 256),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
         conflicts=frozenset({frozenset({Feature.ALIBI, Feature.BIDIRECTIONAL})}),
-        requirements=(Requirement("flash_attn", "2.7", "pip install 'paged-attn[flash-attn]'"),),
+        requirements=(Requirement("flash_attn", "2.7", install_line("flash-attn")),),
         note="pages in multiples of 256 tokens, because a tile of the kernel may hold 256 keys and is read from one page; "
         "sinks are applied after the kernel; tested against its signature, not yet run on a GPU by this project",
     )

@@ -13,6 +13,7 @@ import torch
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, OneOf, Requirement, Sizes
@@ -93,7 +94,7 @@ class TrtllmMlaBackend(UnsupportedBackend):
         "flashinfer or triton, with K and V of every head in the pages",
         "cuda", Feature.MLA, Feature.UNEQUAL_DIMS, Feature.FP8_KV, Feature.FP4_KV,
         architectures=(100, 103), dtypes=BF16, kv_dtypes=BF16 | FP8 | FP4, head_dims=MLA_DIMS, page_sizes=OneOf({32, 64}),
-        phases=frozenset({"decode"}), needs=("flashinfer", "pip install 'paged-attn[flashinfer]'"),
+        phases=frozenset({"decode"}), needs=("flashinfer", install_line("flashinfer")),
         note="TensorRT-LLM's latent attention through flashinfer; decode only",
     )  # fmt: skip
 
@@ -104,7 +105,7 @@ class CutlassMlaBackend(UnsupportedBackend):
         "flashinfer or triton, with K and V of every head in the pages",
         "cuda", Feature.MLA, Feature.UNEQUAL_DIMS,
         architectures=(100, 103), head_dims=MLA_DIMS, page_sizes=PAGE_128, phases=frozenset({"decode"}),
-        needs=("sgl_kernel", "pip install 'paged-attn[sgl]'"), note="CUTLASS latent attention of sgl-kernel; decode only",
+        needs=("sgl_kernel", install_line("sgl")), note="CUTLASS latent attention of sgl-kernel; decode only",
     )  # fmt: skip
 
 
@@ -122,7 +123,7 @@ class DualChunkBackend(UnsupportedBackend):
     name = "dual_chunk_flash_attn"
     capabilities = _row(
         "another backend; dual chunk attention (Qwen2.5-1M) is a formula that no AttentionSpec describes",
-        "cuda", needs=("sgl_kernel", "pip install 'paged-attn[sgl]'"), note="dual chunk attention of Qwen2.5-1M",
+        "cuda", needs=("sgl_kernel", install_line("sgl")), note="dual chunk attention of Qwen2.5-1M",
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
 
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.backends.attention.capabilities import Requirement
 
 
@@ -39,17 +40,13 @@ PACKAGES = (
         "pip install triton",
         True,
     ),
-    OptionalPackage(
-        "flashinfer", ("flashinfer-python",), "FlashInfer's paged attention kernels (CUDA)", "pip install 'paged-attn[flashinfer]'", True
-    ),
-    OptionalPackage(
-        "sgl_kernel", ("sglang-kernel", "sgl-kernel"), "SGLang's FlashAttention 3 build (Hopper)", "pip install 'paged-attn[sgl]'", True
-    ),
-    OptionalPackage("flash_attn", ("flash-attn",), "FlashAttention 2 with pages (CUDA)", "pip install 'paged-attn[flash-attn]'", True),
-    OptionalPackage("matplotlib", ("matplotlib",), "plots of the benchmarks", "pip install 'paged-attn[bench]'"),
-    OptionalPackage("fastapi", ("fastapi",), "the HTTP server", "pip install 'paged-attn[serve]'"),
-    OptionalPackage("uvicorn", ("uvicorn",), "the HTTP server", "pip install 'paged-attn[serve]'"),
-    OptionalPackage("llguidance", ("llguidance",), "answers that follow a schema or grammar", "pip install 'paged-attn[structured]'"),
+    OptionalPackage("flashinfer", ("flashinfer-python",), "FlashInfer's paged attention kernels (CUDA)", install_line("flashinfer"), True),
+    OptionalPackage("sgl_kernel", ("sglang-kernel", "sgl-kernel"), "SGLang's FlashAttention 3 build (Hopper)", install_line("sgl"), True),
+    OptionalPackage("flash_attn", ("flash-attn",), "FlashAttention 2 with pages (CUDA)", install_line("flash-attn"), True),
+    OptionalPackage("matplotlib", ("matplotlib",), "plots of the benchmarks", install_line("bench")),
+    OptionalPackage("fastapi", ("fastapi",), "the HTTP server", install_line("serve")),
+    OptionalPackage("uvicorn", ("uvicorn",), "the HTTP server", install_line("serve")),
+    OptionalPackage("llguidance", ("llguidance",), "answers that follow a schema or grammar", install_line("structured")),
 )
 
 

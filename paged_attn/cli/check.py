@@ -34,6 +34,7 @@ class CheckResult:
 
 def check(llm: LLM, completions: Sequence[Completion], params: SamplingParams) -> CheckResult:
     """Compare every completion with greedy `generate`, one prompt at a time, and time `generate` on all prompts at once."""
+    params = params.over(llm.default_params)
     difference = None
     for number, completion in enumerate(completions):
         expected = own_tokens(llm, [completion.prompt_token_ids], params)[0]
@@ -57,7 +58,8 @@ def own_tokens(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams) -
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=rows.device)
     with torch.no_grad():
         output = model.generate(
-            input_ids=rows, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=count, min_new_tokens=None, min_length=0,
+            input_ids=rows, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=count,
+            min_new_tokens=params.min_tokens or None, min_length=0,
             eos_token_id=sorted(end) or None, pad_token_id=pad, repetition_penalty=params.repetition_penalty, no_repeat_ngram_size=0,
             temperature=None, top_k=None, top_p=None,
         )  # fmt: skip

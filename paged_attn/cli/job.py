@@ -13,7 +13,8 @@ import torch
 from paged_attn.backends.devices import default_device, device_name
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
-from paged_attn.engine.model.loading import load_model
+from paged_attn.engine.model.load_options import LoadOptions
+from paged_attn.engine.model.loading import PLAIN, load_model
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.torchrun import join, num_processes
@@ -56,7 +57,7 @@ class Run:
     numbers: Numbers
 
 
-def load(path: str | Path, dtype: str, device: str | None, config: EngineConfig) -> Loaded:
+def load(path: str | Path, dtype: str, device: str | None, config: EngineConfig, options: LoadOptions = PLAIN) -> Loaded:
     """Load, rewrite and warm up, so that what is timed later is generation only. Under torchrun each process loads its part.
 
     Raises:
@@ -66,7 +67,7 @@ def load(path: str | Path, dtype: str, device: str | None, config: EngineConfig)
     target, sharded = checked_device(device), num_processes() > 1
     if sharded:
         target = join(target)
-    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), target, sharded)
+    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), target, sharded, options)
     loaded = time.perf_counter()
     llm = LLM(model, tokenizer=tokenizer, config=config)
     rewritten = time.perf_counter()

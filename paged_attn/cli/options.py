@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from paged_attn.engine.config import EngineConfig, parse_setting
+from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.sampling_params import GUIDES, SamplingParams
 from paged_attn.engine.setting_names import GONE, NEW_NAMES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ENGINE = "engine_"
+MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 METAVARS = {"tuple[str, ...]": "NAME,..."}
 
 
@@ -22,7 +24,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="show log lines, progress bars, and tracebacks of errors")
 
 
-def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_tokens: int) -> None:
+def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_tokens: int | None = None) -> None:
     """Everything that `generate` and `demo` have in common."""
     add_common(parser)
     _add_prompts(parser)
@@ -44,26 +46,42 @@ def add_device_options(parser: argparse.ArgumentParser, dtype: str) -> None:
     model_group.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
 
 
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """How the checkpoint is read; `load_options` reads them."""
+    add = parser.add_argument_group("checkpoint").add_argument
+    add("--tokenizer", metavar="DIR_OR_HUB_ID", help="another tokenizer than the model's own")
+    add("--revision", metavar="NAME", help="of a hub id: a branch, a tag or a commit")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the checkpoint; without it nothing of it runs")
+    add("--gguf-file", metavar="FILE", help="a GGUF file of the directory or repository (a path to one is a model, too)")
+
+
+def load_options(args: argparse.Namespace) -> LoadOptions:
+    return LoadOptions(**{name: getattr(args, name) for name in ("tokenizer", "revision", "trust_remote_code", "gguf_file")})
+
+
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given many times")
     group.add_argument("--prompt-file", metavar="FILE", help="a prompt per line, empty lines skipped; - reads standard input")
 
 
-def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    group = parser.add_argument_group("sampling (greedy unless --temperature is given)")
+def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling", "what is not given is as the checkpoint's generation_config says, else greedy")
     add = group.add_argument
-    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help="at most N new tokens per prompt (default: %(default)s)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
-    add("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 or -1 turns it off")
-    add("--top-p", type=float, default=1.0, metavar="P", help="keep the most likely tokens that reach probability P; 1 turns it off")
-    add("--min-p", type=float, default=0.0, metavar="P", help="drop tokens less likely than P times the likeliest; 0 turns it off")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 turns it off")
-    add("--frequency-penalty", type=float, default=0.0, metavar="F", help="per time that the output has a token, -2 to 2; 0 turns it off")
-    add("--presence-penalty", type=float, default=0.0, metavar="P", help="for tokens that the output has, -2 to 2; 0 turns it off")
+    most = f"at most N new tokens per prompt (default: {MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens})"
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=most)
+    add("--min-tokens", type=int, metavar="N", help="a completion may not end before it has N tokens")
+    add("--temperature", type=float, metavar="T", help="0 is greedy")
+    add("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 or -1 turns it off")
+    add("--top-p", type=float, metavar="P", help="keep the most likely tokens that reach probability P; 1 turns it off")
+    add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest; 0 turns it off")
+    add("--repetition-penalty", type=float, metavar="R", help="1 turns it off")
+    add("--frequency-penalty", type=float, metavar="F", help="per time that the output has a token, -2 to 2; 0 turns it off")
+    add("--presence-penalty", type=float, metavar="P", help="for tokens that the output has, -2 to 2; 0 turns it off")
     add("--seed", type=int, metavar="S", help="default: from entropy")
-    add("--stop", action="append", default=[], metavar="STR", help="text that ends a completion; may be given many times")
-    add("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
+    add("--stop", action="append", metavar="STR", help="text that ends a completion; may be given many times")
+    add("--bad-words", action="append", metavar="STR", help="text that may not come; may be given many times")
+    add("--ignore-eos", action="store_true", default=None, help="go on after the end-of-sequence token")
     add("--json-schema", metavar="JSON", help="the answer is JSON of this schema")
     add("--regex", metavar="RE", help="the answer matches this regular expression")
     add("--grammar", metavar="LARK", help="the answer follows this grammar, in llguidance's dialect of Lark")
@@ -117,7 +135,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Raises ValueError for a value out of range, and for --check with what generate() does not have: there is nothing to compare."""
-    if args.check and args.temperature != 0:
+    if args.check and args.temperature:
         raise ValueError(
             f"--check compares greedy tokens and is not defined for --temperature {args.temperature:g}; use --temperature 0 or drop --check"
         )
@@ -125,9 +143,10 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         raise ValueError("--check compares with generate(), which has no frequency and presence penalties; leave them or --check out")
     if args.check and (guide := next((name for name in GUIDES if getattr(args, name) is not None), None)):
         raise ValueError(f"--check compares with generate(), which has no --{guide.replace('_', '-')}; leave it or --check out")
-    names = ["max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
-    names += ["seed", "ignore_eos", "logprobs", *GUIDES]
-    return SamplingParams(stop=tuple(args.stop), **{name: getattr(args, name) for name in names})
+    if args.check and args.bad_words:
+        raise ValueError("--check compares with generate(), which is not given --bad-words; leave it or --check out")
+    stated = {setting.name: value for setting in fields(SamplingParams) if (value := getattr(args, setting.name, None)) is not None}
+    return SamplingParams(**{**stated, "temperature": 0.0} if args.check else stated)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from paged_attn.engine.setting_names import GONE, NEW_NAMES, OTHER_SETTING, SAME_SETTING, renamed, what_instead
+from paged_attn.engine.sampling_params import INTO_PARAMS
+from paged_attn.engine.setting_names import GONE, NEW_NAMES, OF_LLM, OTHER_SETTING, SAME_SETTING, renamed, what_instead
 from paged_attn.passes.optional import check_disabled
 
 
@@ -102,6 +104,11 @@ class EngineConfig:
     follow_generate: bool = _advanced(
         False, "serve a model whose generate() numbers positions otherwise than a plain call as generate() does"
     )
+    generation_config: str = _setting(
+        "auto",
+        "what a request does not state: auto is as the checkpoint's generation_config says, ours leaves that out (its end tokens count)",
+        choices=("auto", "ours"),
+    )
     self_check: bool = _setting(True, "compare the rewritten model with the original before the first batch")
 
     def __post_init__(self) -> None:
@@ -152,14 +159,27 @@ class EngineConfig:
         """Settings from PAGED_ATTN_* variables, overridden by `given`.
 
         Raises:
-            ValueError: an unknown setting in `given`, listing the known ones; or a variable that does not parse.
+            ValueError: an unknown setting in `given`, listing the known ones; or a variable that does not parse or is out of range, named.
         """
+        settings = renamed(given)
         values = {
-            name: parse_setting(NEW_NAMES.get(name, name), os.environ[variable])
+            name: cls._of_variable(name, variable)
             for name in (*NEW_NAMES, *(setting.name for setting in fields(cls)))
-            if (variable := f"PAGED_ATTN_{name.upper()}") in os.environ
+            if (variable := f"PAGED_ATTN_{name.upper()}") in os.environ and NEW_NAMES.get(name, name) not in settings
         }
-        return cls(**{**values, **renamed(given)})
+        return cls(**{**values, **settings})
+
+    @classmethod
+    def _of_variable(cls, name: str, variable: str) -> Any:
+        """Raises ValueError, which names the variable: it does not parse, or is out of range."""
+        new = NEW_NAMES.get(name, name)
+        try:
+            value = parse_setting(new, os.environ[variable])
+            with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # told when all settings are put together
+                cls(**{new: value})
+        except ValueError as error:
+            raise ValueError(f"the environment variable {variable}: {error}") from error
+        return value
 
     def with_(self, **given: Any) -> EngineConfig:
         """A copy with some settings changed; an unknown one raises ValueError."""
@@ -174,7 +194,7 @@ def _with_old_names_too(self: EngineConfig, *args: Any, **given: Any) -> None:
     settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in renamed(given).items()}
     known = [setting.name for setting in fields(EngineConfig)]
     if unknown := sorted(settings.keys() - set(known)):
-        hints = [what_instead(name, [*known, *SAME_SETTING], OTHER_SETTING) for name in unknown]
+        hints = [what_instead(name, [*known, *SAME_SETTING, *OF_LLM], {**INTO_PARAMS, **OTHER_SETTING}) for name in unknown]
         names = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in zip(unknown, hints, strict=True))
         raise ValueError(f"unknown engine setting {names}; known: {', '.join(known)}")
     _with_new_names(self, *args, **settings)

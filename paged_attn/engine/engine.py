@@ -20,6 +20,7 @@ from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.build_runtime import make_runner, ready_to_step
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine_stats import EngineStats
+from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, pool_pages
@@ -29,8 +30,9 @@ from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
+from paged_attn.engine.setting_names import tells_names
 from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, InFlightStep, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
@@ -73,6 +75,7 @@ class Engine:
             self.runner = make_runner(model, self.config)
         traced = time.perf_counter()
         limits = ModelLimits.of(model, self.runner.max_positions)
+        defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
         device, layers = self.runner.device, self.runner.layers
@@ -89,7 +92,9 @@ class Engine:
         if self.states and self.config.prefix_cache and not slots.snapshots:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
-        self.input_processor = InputProcessor(limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None)
+        self.input_processor = InputProcessor(
+            limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None, defaults
+        )
         self.scheduler = Scheduler(self.config, self.kv)
         every_step = torch.get_num_threads() if self.config.deterministic else None  # another number rounds otherwise
         self.threads = ThreadChoice(self.config.threads or every_step, first) if device.type == "cpu" else None
@@ -110,6 +115,11 @@ class Engine:
         return self.input_processor.limits
 
     @property
+    def default_params(self) -> SamplingParams:
+        """What requests have that they do not state."""
+        return self.input_processor.defaults
+
+    @property
     def requests(self) -> Mapping[str, Request]:
         """Those that have not finished, by id."""
         return self.output_processor.requests
@@ -124,6 +134,7 @@ class Engine:
         """Whether `step` has something to do or to tell."""
         return bool(self.requests or self.output_processor.pending)
 
+    @tells_names("Engine.add_request", INTO_PARAMS)
     @in_plain_modes
     def add_request(
         self,

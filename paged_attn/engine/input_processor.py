@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.memory.model_limits import ModelLimits
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
 from paged_attn.engine.requests.request import Request
+from paged_attn.engine.sampling.forbidden import Forbidden, bad_words
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
 from paged_attn.engine.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ class InputProcessor:
         limits: of the model; num_pages, page_size: of the pool, as far as requests may use it.
         tokenizer: decodes new tokens to text; None gives empty texts.
         has_states: the model has recurrent state.
+        defaults: what requests have that they do not state.
         guides: of what the params ask for.
     """
 
@@ -33,8 +35,10 @@ class InputProcessor:
     page_size: int
     tokenizer: Any
     has_states: bool
+    defaults: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
+        self._bad_words = functools.lru_cache(64)(functools.partial(bad_words, tokenizer=self.tokenizer))
         self.guides = Guides(self.tokenizer, self.limits.vocab_size, self.limits.eos_token_ids)
 
     @property
@@ -60,22 +64,36 @@ class InputProcessor:
         hash((namespace, tenant))
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {shown(priority)}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
+        params = params.over(self.defaults)
+        if params.n != 1:
+            raise ValueError(f"n: got {params.n}; allowed: 1 for a request of the engine; LLM.generate makes one for each of n answers")
         ids = self.limits.checked_prompt(prompt_token_ids)
         max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
         self._check_fits(len(ids), max_new)
         stop = _union(params.stop_token_ids, frozenset() if params.ignore_eos else self.limits.eos_token_ids)
         self.limits.check_biases(params.biases)
         guide = self.guides.guide(params)
+        words = self._bad_words(params.bad_words) if params.bad_words else None
+        forbidden = Forbidden(stop, params.min_tokens, words) if params.min_tokens or words else None
         tokens = list(ids)
         text_at_end = not params.stop and (text_at_end or self.tokenizer is None)
-        text = WholeText(self.tokenizer, tokens) if text_at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
+        text = WholeText(self.tokenizer, tokens, params.skip_special_tokens) if text_at_end else self._detokenizer(params)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
-            sampling=SamplingState(params, tokens, guide), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
+            sampling=SamplingState(params, tokens, guide, forbidden), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
             prompt=prompt, priority=priority,
         )  # fmt: skip
         request.skips_host_work = text_at_end and params.logprobs is None and not self.has_states and guide is None
         return request
+
+    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            params.stop,
+            params.skip_special_tokens,
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
 
     def _check_fits(self, prompt: int, new: int) -> None:
         # The last new token is sampled but never attended to, so that its KV needs no slot.

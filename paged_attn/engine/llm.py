@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,19 +17,28 @@ from paged_attn.capture.graphs.progress import bar
 from paged_attn.capture.graphs.progress import progress as showing
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.generation_config import as_params
+from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
-from paged_attn.engine.sampling_params import SamplingParams
+from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
+from paged_attn.engine.setting_names import tells_names
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 Prompt = str | Sequence[int]
+Params: TypeAlias = "SamplingParams | GenerationConfig"
 
 
 class LLM:
     """Serve a Hugging Face causal LM with paged KV, prefix sharing and continuous batching.
 
     Args:
-        model: a loaded model (any dtype; left as it was found), a directory, or a hub id.
-        tokenizer: for a loaded model, if prompts or stops are text; a path loads its own.
+        model: a loaded model (any dtype; left as it was found), a directory, a GGUF file, or a hub id. Of a model that reads images, too,
+            the text is served.
+        tokenizer: for a loaded model, if prompts or stops are text; a path loads its own. It may be a path, too.
         dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
+        revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
         progress: bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
 
@@ -47,6 +56,10 @@ class LLM:
         tokenizer: Any = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        gguf_file: str | None = None,
+        quantization_config: Any = None,
         config: EngineConfig | None = None,
         progress: bool | None = None,
         **settings: Any,
@@ -56,37 +69,47 @@ class LLM:
         if not isinstance(model, (nn.Module, str, Path)):
             raise TypeError(f"model is a {type(model).__name__}; allowed are a loaded model, a directory or a hub id")
         config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
+        own = tokenizer if isinstance(tokenizer, (str, Path)) else None
+        options = LoadOptions(own, revision, trust_remote_code, gguf_file, quantization_config)
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
                 raise ValueError("dtype and device are for loading from a path; convert a loaded model yourself: model.to(device, dtype)")
+            if given := [name for name in options.given if name not in ("tokenizer", "trust_remote_code")]:
+                raise ValueError(f"{given[0]} is for loading from a path; give it to the from_pretrained that loads the model")
         with showing(progress):
             if isinstance(model, (str, Path)):
                 from paged_attn.engine.model.loading import load_model
 
-                model, loaded_tokenizer = load_model(model, dtype, device)
-                tokenizer = tokenizer if tokenizer is not None else loaded_tokenizer
+                model, loaded_tokenizer = load_model(model, dtype, device, options=options)
+                tokenizer = loaded_tokenizer if tokenizer is None or own is not None else tokenizer
+            elif own is not None:
+                from paged_attn.engine.model.loading import load_tokenizer
+
+                tokenizer = load_tokenizer(own, options)
             assert isinstance(model, nn.Module)
             self.tokenizer = tokenizer
             self.engine = Engine(model, tokenizer, config)
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
 
+    @tells_names("LLM.generate", INTO_PARAMS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         namespace: Any = None,
         priority: int = 0,
         progress: bool | None = None,
     ) -> list[Completion]:
-        """Complete all prompts in one continuous batch; results in the order of the prompts.
+        """Complete all prompts in one continuous batch; results in the order of the prompts, all answers to one beside each other.
 
         Args:
             prompts: texts or lists of token ids, mixed as you like; one alone counts as a list of one. A text may also come as
                 {"prompt": text}, token ids as {"prompt_token_ids": ids}, and what a tokenizer returned as it is, padding and all.
-            params: for all prompts, or one for each; also as `sampling_params`.
+            params: for all prompts, or one for each; also as `sampling_params`. A `GenerationConfig` of transformers will do. With `n`
+                above 1 there are so many completions of a prompt, which share its KV; `index` and `answer` tell them apart.
             namespace, priority: see `Engine.add_request`.
             progress: a bar on stderr that counts finished prompts; None shows it on a terminal, if it takes longer than a second.
 
@@ -107,22 +130,39 @@ class LLM:
             self._drop(requests)
         return [Completion.of(request) for request in requests]
 
+    @tells_names("LLM.stream", INTO_PARAMS)
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         namespace: Any = None,
         priority: int = 0,
     ) -> Iterator[TokenEvent]:
-        """Yield a TokenEvent for every new token as it comes; its `index` tells the prompt. Closing the iterator cancels the rest.
+        """Yield a TokenEvent for every new token as it comes; its `index` tells the prompt, its `answer` which of `n` answers. Closing the
+        iterator cancels the rest.
 
         Prompts are checked and queued at the call, not at the first `next`.
         """
         events = self._events(self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=True))
         next(events)  # from here on closing it cancels, even if nothing was read
         return events  # type: ignore[return-value]
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request has that it does not state: as the model's generation_config says, or our own defaults."""
+        return self.engine.default_params
+
+    def get_tokenizer(self) -> Any:
+        """`tokenizer`, as vLLM's method of this name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("this LLM has no tokenizer; give LLM(model, tokenizer=...) one, or the path of one")
+        return self.tokenizer
 
     def clear_prefix_cache(self) -> int:
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
@@ -142,7 +182,6 @@ class LLM:
         self.close()
 
     def _events(self, requests: list[Request]) -> Iterator[TokenEvent | None]:
-        index = {request.id: i for i, request in enumerate(requests)}
         try:
             yield None
             while True:
@@ -152,7 +191,7 @@ class LLM:
                     inbox = self._inboxes[request.id]
                     while inbox:
                         event = inbox.popleft()
-                        event.index = index[request.id]
+                        event.index, event.answer = request.index, request.answer
                         yield event
                 self._raise_errors(requests)
                 if finished:
@@ -164,7 +203,7 @@ class LLM:
     def _add(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params | Sequence[Params] | None,
         namespace: Any,
         priority: int,
         streamed: bool,
@@ -173,9 +212,8 @@ class LLM:
         chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(listed)
         if len(chosen) != len(listed):
             raise ValueError(f"{len(chosen)} SamplingParams for {len(listed)} prompts; give one for all or one for each")
-        for each in chosen:
-            if not isinstance(each, SamplingParams):
-                raise TypeError(f"params holds {each!r}; allowed are SamplingParams")
+        taken = [as_params(each, self.default_params) for each in chosen]
+        for each in taken:
             if each.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
         ids = [self._token_ids(prompt) for prompt in listed]
@@ -183,14 +221,16 @@ class LLM:
         with self._lock, ExitStack() as undo:
             undo.callback(self._drop, requests)
             try:
-                for prompt, tokens, each in zip(listed, ids, chosen, strict=True):
+                for index, (prompt, tokens, each) in enumerate(zip(listed, ids, taken, strict=True)):
                     text = prompt if isinstance(prompt, str) else None
-                    added = self.engine.add_request(
-                        tokens, each, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed
-                    )
-                    requests.append(added)
+                    for number, answer in enumerate(each.answers()):
+                        added = self.engine.add_request(
+                            tokens, answer, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed
+                        )
+                        added.index, added.answer = index, number
+                        requests.append(added)
             except (ValueError, TypeError) as error:
-                error.add_note(f"(prompt {len(requests)} of {len(listed)})")
+                error.add_note(f"(prompt {index} of {len(listed)})")
                 raise
             if streamed:
                 self._inboxes.update({request.id: deque() for request in requests})

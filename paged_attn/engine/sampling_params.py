@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
@@ -17,6 +18,7 @@ from paged_attn.shown import shown
 LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+MAX_ANSWERS = 1024
 GUIDES = ("json_schema", "regex", "grammar")
 MAX_GUIDE_BYTES = 256 << 10
 MIN_TEMPERATURE = 1e-6  # below this float32 logits / temperature may overflow
@@ -25,10 +27,13 @@ SEED_LIMIT = 2**64
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's sampling settings, checked on construction. The defaults are greedy decoding.
+    """One request's sampling settings, checked on construction. What is not stated is as the checkpoint's generation_config says (see
+    `LLM.default_params`), and as below where that says nothing: greedy decoding.
 
     Attributes:
         max_new_tokens: at most so many new tokens; 0 means none, with finish_reason "length".
+        min_tokens: end tokens and `stop_token_ids` may not come, and `stop` is not looked for, before there are so many new tokens.
+        n: how many answers to the prompt; with a seed, answer i has the seed plus i.
         temperature: 0 is greedy; else logits are divided by it.
         top_k: keep the k most likely tokens (and those tied with the last of them); 0 or -1 turns it off.
         top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 turns it off.
@@ -41,9 +46,13 @@ class SamplingParams:
         seed: None draws from entropy. A request's tokens depend on it, and on nothing else in the batch.
         stop_token_ids: a new token among these ends the request.
         stop: text that ends the request; a single str is taken as one stop string.
+        include_stop_str_in_output: the text ends after the stop string, and not before it.
+        skip_special_tokens: the text is without special tokens.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: None for none; k for each new token's log-probability and the k most likely tokens with theirs.
         logit_bias: {token id: what is added to its logit, -100 to 100}, before penalties; kept as pairs.
+        bad_words: texts, or sequences of token ids, that may not come: the last token of one may not follow those before it, be they in
+            the prompt or in the answer. A text is meant with and without a space before it.
         json_schema: the answer is JSON of this schema (a mapping, or its text); kept as text.
         regex: the whole answer matches this regular expression (of Rust's `regex`, without anchors).
         grammar: the answer follows this context-free grammar, in the dialect of Lark that llguidance reads.
@@ -76,10 +85,17 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    n: int = 1
+    min_tokens: int = 0
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
             "max_new_tokens": _whole("max_new_tokens", self.max_new_tokens, "0 asks for no new token"),
+            "min_tokens": _whole("min_tokens", self.min_tokens, "0 lets a request end at once"),
+            "n": _count(self.n),
             "temperature": _temperature(self.temperature),
             "top_k": 0 if self.top_k == -1 else _whole("top_k", self.top_k, "0 or -1 turns top-k off"),
             "top_p": _number("top_p", self.top_p, "0 < top_p <= 1", "1 turns top-p off", positive=True, high=1.0),
@@ -90,6 +106,7 @@ class SamplingParams:
             "frequency_penalty": _penalty("frequency_penalty", self.frequency_penalty),
             "presence_penalty": _penalty("presence_penalty", self.presence_penalty),
             "logit_bias": _biases(self.logit_bias),
+            "bad_words": _bad_words(self.bad_words),
             "logits_processors": _processors(self.logits_processors),
             "seed": None if self.seed is None else _seed(self.seed),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
@@ -97,16 +114,45 @@ class SamplingParams:
             "logprobs": None if self.logprobs is None else _whole("logprobs", self.logprobs, "None asks for none"),
             "json_schema": None if self.json_schema is None else _json_schema(self.json_schema),
         }
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos: got {shown(self.ignore_eos)}; allowed: True or False; pass a bool")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}: got {shown(value)}; allowed: True or False; pass a bool")
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
         self._check_guide()
+        if self.min_tokens > self.max_new_tokens:
+            raise ValueError(f"min_tokens: got {self.min_tokens}; allowed: at most max_new_tokens, which is {self.max_new_tokens}")
+
+    @property
+    def stated(self) -> frozenset[str]:
+        """The names of what was given, by our names; the others have the default."""
+        stated: frozenset[str] = self.__dict__["_stated"]
+        return stated
+
+    def over(self, defaults: SamplingParams) -> SamplingParams:
+        """These, and what they do not state as `defaults` state it."""
+        taken = defaults.stated - self.stated
+        if self.guide is not None:
+            taken -= {"ignore_eos", "min_tokens"}  # when such an answer ends is not for a default to say
+        if not taken:
+            return self
+        return self._with(_stated=self.stated | taken, **{name: getattr(defaults, name) for name in taken})
 
     def with_seed(self, seed: int) -> SamplingParams:
         """The same with another seed of 0 <= seed < 2**64. All else was checked and is shared."""
+        return self._with(seed=seed)
+
+    def answers(self, count: int | None = None) -> list[SamplingParams]:
+        """The params of each of `n` answers (or of `count`): of one answer each, with a seed of its own if there is one."""
+        count = self.n if count is None else count
+        one = self if self.n == 1 else self._with(n=1)
+        return [one if number == 0 or self.seed is None else one.with_seed((self.seed + number) % SEED_LIMIT) for number in range(count)]
+
+    def _with(self, **values: Any) -> SamplingParams:
+        """The same with other values, which were checked."""
         other = copy.copy(self)
-        object.__setattr__(other, "seed", seed)
+        for name, value in values.items():
+            object.__setattr__(other, name, value)
         return other
 
     def _check_guide(self) -> None:
@@ -120,6 +166,8 @@ class SamplingParams:
             raise ValueError(f"{given[1]}: got one beside {given[0]}; allowed: one of {', '.join(GUIDES)}; leave the others out")
         if given and self.ignore_eos:
             raise ValueError(f"ignore_eos: got True beside {given[0]}; allowed: False; such an answer may end with an end token only")
+        if given and self.min_tokens:
+            raise ValueError(f"min_tokens: got {self.min_tokens} beside {given[0]}; allowed: 0; {given[0]} says when the answer may end")
 
     @property
     def is_greedy(self) -> bool:
@@ -157,17 +205,18 @@ _NAMES = SamplingParams.__dataclass_fields__.keys()
 
 @functools.wraps(_by_its_own_names)
 def _by_familiar_names_too(self: SamplingParams, *args: Any, **given: Any) -> None:
-    if given.keys() <= _NAMES:
-        _by_its_own_names(self, *args, **given)
-        return
-    given = familiar(given, SAME_PARAM)
-    for name in given:
-        if name not in _NAMES:
-            hint = what_instead(name, [*_NAMES, *SAME_PARAM], OTHER_PARAM)
-            raise TypeError(f"SamplingParams has no {name!r}{f' ({hint})' if hint else ''}; known: {', '.join(_NAMES)}")
+    if not given.keys() <= _NAMES:
+        given = familiar(given, SAME_PARAM)
+        for name in given:
+            if name not in _NAMES:
+                hint = what_instead(name, [*_NAMES, *SAME_PARAM], OTHER_PARAM)
+                raise TypeError(f"SamplingParams has no {name!r}{f' ({hint})' if hint else ''}; known: {', '.join(_NAMES)}")
+    object.__setattr__(self, "_stated", frozenset(given).union(islice(_NAMES, len(args))))
     _by_its_own_names(self, *args, **given)
 
 
+# Where these names were given to something else.
+INTO_PARAMS = {name: f"it is a request's: SamplingParams({name}=...)" for name in (*_NAMES, *SAME_PARAM)} | OTHER_PARAM
 SamplingParams.__init__ = _by_familiar_names_too  # type: ignore[method-assign]
 
 
@@ -177,6 +226,13 @@ def _whole(name: str, value: object, hint: str) -> int:
     if value < 0:
         raise ValueError(f"{name}: got {shown(value)}; allowed: an int >= 0; {hint}")
     return int(value)
+
+
+def _count(value: object) -> int:
+    count = _whole("n", value, "1 asks for one answer")
+    if not 1 <= count <= MAX_ANSWERS:
+        raise ValueError(f"n: got {shown(count)}; allowed: 1 to {MAX_ANSWERS}; 1 asks for one answer")
+    return count
 
 
 def _number(name: str, value: object, allowed: str, hint: str, *, positive: bool = False, high: float = math.inf) -> float:
@@ -210,6 +266,20 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
         if not -MAX_BIAS <= float(bias) <= MAX_BIAS:  # NaN is not, either
             raise ValueError(f"logit_bias: got {float(bias)} for token {token}; allowed: {allowed}; {hint}")
     return tuple(sorted({int(token): float(bias) for token, bias in pairs}.items()))
+
+
+def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
+    allowed = "texts, or lists of token ids, in a tuple or list"
+    if isinstance(value, str) or not isinstance(value, (tuple, list)):
+        raise TypeError(f"bad_words: got {shown(value)}; allowed: {allowed}; write (text,) for one")
+    words: list[str | tuple[int, ...]] = []
+    for word in value:
+        if not isinstance(word, (str, tuple, list)):
+            raise TypeError(f"bad_words: got {shown(word)} in {shown(value)}; allowed: {allowed}; write [id] for one token")
+        if not word or (isinstance(word, str) and not word.strip()):
+            raise ValueError(f"bad_words: got {shown(word)} in {shown(value)}; allowed: {allowed}, none of them empty; leave it out")
+        words.append(word if isinstance(word, str) else tuple(_whole("bad_words", token, "take ids from the tokenizer") for token in word))
+    return tuple(words)
 
 
 def _json_schema(value: object) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import warnings
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
+F = TypeVar("F", bound=Callable[..., Any])
 NEW_NAMES = {"early_rows": "early_logits_gather", "one_row_linears": "gemv", "early_launches": "pdl"}
 NEW_VALUES = {("graphs", "pieces"): "piecewise"}
 GONE = {"rope_and_store": "it gained a percent at most and cost two for batches of 128"}
@@ -24,12 +27,8 @@ OTHER_SETTING = {
     "max_model_len": "a request may be as long as the model's positions and the pool allow; num_pages or kv_memory_gib bound the pool",
     "enforce_eager": "graphs='off' captures nothing, inductor=False compiles nothing",
     "kv_cache_dtype": "keys and values are kept in the model's dtype; there is no other yet",
-    "quantization": "load the quantised model with transformers and give LLM the model itself",
-    "quantization_config": "load the quantised model with transformers and give LLM the model itself",
+    "quantization": "a quantised checkpoint is read as it is; quantization_config=... of transformers quantises while it is read",
     "load_format": "weights are read as transformers reads them",
-    "gguf_file": "load the model with transformers (from_pretrained(..., gguf_file=...)) and give LLM the model itself",
-    "trust_remote_code": "load the model with transformers (from_pretrained(..., trust_remote_code=True)) and give LLM the model itself",
-    "revision": "load the model with transformers (from_pretrained(..., revision=...)) and give LLM the model itself",
     "tensor_parallel_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
     "tp_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
     "swap_space": "a request that loses its pages computes them again; nothing is swapped",
@@ -38,26 +37,26 @@ OTHER_SETTING = {
     "enable_lora": "give LLM a model of peft with its adapter active; several adapters in one batch are not served yet",
 }
 SAME_PARAM = {
-    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "stop_strings": "stop", "guided_json": "json_schema",
+    "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n", "stop_strings": "stop", "bad_words_ids": "bad_words", "guided_json": "json_schema",
     "guided_regex": "regex", "guided_grammar": "grammar",
 }  # fmt: skip
 OTHER_PARAM = {
     "do_sample": "temperature=0 is greedy, any other temperature samples",
-    "n": "give the prompt n times; requests over HTTP have n",
-    "best_of": "give the prompt several times with logprobs, and keep the best",
+    "best_of": "nothing is thrown away here: n gives that many answers, logprobs tells how likely each is, and you keep the best",
     "num_beams": "there is no beam search; transformers' own generate on pages has it (docs/generate.md)",
     "use_beam_search": "there is no beam search; transformers' own generate on pages has it (docs/generate.md)",
     "max_length": "max_new_tokens counts the new tokens alone",
-    "min_tokens": "there is no least number; ignore_eos=True goes on after end tokens, up to max_new_tokens",
-    "min_new_tokens": "there is no least number; ignore_eos=True goes on after end tokens, up to max_new_tokens",
-    "bad_words": "forbid tokens by logit_bias={id: -100}, or by one of transformers' logits processors in logits_processors",
     "prompt_logprobs": "log-probabilities of a prompt are not given yet; logprobs has those of new tokens",
-    "include_stop_str_in_output": "a completion's token_ids hold the stop string, its text ends before it",
-    "skip_special_tokens": "texts are decoded without special tokens; token_ids hold them",
+    "suppress_tokens": "bad_words=[[id], ...] forbids single tokens",
+    "spaces_between_special_tokens": "a text with special tokens (skip_special_tokens=False) is as the tokenizer decodes it",
     "detokenize": "an LLM without a tokenizer decodes nothing",
     "no_repeat_ngram_size": "give transformers' NoRepeatNGramLogitsProcessor in logits_processors",
     "typical_p": "give transformers' TypicalLogitsWarper in logits_processors",
 }
+
+
+OF_LLM = ("tokenizer", "dtype", "device", "revision", "trust_remote_code", "gguf_file", "quantization_config", "config", "progress")
 
 
 def familiar(given: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any]:
@@ -80,6 +79,29 @@ def what_instead(name: str, known: Collection[str], other: Mapping[str, str]) ->
         return other[name]
     near = difflib.get_close_matches(name, [*known, *other], n=1)
     return f"did you mean {near[0]}?" if near else ""
+
+
+def tells_names(what: str, elsewhere: Mapping[str, str]) -> Callable[[F], F]:
+    """For a function that takes keywords: its TypeError for one that it does not know says which name is near, or where it goes.
+
+    Args:
+        what: the function's name, for messages; elsewhere: names that belong to something else, and what to do with them.
+    """
+
+    def telling(function: F) -> F:
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            if not given.keys() <= set(known):
+                name = next(name for name in given if name not in known)
+                hint = what_instead(name, known, elsewhere)
+                raise TypeError(f"{what} has no {name!r}{f' ({hint})' if hint else ''}; known: {', '.join(known)}")
+            return function(*args, **given)
+
+        return checked  # type: ignore[return-value]
+
+    return telling
 
 
 def renamed(given: Mapping[str, Any]) -> dict[str, Any]:

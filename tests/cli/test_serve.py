@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from paged_attn import LLM, SamplingParams
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.cli.commands import serve
 from paged_attn.cli.main import build_parser, main
 from paged_attn.cli.serve_options import LIMITS, server_settings
@@ -112,7 +113,7 @@ def test_a_port_in_use_is_found_before_the_model_loads(tmp_path: Path, capsys: p
 def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(serve, "NEEDED", (*serve.NEEDED, "no_such_package"))
     assert main(["serve", "--model", "x"]) == 2
-    assert "needs no_such_package; install the extra: pip install 'paged-attn[serve]'" in capsys.readouterr().err
+    assert f"needs no_such_package; install the extra: {install_line('serve')}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,15 @@ def test_variables_are_read_and_given_settings_win(monkeypatch: pytest.MonkeyPat
 )
 def test_a_variable_that_does_not_parse_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     monkeypatch.setenv(f"PAGED_ATTN_{name.upper()}", text)
-    with pytest.raises(ValueError, match=rf"{name} is '{text}'; allowed is"):
+    with pytest.raises(ValueError, match=rf"the environment variable PAGED_ATTN_{name.upper()}: {name} is '{text}'; allowed is"):
         EngineConfig.from_environment()
 
 
 def test_a_variable_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_ATTN_PAGE_SIZE", "0")
-    with pytest.raises(ValueError, match="page_size is 0"):
+    with pytest.raises(ValueError, match="the environment variable PAGED_ATTN_PAGE_SIZE: page_size is 0"):
         EngineConfig.from_environment()
+    assert EngineConfig.from_environment(page_size=4).page_size == 4, "what is given in its place counts"
 
 
 def test_parsed_values_have_the_settings_types() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from paged_attn.engine.sampling.forbidden import BadWords, Forbidden
 from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
@@ -37,7 +39,7 @@ def states_of(settings: tuple[dict[str, Any], ...]) -> list[SamplingState]:
 @pytest.mark.parametrize("guided", [False, True])
 def test_the_tokens_of_the_cpu_without_waiting(guided: bool) -> None:
     if guided:
-        pytest.importorskip("llguidance", reason="pip install 'paged-attn[structured]'")
+        pytest.importorskip("llguidance", reason="pip install '.[structured]'")
     settings = (*FIRM, *DRAWN, *(GUIDED if guided else ()))
     on_cpu, on_gpu, last = states_of(settings), states_of(settings), SamplingState(SamplingParams(temperature=1.0, top_p=0.5))
     cpu, gpu = Sampler(), Sampler()
@@ -82,3 +84,20 @@ def test_a_draw_on_the_device_is_the_same_in_every_batch() -> None:
         assert alone == [together[row]], each
         penalised = SamplingState(SamplingParams(**each, logit_bias={0: 0.0}))  # drawn from scores of its own in float32
         assert Sampler().choose(logits, {row: penalised}).wait().ids[row] == together[row]
+
+
+def test_bad_words_and_least_tokens_do_not_wait_for_the_token_under_way() -> None:
+    words = [[3, 4], [3, 5], [8, 3, 6], [9], *([token, 7] for token in range(0, VOCAB, 2))]
+    forbidden = Forbidden([1, 2], 5, BadWords(words))
+    on_cpu, on_gpu = (SamplingState(SamplingParams(), [3, 7], None, forbidden) for _ in range(2))
+    cpu, gpu, generator, before = Sampler(), Sampler(), torch.Generator().manual_seed(1), None
+    for step in range(12):
+        logits = torch.randn(1, VOCAB, generator=generator) * 4
+        want = cpu.choose(logits, {0: on_cpu}).wait().ids
+        there = logits.cuda()
+        with waiting_is_an_error() if step else nullcontext():
+            chosen = gpu.choose(there, {0: on_gpu})
+        assert chosen.wait().ids == want
+        on_cpu.tokens += want
+        on_gpu.tokens += before or []  # one step late
+        before = want

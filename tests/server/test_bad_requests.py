@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.api.bodies import CompletionBody
 from tests.engine.models import oracle
 from tests.server.serving import MODEL, Running
@@ -93,7 +94,7 @@ def test_bad_messages_get_400(running: Running, messages: Any, param: str, words
 
 
 def test_a_top_k_beyond_every_vocabulary_is_one_that_tensors_hold() -> None:
-    assert CompletionBody(prompt="a", top_k=10**30).sampling_params(1).top_k == 2**31 - 1
+    assert CompletionBody(prompt="a", top_k=10**30).sampling_params(1, SamplingParams()).top_k == 2**31 - 1
 
 
 def test_two_limits_that_differ_are_refused(running: Running) -> None:

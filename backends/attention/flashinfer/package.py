@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.backends.attention.capabilities import Requirement
 
-REQUIREMENT = Requirement("flashinfer", "0.6.8", "pip install 'paged-attn[flashinfer]'")
+REQUIREMENT = Requirement("flashinfer", "0.6.8", install_line("flashinfer"))
 
 
 def import_flashinfer(backend: str) -> ModuleType:

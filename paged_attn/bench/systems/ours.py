@@ -22,7 +22,7 @@ def start(job: Job) -> Ours:
     started = time.perf_counter()
     model = model_source.load(job.model)
     loaded = time.perf_counter()
-    llm = LLM(model, config=EngineConfig.from_environment(**job.options), progress=job.progress or None)
+    llm = LLM(model, config=EngineConfig.from_environment(**{"generation_config": "ours", **job.options}), progress=job.progress or None)
     return Ours(llm, loaded - started, job.sampling)
 
 

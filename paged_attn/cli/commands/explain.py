@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from paged_attn.cli.options import DTYPES, add_common, set_verbosity
+from paged_attn.cli.options import DTYPES, add_checkpoint_options, add_common, load_options, set_verbosity
 
 
 def add_parser(commands: Any) -> None:
@@ -15,6 +15,7 @@ def add_parser(commands: Any) -> None:
     add_common(parser)
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id; it is loaded on the CPU")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto is the checkpoint's own")
+    add_checkpoint_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from paged_attn.engine.model.loading import load_model
     from paged_attn.report.inspection import explanation
 
-    model, _ = load_model(args.model, None if args.dtype == "auto" else getattr(torch, args.dtype), "cpu")
+    model, _ = load_model(args.model, None if args.dtype == "auto" else getattr(torch, args.dtype), "cpu", options=load_options(args))
     found = explanation(model)
     print(json.dumps(asdict(found), indent=2) if args.json else found.text())
     return 0

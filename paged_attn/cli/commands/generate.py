@@ -9,7 +9,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paged_attn.cli import report
-from paged_attn.cli.options import add_run_options, engine_config, read_prompts, sampling_params, set_verbosity
+from paged_attn.cli.options import (
+    add_checkpoint_options,
+    add_run_options,
+    engine_config,
+    load_options,
+    read_prompts,
+    sampling_params,
+    set_verbosity,
+)
 
 if TYPE_CHECKING:
     from paged_attn.cli.job import Loaded, Run
@@ -18,8 +26,9 @@ if TYPE_CHECKING:
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("generate", help="complete prompts with a model", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
-    add_run_options(parser, dtype="auto", max_new_tokens=128)
+    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
+    add_checkpoint_options(parser)
+    add_run_options(parser, dtype="auto")
     parser.set_defaults(run=run)
 
 
@@ -32,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from paged_attn.cli.check import check
     from paged_attn.cli.job import load, run_prompts, where_it_runs
 
-    loaded = load(args.model, args.dtype, args.device, config)
+    loaded = load(args.model, args.dtype, args.device, config, load_options(args))
     print(where_it_runs(loaded.llm), file=sys.stderr)
     done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts))
     if not args.stream and not args.json:

@@ -13,7 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged_attn.cli.options import add_common, add_device_options, add_engine, engine_config, set_verbosity
+from paged_attn.attn_ops.install_line import install_line
+from paged_attn.cli.options import (
+    add_checkpoint_options,
+    add_common,
+    add_device_options,
+    add_engine,
+    engine_config,
+    load_options,
+    set_verbosity,
+)
 from paged_attn.cli.serve_options import add_server_options, server_settings
 from paged_attn.engine.model.model_path import checked_model_path
 from paged_attn.parallel.torchrun import is_first, num_processes
@@ -28,10 +37,11 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's routes", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
+    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
     add_common(parser)
     add_server_options(parser)
     add_device_options(parser, dtype="auto")
+    add_checkpoint_options(parser)
     add_engine(parser)
     parser.set_defaults(run=run)
 
@@ -48,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if not is_first():
         return _follow(args, config)
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"the server needs {', '.join(missing)}; install the extra: pip install 'paged-attn[serve]'")
-    checked_model_path(args.model)
+        raise ValueError(f"the server needs {', '.join(missing)}; install the extra: {install_line('serve')}")
+    checked_model_path(args.model, args.gguf_file)
     settings = server_settings(args, model_name(args.model))
     set_verbosity(args.verbose)
     from paged_attn.server.run import Server, allow_files, listen
@@ -102,7 +112,7 @@ def _follow(args: argparse.Namespace, config: EngineConfig) -> int:
 def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
     from paged_attn.cli.job import load, where_it_runs
 
-    llm = load(args.model, args.dtype, args.device, config).llm
+    llm = load(args.model, args.dtype, args.device, config, load_options(args)).llm
     print(where_it_runs(llm), file=sys.stderr, flush=True)
     gc.collect()
     gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end

@@ -6,7 +6,15 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from paged_attn.cli.options import add_common, add_device_options, add_engine, engine_config, set_verbosity
+from paged_attn.cli.options import (
+    add_checkpoint_options,
+    add_common,
+    add_device_options,
+    add_engine,
+    engine_config,
+    load_options,
+    set_verbosity,
+)
 from paged_attn.cli.report import bold
 
 if TYPE_CHECKING:
@@ -21,9 +29,10 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "warmup", help="fill the compile caches for a model, and time its start", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
+    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
     add_common(parser)
     add_device_options(parser, dtype="auto")
+    add_checkpoint_options(parser)
     add_engine(parser)
     parser.set_defaults(run=run)
 
@@ -39,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     for line in coming(config, device):
         print(f"  - {line}")
     print(end="", flush=True)
-    loaded = load(args.model, args.dtype, args.device, config)
+    loaded = load(args.model, args.dtype, args.device, config, load_options(args))
     with loaded.llm as llm:
         started = time.perf_counter()
         prompts = run_tokens(llm)

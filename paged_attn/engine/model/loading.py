@@ -1,61 +1,140 @@
-"""Loading a Hugging Face model and its tokenizer from a directory or the hub."""
+"""Loading a Hugging Face model and its tokenizer from a directory, a GGUF file or the hub."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.backends.devices import default_device
 from paged_attn.capture.graphs.progress import asked, bar
-from paged_attn.engine.model.model_path import checked_model_path
+from paged_attn.engine.model.auto_class import auto_class
+from paged_attn.engine.model.load_options import LoadOptions
+from paged_attn.engine.model.model_path import checked_model_path, split_gguf
 from paged_attn.parallel.plan import plan_of
 
+PLAIN = LoadOptions()
 
-def load_model(path: str | Path, dtype: torch.dtype | None, device: torch.device | str | None, sharded: bool = False) -> tuple[Any, Any]:
-    """(model in evaluation mode, tokenizer or None if the checkpoint has none).
+
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    sharded: bool = False,
+    options: LoadOptions = PLAIN,
+) -> tuple[Any, Any]:
+    """(model in evaluation mode, tokenizer or None if the checkpoint has none). Nothing is asked on stdin.
 
     Args:
+        path: a directory, a hub id, or a GGUF file.
         dtype: None is the checkpoint's own.
         device: None is `default_device()`.
         sharded: read what the model's `tp_plan` gives to this rank of the process group, and no more.
 
     Raises:
         ValueError: nothing loadable is there; the message holds transformers' own words. Or it can not be sharded.
+        UnsupportedError: what is there continues no text.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    name = checked_model_path(path)
-    with bar(total=3, what=f"loading {Path(name).name}", unit="part") as shown:
+    path, gguf = split_gguf(path, options.gguf_file)
+    name = checked_model_path(path, gguf)
+    device = default_device() if device is None else torch.device(device)
+    with bar(total=3, what=f"loading {Path(gguf or name).name}", unit="part") as shown:
         shown.set_postfix_str("weights")
-        try:
-            with _their_bars():
-                more = {"distributed_config": _own_shards()} if sharded else {}
-                model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **more)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
+        model = _model(name, gguf, dtype, device, sharded, options)
         if sharded and plan_of(model) is None:
             raise ValueError(f"{type(model).__name__} has no tensor-parallel plan; run it in one process, without torchrun")
         model.eval()
         shown.update()
-        device = default_device() if device is None else torch.device(device)
         shown.set_postfix_str(f"to {device}")
-        torch.nn.Module.to(model, device)
+        if options.quantization_config is None:  # else it lies there already, and some kinds can not be moved
+            torch.nn.Module.to(model, device)
         shown.update()
         shown.set_postfix_str("tokenizer")
-        tokenizer = _tokenizer(AutoTokenizer, name)
+        if options.tokenizer is not None:
+            tokenizer = load_tokenizer(options.tokenizer, options)
+        else:
+            tokenizer = _tokenizer(name, gguf, options) if gguf or _has_tokenizer(name) else None
         shown.update()
     return model, tokenizer
 
 
+def load_tokenizer(path: str | Path, options: LoadOptions = PLAIN) -> Any:
+    """The tokenizer of a directory or a hub id.
+
+    Raises:
+        ValueError: there is none; the message holds transformers' own words.
+    """
+    name = str(path)
+    folder = Path(name).expanduser()
+    if (isinstance(path, Path) or name.startswith((".", "/", "~"))) and not folder.is_dir():
+        raise ValueError(f"no tokenizer at {name!r}: not a directory. Give a directory with tokenizer.json, or a hub id like 'org/name'")
+    return _tokenizer(str(folder) if folder.is_dir() else name, None, options)
+
+
+def _model(name: str, gguf: str | None, dtype: torch.dtype | None, device: torch.device, sharded: bool, options: LoadOptions) -> Any:
+    from transformers import AutoConfig
+
+    where = _where(gguf, options)
+    more: dict[str, Any] = {"distributed_config": _own_shards()} if sharded else {}
+    if options.quantization_config is not None:
+        _check_installed("accelerate", "quantization_config")
+        more |= {"quantization_config": options.quantization_config, "device_map": {"": device}}
+    try:
+        with _their_bars():
+            config = AutoConfig.from_pretrained(name, **where)
+            auto = auto_class(config, name)
+            model, info = auto.from_pretrained(name, dtype=dtype or "auto", output_loading_info=True, **where, **more)
+            _refuse_random_head(model, info["missing_keys"], config, name)
+            return model
+    except UnsupportedError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        if not options.trust_remote_code and "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{name!r} is made of Python code of its own, which runs only if you say so: read it, and then give "
+                "trust_remote_code=True (--trust-remote-code)"
+            ) from error
+        raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
+
+
+def _refuse_random_head(model: Any, missing: Collection[str], config: Any, name: str) -> None:
+    """Raises UnsupportedError for a checkpoint without a language-model head, in whose place transformers puts random numbers."""
+    head = model.get_output_embeddings()
+    of_head = [path for path, module in model.named_modules() if module is head] if head is not None else []
+    if any(f"{path}.weight" in missing for path in of_head):
+        held = (getattr(config, "architectures", None) or ["a model"])[0]
+        raise UnsupportedError(
+            f"{name!r} holds {held} and no weights of {of_head[0]}: without a language-model head (an embedding model, a classifier) there "
+            "is nothing to choose tokens by. Nothing is made up in its place"
+        )
+
+
+def _where(gguf: str | None, options: LoadOptions) -> dict[str, Any]:
+    """What configs, models and tokenizers are told alike. Without a plain False transformers would ask on stdin."""
+    where: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    if options.revision is not None:
+        where["revision"] = options.revision
+    if gguf is not None:
+        _check_installed("gguf", "a GGUF file")
+        where["gguf_file"] = gguf
+    return where
+
+
+def _check_installed(package: str, what: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{what} needs the package {package}, which is not installed: pip install {package}")
+
+
 def _own_shards() -> Any:
     if importlib.util.find_spec("accelerate") is None:
-        raise ValueError("to read shards transformers needs accelerate; install the extra: pip install 'paged-attn[tp]'")
+        raise ValueError(f"to read shards transformers needs accelerate; install the extra: {install_line('tp')}")
     from transformers.distributed.configuration_utils import DistributedConfig
 
     return DistributedConfig(tp_plan="auto")
@@ -76,7 +155,15 @@ def _their_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _tokenizer(auto: Any, name: str) -> Any:
-    if os.path.isdir(name) and not any(Path(name).glob("*token*")) and not any(Path(name).glob("*vocab*")):
-        return None
-    return auto.from_pretrained(name)
+def _has_tokenizer(name: str) -> bool:
+    """What is no directory may have one."""
+    return not os.path.isdir(name) or any(Path(name).glob("*token*")) or any(Path(name).glob("*vocab*"))
+
+
+def _tokenizer(name: str, gguf: str | None, options: LoadOptions) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, **_where(gguf, options))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer could be loaded from {name!r}: {error}") from error

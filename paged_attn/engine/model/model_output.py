@@ -12,6 +12,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.engine.model.auto_class import refuse_other_kinds
 from paged_attn.passes.fx.model_facts import max_positions, model_device
 
 TOKENS = 5
@@ -24,9 +25,11 @@ def check_output(model: nn.Module) -> int:
         How many token ids it has.
 
     Raises:
-        UnsupportedError: there are no logits, they are not [1, T, width] for [1, T] token ids, or they are not over the ids that the model
-            reads: a model without a language-model head, a classifier, a reward model, prompt tuning. Or the call replaces modules.
+        UnsupportedError: it is no model that continues a text. Or there are no logits, they are not [1, T, width] for [1, T] token ids, or
+            they are not over the ids that the model reads: a model without a language-model head, a classifier, a reward model, prompt
+            tuning. Or the call replaces modules.
     """
+    refuse_other_kinds(model)
     ids = torch.arange(1, 1 + min(TOKENS, max_positions(model) or TOKENS), device=model_device(model)) % TOKENS
     inputs = plain_inputs(model, ids) | ({"use_cache": False} if takes(model, "use_cache") else {})
     name = type(model).__name__

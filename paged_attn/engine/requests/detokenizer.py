@@ -26,13 +26,15 @@ class WholeText:
     Args:
         tokenizer: anything with `decode(ids, skip_special_tokens=...)`; None gives empty text.
         token_ids: the request's own list, which grows; what it holds now is the prompt.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
     stopped: str | None = None
 
-    def __init__(self, tokenizer: TokenDecoder | None, token_ids: list[int]) -> None:
+    def __init__(self, tokenizer: TokenDecoder | None, token_ids: list[int], skip_special_tokens: bool = True) -> None:
         self.text = ""
         self._tokenizer, self._token_ids, self._num_prompt = tokenizer, token_ids, len(token_ids)
+        self._skip_special_tokens = skip_special_tokens
         self._finished = False
 
     def append(self, token_id: int) -> str:
@@ -44,7 +46,7 @@ class WholeText:
         if self._tokenizer is None or not token_ids or self._finished:
             return ""
         self._finished = True
-        self.text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        self.text = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         return self.text
 
 
@@ -60,6 +62,8 @@ class IncrementalDetokenizer:
         stop: non-empty strings. The first to be complete ends the text just before it; of those complete at the same
             character the longest counts. How the text is cut into tokens makes no difference.
         skip_special_tokens: leave special tokens out of the text.
+        include_stop: the text ends just after the stop string.
+        min_tokens: a stop string that is complete before there are so many tokens is text like any other.
 
     Raises:
         ValueError: an empty stop string, or stop strings without a tokenizer.
@@ -67,7 +71,15 @@ class IncrementalDetokenizer:
     Source: the prefix and read offsets of text-generation-inference (`Model.decode_token`).
     """
 
-    def __init__(self, tokenizer: TokenDecoder | None, stop: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenDecoder | None,
+        stop: tuple[str, ...] = (),
+        skip_special_tokens: bool = True,
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
         if isinstance(stop, str) or not all(stop):
             raise ValueError(f"stop: got {shown(stop)}; allowed: a tuple of non-empty strings; SamplingParams.stop is one")
         if stop and tokenizer is None:
@@ -76,6 +88,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._skip_special_tokens = skip_special_tokens
+        self._include_stop, self._left = include_stop, min_tokens
         self._window: list[int] = []  # the tokens decoded again each time; what precedes them is done with
         self._boundary = 0  # tokens of the window that ended in a complete character when they were last
         self._window_text = ""
@@ -101,6 +114,7 @@ class IncrementalDetokenizer:
             raise RuntimeError(f"append: got token {token_id} after {reason}; allowed: none; make a new detokenizer")
         if self._tokenizer is None:
             return ""
+        self._left -= 1
         self._window.append(token_id)
         text = self._decode(self._window)
         if text == self._window_text and self._is_inert(token_id):
@@ -157,10 +171,10 @@ class IncrementalDetokenizer:
 
     def _release(self, fresh: str) -> str:
         text = self._held + fresh
-        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0] if self._left <= 0 else []
         if hits:
-            _, at, self.stopped = min(hits)
-            text, self._held = text[:at], ""
+            end, at, self.stopped = min(hits)
+            text, self._held = text[: end if self._include_stop else at], ""
         elif self._stop:
             kept = len(text) - self._length_of_stop_prefix(text)
             text, self._held = text[:kept], text[kept:]

@@ -62,6 +62,7 @@ class Request:
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
         known: its new tokens with their log-probabilities, if the params ask for these.
+        index, answer: which prompt of the call it is for, and which of the answers to it.
     """
 
     id: str
@@ -88,6 +89,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    index: int = 0
+    answer: int = 0
 
     num_cached = _InRow()
     num_tokens = _InRow()
@@ -169,6 +172,7 @@ class TokenEvent:
 
     Attributes:
         index: of the prompt in the call to `stream`; -1 from `Engine.step`.
+        answer: which of the `n` answers to it.
         token_id: None in the last event of a request that ended without a new token.
         text: the text that this token released; text that may still change is held back.
         logprob, top_logprobs: as asked for by SamplingParams.logprobs.
@@ -182,15 +186,17 @@ class TokenEvent:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
     index: int = -1
+    answer: int = 0
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The result of one prompt.
+    """The result of one prompt, or one of its `n` results.
 
     Attributes:
+        index: of the prompt in the call; answer: which of the answers to it.
         token_ids: the new ids, a stop token included.
-        text: their text, without special tokens, cut before a stop string.
+        text: their text, without special tokens and cut before a stop string, unless the params ask otherwise.
         finish_reason: "stop", "length" or "cancelled".
         stop_reason: the stop token id or stop string, where there was one.
         logprobs: per new token a dict from token id to log-probability, the sampled one included; None unless asked for.
@@ -206,6 +212,8 @@ class Completion:
     stop_reason: int | str | None
     logprobs: list[dict[int, float]] | None
     cached_tokens: int
+    index: int = 0
+    answer: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Completion:
@@ -214,5 +222,5 @@ class Completion:
             logprobs = [{**dict(s.top_logprobs or ()), s.token_id: s.logprob} for s in request.known if s.logprob is not None]
         return cls(
             request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
-            str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens,
+            str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens, request.index, request.answer,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
+from paged_attn.engine.sampling.forbidden import forbid
 from paged_attn.engine.sampling.logit_bias import add_biases
 from paged_attn.engine.sampling.sample_tokens import sample_tokens
 from paged_attn.engine.sampling.sampler_output import SampledToken, SamplerOutput, logprobs_of
@@ -46,6 +47,8 @@ class Sampler:
     def __init__(self, ranks: Ranks | None = None) -> None:
         self._ranks = ranks
         self._counts: TokenCounts | None = None
+        self._last: Tensor | None = None  # the tokens of the last call, and where in them those of requests with bad words are
+        self._last_rows: dict[SamplingState, int] = {}
 
     def choose(self, logits: Tensor, states: Mapping[int, SamplingState], best: Tensor | None = None) -> SamplerOutput:
         """Choose one token per row; `num_chosen` of every state advances.
@@ -59,8 +62,8 @@ class Sampler:
         Raises:
             ValueError: wrong shapes, or a token so far that the vocabulary does not have.
 
-        Biases, penalties, then the request's own logits processors, what its guide forbids, temperature, top-k, top-p, min-p; greedy rows
-        are `logits.argmax(-1)`.
+        Biases, penalties, tokens that may not come, then the request's own logits processors, what its guide forbids, temperature, top-k,
+        top-p, min-p; greedy rows are `logits.argmax(-1)`.
         Source: the order and boundaries of transformers 5.23 (`generation/logits_process.py`).
         """
         logits = logits.detach()
@@ -75,6 +78,8 @@ class Sampler:
         logprobs = logprobs_of(logits, tokens, wanted, _on_device(list(wanted), logits.device)) if wanted else None
         for state in states.values():
             state.num_chosen += 1
+        self._last_rows = {state: row for row, state in states.items() if state.forbidden is not None and state.forbidden.words is not None}
+        self._last = tokens if self._last_rows else None
         return SamplerOutput(tokens, logprobs)
 
     def forget(self, state: SamplingState) -> None:
@@ -116,6 +121,8 @@ class Sampler:
             some = scores.index_select(0, numbers.counting)
             counts = self._counts.counts.index_select(0, numbers.count_rows)
             scores.index_copy_(0, numbers.counting, penalised(some, counts, *numbers.penalties))
+        if not_next := {number: found for number, state in enumerate(states) if (found := state.not_next) is not None}:
+            forbid(scores, not_next, self._last, {number: self._last_rows.get(states[number], -1) for number in not_next})
         for number, state in enumerate(states):
             for processor in state.params.logits_processors:
                 scores[number : number + 1] = _processed(processor, state, scores[number : number + 1])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paged_attn.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from paged_attn.engine.sampling.forbidden import Forbidden, NotNext
     from paged_attn.engine.sampling.structured.guides import Guide
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -21,27 +22,44 @@ class SamplingState:
     Args:
         tokens: the request's own list, which grows as tokens become known; what it holds now is the prompt.
         guide: says which tokens may come next; whoever adds to `tokens` tells it.
+        forbidden: says which may not.
 
     Attributes:
         seed: the seed in use, drawn from entropy when `params.seed` is None.
         num_chosen: how often `Sampler.choose` got this state, which need not be while it `is_argmax_only`. The next random number
             depends on it and on the seed alone, so that a step which failed can be done again: set it back.
-        edits_logits: something is done to the logits before a token is chosen.
-        is_greedy_only: the most likely token is the one, whatever came before.
-        is_argmax_only: that, and nobody asks for log-probabilities.
+        is_argmax_only: the most likely token is always the one, and nobody asks for log-probabilities.
         counts_tokens: some penalty asks which tokens there were.
     """
 
-    def __init__(self, params: SamplingParams, tokens: Iterable[int] = (), guide: Guide | None = None) -> None:
-        self.params, self.guide = params, guide
+    def __init__(
+        self, params: SamplingParams, tokens: Iterable[int] = (), guide: Guide | None = None, forbidden: Forbidden | None = None
+    ) -> None:
+        self.params, self.guide, self.forbidden = params, guide, forbidden
         self.tokens = tokens if isinstance(tokens, list) else list(tokens)
         self.num_prompt = len(self.tokens)
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.num_chosen = 0
         self.counts_tokens = params.has_penalty
-        self.edits_logits = self.counts_tokens or bool(params.logit_bias) or params.needs_host
-        self.is_greedy_only = params.is_greedy and not self.edits_logits
-        self.is_argmax_only = self.is_greedy_only and params.logprobs is None
+        self._always_edits = self.counts_tokens or bool(params.logit_bias) or params.needs_host
+        self.is_argmax_only = params.is_greedy and not self._always_edits and forbidden is None and params.logprobs is None
+
+    @property
+    def edits_logits(self) -> bool:
+        """Something is done to the logits before the next token is chosen."""
+        return self._always_edits or (self.forbidden is not None and self.forbidden.holds(self.num_chosen))
+
+    @property
+    def not_next(self) -> NotNext | None:
+        """What `forbidden` says of the next token, if there is anything."""
+        if self.forbidden is None or not self.forbidden.holds(self.num_chosen):
+            return None
+        return self.forbidden.next(self.tokens, self.num_chosen, self.num_prompt + self.num_chosen - len(self.tokens))
+
+    @property
+    def is_greedy_only(self) -> bool:
+        """The most likely token is the next one."""
+        return self.params.is_greedy and not self.edits_logits
 
     @property
     def uniform(self) -> float:

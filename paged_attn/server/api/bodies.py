@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from paged_attn.engine.sampling_params import MAX_PENALTY, SEED_LIMIT, SamplingParams
-from paged_attn.server.api.bounds import Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens, within
+from paged_attn.server.api.bounds import BadWords, Biases, Closed, GuideText, Name, Salt, Schema, Stop, StopTokens, within
 from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
 
@@ -57,7 +57,9 @@ class Body(Closed):
 
     model: Name | None = Field(None, description="the served model's name, or none")
     max_tokens: int | None = Field(None, json_schema_extra=within(0))
-    temperature: float | None = Field(None, description="default: 1; 0 is greedy", json_schema_extra=within(0, 10))
+    temperature: float | None = Field(
+        None, description="default: as the checkpoint says, else 1; 0 is greedy", json_schema_extra=within(0, 10)
+    )
     top_p: float | None = Field(None, json_schema_extra=within(0.001, 1))
     top_k: int | None = Field(None, description="extension; 0 or -1 turns it off", json_schema_extra=within(-1))
     min_p: float | None = Field(None, description="extension", json_schema_extra=within(0, 1))
@@ -70,6 +72,10 @@ class Body(Closed):
     stop: Stop | None = None
     stop_token_ids: StopTokens | None = Field(None, description="extension")
     ignore_eos: bool | None = Field(None, description="extension")
+    min_tokens: int | None = Field(None, description="extension: no answer ends before so many", json_schema_extra=within(0))
+    bad_words: BadWords | None = Field(None, description="extension: texts that may not come")
+    include_stop_str_in_output: bool | None = Field(None, description="extension: the text ends after the stop string")
+    skip_special_tokens: bool | None = Field(None, description="extension: default true")
     json_schema: Schema | None = Field(None, description="extension: the answer is JSON of this schema")
     regex: GuideText | None = Field(None, description="extension: the answer matches this regular expression")
     grammar: GuideText | None = Field(None, description="extension: the answer follows this grammar, in llguidance's dialect of Lark")
@@ -122,29 +128,36 @@ class Body(Closed):
         """The JSON schema that the answer shall follow, if any."""
         return self.json_schema
 
-    def sampling_params(self, room: int) -> SamplingParams:
+    def sampling_params(self, room: int, defaults: SamplingParams) -> SamplingParams:
         """The engine's parameters, for one answer.
 
         Args:
             room: the most new tokens that the model and its pool have room for, for requests that give no limit.
+            defaults: what the engine takes for fields that are not given.
 
         Raises:
             ApiError: 400 in the words of SamplingParams.
         """
         given: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens(room), "temperature": 1.0 if self.temperature is None else self.temperature,
+            "max_new_tokens": self.max_new_tokens(room), "min_tokens": self.min_tokens, "temperature": self.temperature,
             "top_p": self.top_p, "top_k": None if self.top_k is None else min(self.top_k, MAX_TOP_K), "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty, "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty, "seed": self.seed, "stop": self._stops(), "ignore_eos": self.ignore_eos,
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids), "logprobs": self._logprobs(),
-            "logit_bias": self._biases(), "json_schema": self.wanted_schema(), "regex": self.regex, "grammar": self.grammar,
+            "logit_bias": self._biases(), "bad_words": None if self.bad_words is None else tuple(self.bad_words),
+            "include_stop_str_in_output": self.include_stop_str_in_output, "skip_special_tokens": self.skip_special_tokens,
+            "json_schema": self.wanted_schema(), "regex": self.regex, "grammar": self.grammar,
         }  # fmt: skip
+        if "temperature" not in defaults.stated and self.temperature is None:
+            given["temperature"] = 1.0  # OpenAI's
+        if "max_new_tokens" in defaults.stated:
+            given["max_new_tokens"] = self.max_new_tokens(min(room, defaults.max_new_tokens))
         try:
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
         except (ValueError, TypeError) as error:
             name = str(error).partition(":")[0]
             api = {"max_new_tokens": "max_tokens"}.get(name, name)
-            raise bad_request(ValueError(str(error).replace(name, api, 1)), api) from error
+            raise bad_request(ValueError(str(error).replace("max_new_tokens", "max_tokens")), api) from error
 
     def max_new_tokens(self, room: int) -> int:
         return self.max_tokens if self.max_tokens is not None else self.default_max_tokens or room

@@ -14,6 +14,7 @@ MAX_SALT = 4096
 MAX_STOPS, MAX_STOP = 64, 1024  # strings, and characters of each
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
+MAX_BAD_WORDS, MAX_BAD_WORD = 64, 256  # texts, and characters of each
 MAX_MESSAGES, MAX_PARTS = 4096, 4096
 MAX_SETTINGS, MAX_SETTINGS_TEXT = 1024, 64 << 10  # of chat_template_kwargs: values, and characters of all of them
 MAX_SCHEMA_TEXT = 256 << 10
@@ -43,6 +44,15 @@ def _stops(value: Any, info: ValidationInfo) -> Any:
     for text in value if isinstance(value, list) else [value]:
         if isinstance(text, str) and len(text) > MAX_STOP:
             raise too_many("stop", len(text), MAX_STOP, "characters in one string")
+    return value
+
+
+def _words(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, list) and len(value) > MAX_BAD_WORDS:
+        raise too_many("bad_words", len(value), MAX_BAD_WORDS, "texts")
+    for text in value if isinstance(value, list) else ():
+        if isinstance(text, str) and len(text) > MAX_BAD_WORD:
+            raise too_many("bad_words", len(text), MAX_BAD_WORD, "characters in one text")
     return value
 
 
@@ -79,6 +89,8 @@ GuideText = Annotated[str, *_text(MAX_SCHEMA_TEXT)]
 _OneStop = Annotated[str, Field(json_schema_extra={"maxLength": MAX_STOP})]
 Stop = Annotated[_OneStop | Annotated[list[_OneStop], Field(max_length=MAX_STOPS, fail_fast=True)], BeforeValidator(_stops)]
 StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), _at_most(MAX_STOP_TOKENS, "ids")]
+_OneWord = Annotated[str, Field(json_schema_extra={"maxLength": MAX_BAD_WORD})]
+BadWords = Annotated[list[_OneWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_words)]
 Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), _at_most(MAX_BIASES, "tokens")]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), _at_most(MAX_MESSAGES, "messages")]
 Settings = Annotated[dict[str, Any], _bounded_json(MAX_SETTINGS, MAX_SETTINGS_TEXT)]

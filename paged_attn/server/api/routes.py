@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.structured.guides import Guide
-from paged_attn.engine.sampling_params import SEED_LIMIT, SamplingParams
+from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.api.bodies import Body, CompletionBody
 from paged_attn.server.api.chat_body import ChatBody
 from paged_attn.server.api.replies import ChatReply, CompletionReply, Reply
@@ -111,19 +111,14 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     engine = state.thread.refuse_unless_ready()
     if body.priority and not state.settings.allow_priority:
         raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
-    params = body.sampling_params(_room(engine, prompts))
+    params = body.sampling_params(_room(engine, prompts), engine.default_params)
     guide = await _checked(params, engine, state, caller)
-    answers = [_with_seed(params, number) for number in range(body.num_answers)]
+    answers = params.answers(body.num_answers)
     namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
     return Job(
         prompts, answers, namespace, tenant=caller.tenant, priority=body.priority or 0, text_at_end=not body.stream, guide=guide,
         arrived=call.arrived,
     )  # fmt: skip
-
-
-def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
-    """The params of one of several answers: with a seed each has its own."""
-    return params if params.seed is None or number == 0 else params.with_seed((params.seed + number) % SEED_LIMIT)
 
 
 async def _checked(params: SamplingParams, engine: Engine, state: ServerState, caller: Caller) -> Guide | None:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.server.work.call import Call
 
-INSTALL = "pip install 'paged-attn[otel]'"
+INSTALL = install_line("otel")
 # From facts of a request to the names of OpenTelemetry's conventions for generative AI and HTTP.
 _ATTRIBUTES = {
     "request_id": "http.request.header.x-request-id", "method": "http.request.method", "path": "url.path", "client": "client.address",

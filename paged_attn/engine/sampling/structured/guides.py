@@ -19,13 +19,14 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.install_line import install_line
 from paged_attn.engine.sampling.structured.compile_process import error_of, read_matcher
 from paged_attn.engine.sampling.structured.limits import check_size
 from paged_attn.engine.sampling.structured.trials import GuideTrials
 from paged_attn.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
-INSTALL = "pip install 'paged-attn[structured]'"
+INSTALL = install_line("structured")
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 256 << 20
 STACK_BYTES = 64 << 20  # many times what a trial has: what overflows no stack there does not here

@@ -1,0 +1,125 @@
+"""Tokens that may not come next: those that end a request before its `min_tokens`, and what would complete one of its `bad_words`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.packed_ints import PackedInts
+
+NEG_INF = float("-inf")
+
+
+class NotNext(NamedTuple):
+    """What may not come next: tokens; and pairs (before, token) of a token that may not come if the one that is under way is `before`."""
+
+    tokens: list[int]
+    pairs: list[tuple[int, int]]
+
+
+class BadWords:
+    """Sequences of tokens that may not come, none of them empty, found by what precedes their last token.
+
+    Attributes:
+        single: tokens that may never come.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
+        self.single: list[int] = []
+        self._after: dict[int, dict[tuple[int, ...], list[int]]] = {}  # length of the beginning -> beginning -> last tokens
+        self._after_next: dict[int, dict[tuple[int, ...], list[tuple[int, int]]]] = {}  # the same, of the last two tokens
+        for *start, last in dict.fromkeys(map(tuple, sequences)):
+            if not start:
+                self.single.append(last)
+                continue
+            self._after.setdefault(len(start), defaultdict(list))[tuple(start)].append(last)
+            *start, before = start
+            self._after_next.setdefault(len(start), defaultdict(list))[tuple(start)].append((before, last))
+
+    def next(self, tokens: Sequence[int]) -> list[int]:
+        """What may not follow the tokens."""
+        return [*self.single, *(last for found in _found(self._after, tokens) for last in found)]
+
+    def next_but_one(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """(what may come next, what may then not follow it), but for `single`."""
+        return [pair for found in _found(self._after_next, tokens) for pair in found]
+
+
+def _found(table: Mapping[int, Mapping[tuple[int, ...], Any]], tokens: Sequence[int]) -> list[Any]:
+    starts = [(of_length, tuple(tokens[len(tokens) - length :])) for length, of_length in table.items() if length <= len(tokens)]
+    return [of_length[start] for of_length, start in starts if start in of_length]
+
+
+class Forbidden:
+    """What one request may not have next.
+
+    Args:
+        end: tokens that may not come before there are `min_tokens` new ones.
+        words: sequences that may not come at all.
+    """
+
+    def __init__(self, end: Collection[int], min_tokens: int, words: BadWords | None) -> None:
+        self.end, self.min_tokens, self.words = end, min_tokens, words
+
+    def holds(self, num_chosen: int) -> bool:
+        """Whether anything may be forbidden after so many new tokens."""
+        return self.words is not None or num_chosen < self.min_tokens
+
+    def next(self, tokens: Sequence[int], num_chosen: int, under_way: int) -> NotNext:
+        """After the known tokens, prompt included, of which `num_chosen` are new with those `under_way` (one at most)."""
+        ends = list(self.end) if num_chosen < self.min_tokens else []
+        if self.words is None:
+            return NotNext(ends, [])
+        assert 0 <= under_way <= 1, f"{under_way} tokens are under way"
+        if under_way:
+            return NotNext([*ends, *self.words.single], self.words.next_but_one(tokens))
+        return NotNext([*ends, *self.words.next(tokens)], [])
+
+
+def bad_words(words: Iterable[str | Sequence[int]], tokenizer: Any) -> BadWords:
+    """Texts as the tokenizer writes them, with and without a space in front; ids as they are.
+
+    Raises:
+        ValueError: a text, and there is no tokenizer.
+    """
+    sequences: list[Sequence[int]] = []
+    for word in words:
+        if not isinstance(word, str):
+            sequences.append(word)
+            continue
+        if tokenizer is None:
+            raise ValueError("bad_words: got a text, and there is no tokenizer; give LLM(model, tokenizer=...), or lists of token ids")
+        for text in (word.lstrip(), " " + word.lstrip()):
+            sequences.append(tokenizer(text, add_special_tokens=False).input_ids)
+    return BadWords(filter(None, sequences))
+
+
+def forbid(scores: Tensor, rows: Mapping[int, NotNext], last: Tensor | None, last_rows: Mapping[int, int]) -> None:
+    """scores [N, V] float32, in place: -inf for what may not come next in some rows. Nothing waits for the device.
+
+    Args:
+        last: [M] int64, the tokens that were chosen last, on the device; last_rows: where in it the tokens under way of these rows are.
+    """
+    vocabulary = scores.shape[-1]
+    always: list[int] = []
+    follows: list[tuple[int, int, int]] = []  # element of the scores, row of `last`, token there
+    for row, (tokens, pairs) in rows.items():
+        always += [row * vocabulary + token for token in tokens if token < vocabulary]
+        follows += [(row * vocabulary + token, last_rows[row], before) for before, token in pairs if token < vocabulary]
+    if not always and not follows:
+        return
+    packed = PackedInts((len(always), *(len(follows),) * 3), (), scores.device)
+    packed.host[0][:] = always
+    for memory, values in zip(packed.host[1:], zip(*follows, strict=True), strict=False):
+        memory[:] = values
+    everywhere, elements, rows_of_last, before_on = packed.to_device()
+    flat = scores.view(-1)
+    flat.index_fill_(0, everywhere, NEG_INF)
+    if follows:
+        assert last is not None
+        is_that = last.index_select(0, rows_of_last) == before_on
+        flat.index_add_(0, elements, torch.zeros_like(elements, dtype=flat.dtype).masked_fill_(is_that, NEG_INF))  # elements may repeat
