@@ -60,13 +60,14 @@ class InputProcessor:
         hash((namespace, tenant))
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {shown(priority)}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
-        ids = self.limits.checked_prompt(prompt_token_ids)
+        only_scores = params.prompt_logprobs is not None and not params.max_new_tokens
+        ids = self.limits.checked_prompt(prompt_token_ids, more=int(only_scores))
+        tokens = ids[:-1] if only_scores and len(ids) > 1 else list(ids)  # nothing follows from the last one
         max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
-        self._check_fits(len(ids), max_new)
+        self._check_fits(len(tokens), max_new)
         stop = _union(params.stop_token_ids, frozenset() if params.ignore_eos else self.limits.eos_token_ids)
         self.limits.check_biases(params.biases)
         guide = self.guides.guide(params)
-        tokens = list(ids)
         text_at_end = not params.stop and (text_at_end or self.tokenizer is None)
         text = WholeText(self.tokenizer, tokens) if text_at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
         request = Request(

@@ -28,7 +28,7 @@ class SamplingParams:
     """One request's sampling settings, checked on construction. The defaults are greedy decoding.
 
     Attributes:
-        max_new_tokens: at most so many new tokens; 0 means none, with finish_reason "length".
+        max_new_tokens: at most so many new tokens; 0 means none, with finish_reason "length"; the prompt is scored if that is asked for.
         temperature: 0 is greedy; else logits are divided by it.
         top_k: keep the k most likely tokens (and those tied with the last of them); 0 or -1 turns it off.
         top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 turns it off.
@@ -43,6 +43,8 @@ class SamplingParams:
         stop: text that ends the request; a single str is taken as one stop string.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: None for none; k for each new token's log-probability and the k most likely tokens with theirs.
+        prompt_logprobs: the same of each token of the prompt but the first, given those before it. Such a request takes nothing from the
+            prefix cache, which has no logits.
         logit_bias: {token id: what is added to its logit, -100 to 100}, before penalties; kept as pairs.
         json_schema: the answer is JSON of this schema (a mapping, or its text); kept as text.
         regex: the whole answer matches this regular expression (of Rust's `regex`, without anchors).
@@ -72,6 +74,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
@@ -94,7 +97,8 @@ class SamplingParams:
             "seed": None if self.seed is None else _seed(self.seed),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "stop": _stop_strings(self.stop),
-            "logprobs": None if self.logprobs is None else _whole("logprobs", self.logprobs, "None asks for none"),
+            "logprobs": _whole_or_none("logprobs", self.logprobs),
+            "prompt_logprobs": _whole_or_none("prompt_logprobs", self.prompt_logprobs),
             "json_schema": None if self.json_schema is None else _json_schema(self.json_schema),
         }
         if not isinstance(self.ignore_eos, bool):
@@ -177,6 +181,10 @@ def _whole(name: str, value: object, hint: str) -> int:
     if value < 0:
         raise ValueError(f"{name}: got {shown(value)}; allowed: an int >= 0; {hint}")
     return int(value)
+
+
+def _whole_or_none(name: str, value: object) -> int | None:
+    return None if value is None else _whole(name, value, "None asks for none")
 
 
 def _number(name: str, value: object, allowed: str, hint: str, *, positive: bool = False, high: float = math.inf) -> float:

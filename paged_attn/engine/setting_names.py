@@ -51,7 +51,6 @@ OTHER_PARAM = {
     "min_tokens": "there is no least number; ignore_eos=True goes on after end tokens, up to max_new_tokens",
     "min_new_tokens": "there is no least number; ignore_eos=True goes on after end tokens, up to max_new_tokens",
     "bad_words": "forbid tokens by logit_bias={id: -100}, or by one of transformers' logits processors in logits_processors",
-    "prompt_logprobs": "log-probabilities of a prompt are not given yet; logprobs has those of new tokens",
     "include_stop_str_in_output": "a completion's token_ids hold the stop string, its text ends before it",
     "skip_special_tokens": "texts are decoded without special tokens; token_ids hold them",
     "detokenize": "an LLM without a tokenizer decodes nothing",
