@@ -43,8 +43,9 @@ class SamplingParams:
         stop: text that ends the request; a single str is taken as one stop string.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: None for none; k for each new token's log-probability and the k most likely tokens with theirs.
-        prompt_logprobs: the same of each token of the prompt but the first, given those before it. Such a request takes nothing from the
-            prefix cache, which has no logits.
+        prompt_logprobs: the same of each token of the prompt but the first, given those before it. The prefix cache has no logits, and such
+            a request takes nothing from it that is to be scored.
+        prompt_logprobs_start: the first token of the prompt that is scored, as a number from 0; those before it get None.
         logit_bias: {token id: what is added to its logit, -100 to 100}, before penalties; kept as pairs.
         json_schema: the answer is JSON of this schema (a mapping, or its text); kept as text.
         regex: the whole answer matches this regular expression (of Rust's `regex`, without anchors).
@@ -75,6 +76,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
@@ -99,6 +101,7 @@ class SamplingParams:
             "stop": _stop_strings(self.stop),
             "logprobs": _whole_or_none("logprobs", self.logprobs),
             "prompt_logprobs": _whole_or_none("prompt_logprobs", self.prompt_logprobs),
+            "prompt_logprobs_start": _whole("prompt_logprobs_start", self.prompt_logprobs_start, "0 scores the whole prompt"),
             "json_schema": None if self.json_schema is None else _json_schema(self.json_schema),
         }
         if not isinstance(self.ignore_eos, bool):

@@ -66,7 +66,7 @@ class Request:
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
         known: its new tokens with their log-probabilities, if the params ask for these.
-        scored: likewise its prompt's tokens from the second on, as far as their scores have come.
+        scored: likewise its prompt's tokens from `first_scored` on, as far as their scores have come.
     """
 
     id: str
@@ -111,7 +111,8 @@ class Request:
         self.row = self.rows.take()
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.is_argmax_only = int(self.sampling.is_argmax_only)
-        self.scores_from = NO_SCORES if self.params.prompt_logprobs is None or not self.num_to_score else 0
+        self.scores_from = NO_SCORES
+        self.add_scores(())
 
     def move_to(self, rows: RequestRows) -> None:
         """Keep numbers and pages in a row of another place from now on."""
@@ -140,9 +141,9 @@ class Request:
         self.rows.clear_pages(self.row)
 
     @property
-    def num_to_score(self) -> int:
-        """Tokens of the prompt that have others before them."""
-        return len(self.prompt_token_ids) - 1
+    def first_scored(self) -> int:
+        """Of the prompt's tokens: not the very first, which has none before it."""
+        return max(self.params.prompt_logprobs_start, 1)
 
     @property
     def wants_scores(self) -> bool:
@@ -156,7 +157,9 @@ class Request:
     def add_scores(self, scored: Sequence[SampledToken]) -> None:
         """Take in the next ones of the prompt."""
         self.scored += scored
-        self.scores_from = len(self.scored) if len(self.scored) < self.num_to_score else NO_SCORES
+        following = self.first_scored + len(self.scored)
+        wanted = self.params.prompt_logprobs is not None and following < len(self.prompt_token_ids)
+        self.scores_from = following - 1 if wanted else NO_SCORES
 
     @property
     def num_pending(self) -> int:
@@ -222,8 +225,8 @@ class Completion:
         stop_reason: the stop token id or stop string, where there was one.
         logprobs: per new token a dict from token id to log-probability, the sampled one included; None unless asked for.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
-        prompt_logprobs: None for the first token of the prompt, then for each a dict from token id to log-probability, itself and the most
-            likely ones; None unless asked for.
+        prompt_logprobs: for each token of the prompt a dict from token id to log-probability, itself and the most likely ones; None for the
+            first, and for others that were not to be scored. None unless asked for.
     """
 
     request_id: str
@@ -240,7 +243,10 @@ class Completion:
     @classmethod
     def of(cls, request: Request) -> Completion:
         logprobs = None if request.params.logprobs is None else [_as_dict(token) for token in request.known]
-        prompt_logprobs = None if request.params.prompt_logprobs is None else [None, *map(_as_dict, request.scored)]
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            not_scored = min(request.first_scored, len(request.prompt_token_ids))
+            prompt_logprobs = [*(None,) * not_scored, *map(_as_dict, request.scored)]
         return cls(
             request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
             str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens, prompt_logprobs,

@@ -275,3 +275,25 @@ def test_a_large_vocabulary_is_scored_in_blocks_and_a_token_of_no_probability_is
     assert [token.token_id for token in first] == [7, 9, 3]
     assert first[0].logprob == -math.inf and first[1].logprob == pytest.approx(-math.log(vocab), abs=1e-4)
     assert [token.top_logprobs[0][0] for token in first if token.top_logprobs] == [0, 0, 0], "the lower id first among equals"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("start", [0, 1, 2, 17, 24, 32, 33, 40])
+def test_from_a_token_on(start: int, overlap: bool) -> None:
+    """What lies before it comes from the prefix cache."""
+    llm = make_llm(page_size=4, max_batch_tokens=16, overlap=overlap)
+    prompt = PROMPTS[5]
+    llm.generate([prompt[:24]], SamplingParams(max_new_tokens=1))
+    for new in (0, 2):
+        params = SamplingParams(max_new_tokens=new, prompt_logprobs=1, prompt_logprobs_start=start)
+        completion = llm.generate([prompt], params)[0]
+        assert completion.token_ids == (oracle(prompt, new) if new else []) and completion.prompt_logprobs is not None
+        assert len(completion.prompt_logprobs) == len(prompt) and completion.prompt_logprobs[: max(start, 1)] == [None] * min(
+            start or 1, 33
+        )
+        whole = llm.generate([prompt], SamplingParams(max_new_tokens=0, prompt_logprobs=1))[0].prompt_logprobs
+        assert whole is not None
+        for got, expected in zip(completion.prompt_logprobs[start:], whole[start:], strict=True):
+            assert got == (None if expected is None else pytest.approx(expected, abs=TOLERANCE))
+        if new == 0 and start < len(prompt):
+            assert completion.cached_tokens == min(max(start - 1, 0) // 4 * 4, 24)
