@@ -46,7 +46,8 @@ class PromptScores:
         rows[:] = [row for part in parts for row in range(part.first_row, part.first_row + len(part.tokens))]
         targets[:] = [token for part in parts for token in part.tokens]
         likely = [part.num_likely for part in parts for _ in part.tokens]
-        self._output = SamplerOutput(*_scored(logits.detach(), *packed.to_device(), likely))
+        on_device = packed.to_device()
+        self._output = SamplerOutput(*_scored(logits.detach(), on_device[0], on_device[1], likely))
 
     def wait(self) -> list[list[SampledToken] | None]:
         """Of each part its tokens with their log-probabilities, None where logits were not finite."""
@@ -67,5 +68,4 @@ def _scored(logits: Tensor, rows: Tensor, targets: Tensor, likely: Sequence[int]
         own.append(logprobs.gather(-1, few_targets.unsqueeze(-1)).squeeze(-1))
         top_ids.append(most_likely(logprobs, most))
         top.append(logprobs.gather(-1, top_ids[-1]))
-    logprobs = Logprobs(list(range(len(likely))), list(likely), torch.cat(own), torch.cat(top_ids), torch.cat(top))
-    return torch.cat(tokens), logprobs
+    return torch.cat(tokens), Logprobs(list(range(len(likely))), list(likely), torch.cat(own), torch.cat(top_ids), torch.cat(top))

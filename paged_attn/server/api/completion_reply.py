@@ -74,7 +74,7 @@ class CompletionReply(Reply):
         count, logprobs = self.body.logprobs, None
         if count is not None:
             first = request.prompt_token_ids[0]
-            is_added = prompt.text is not None and self.texts.is_special(first)  # it is not in the text
+            is_added = self.texts.is_special(first) and not text.startswith(self.texts.of_token(first))
             self._offsets[index] = 0 if is_added else self._num_characters(first)
             rest = self.logprobs(index, self._scored(index, count))
             heads = {"tokens": self.texts.of_token(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
