@@ -176,6 +176,8 @@ class LLM:
         for each in chosen:
             if not isinstance(each, SamplingParams):
                 raise TypeError(f"params holds {each!r}; allowed are SamplingParams")
+            if streamed and each.prompt_logprobs is not None:
+                raise ValueError(f"prompt_logprobs is {each.prompt_logprobs} in a stream, whose events are of new tokens; use generate")
             if each.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
         ids = [self._token_ids(prompt) for prompt in listed]

@@ -82,7 +82,8 @@ class OutputProcessor:
     def accept(self, request: Request, token: SampledToken) -> TokenEvent:
         """Take in a token with all that it may mean."""
         token_id, detokenizer = token.token_id, request.detokenizer
-        if not request.max_new_tokens:
+        if not request.max_new_tokens:  # it was to be scored, and that is done
+            self.stats.cached_tokens += request.cached_tokens
             request.drop_pending_token()
             return self._finish(request, FinishReason.LENGTH)
         request.tokens.append(token_id)

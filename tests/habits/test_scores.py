@@ -70,6 +70,11 @@ def test_prompt_logprobs_as_vllm_gives_them(llm: LLM, model: Any, tokenizer: Any
             assert got is not None and got == pytest.approx({token: row[token], row.index(max(row)): max(row)}, abs=TOLERANCE)
 
 
+def test_a_stream_has_no_place_for_them_and_says_so(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="prompt_logprobs is 1 in a stream, whose events are of new tokens; use generate"):
+        llm.stream("It was", SamplingParams(prompt_logprobs=1))
+
+
 def test_perplexity_of_texts_without_a_token(llm: LLM, model: Any, tokenizer: Any) -> None:
     for completion in llm.generate([TEXT, "She had"], SamplingParams(max_tokens=0, prompt_logprobs=0)):
         ids = completion.prompt_token_ids

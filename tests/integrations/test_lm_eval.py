@@ -92,6 +92,11 @@ def test_an_llm_that_is_there_already_and_what_is_refused() -> None:
     with LLM(DEMO, dtype=torch.float32, num_pages=64) as llm:
         own = PagedAttnLM(llm=llm)
         assert own.max_length == llm.engine.input_processor.room and own.tokenizer is llm.tokenizer
+        own.tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+        )
+        assert own.apply_chat_template([{"role": "user", "content": "Hi"}]) == "user: Hi>"
+        assert own.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=False) == "user: Hi"
         with pytest.raises(ValueError, match="page_size: settings are for an engine that is made here; llm= has its own"):
             PagedAttnLM(llm=llm, page_size=4)
         with pytest.raises(ValueError, match="give either pretrained=PATH_OR_HUB_ID or llm="):

@@ -297,3 +297,20 @@ def test_from_a_token_on(start: int, overlap: bool) -> None:
             assert got == (None if expected is None else pytest.approx(expected, abs=TOLERANCE))
         if new == 0 and start < len(prompt):
             assert completion.cached_tokens == min(max(start - 1, 0) // 4 * 4, 24)
+
+
+def test_continuations_of_one_context_compute_it_once() -> None:
+    """As the choices of a question: those that arrive together wait for the first, and get logits for their own tokens only."""
+    llm, (context, *choices) = make_llm(prefix_wait_tokens=8), random_prompts(5, 40, 3, 5, 4, 2)
+    params = SamplingParams(max_new_tokens=0, prompt_logprobs=0, prompt_logprobs_start=len(context))
+    completions = llm.generate([context + choice for choice in choices], params)
+    assert [c.cached_tokens for c in completions] == [0, 36, 36, 36] and llm.engine.scheduler.stats.held_back == 3
+    assert llm.engine.stats.cached_tokens == 108 and llm.engine.stats.prompt_tokens == sum(39 + len(c) for c in choices) - 108
+    for completion, choice in zip(completions, choices, strict=True):
+        own, scores = own_scores(tiny(), context + choice), completion.prompt_logprobs
+        assert scores is not None and scores[: len(context)] == [None] * len(context)
+        expected = [own[len(context) + i - 1][token] for i, token in enumerate(choice)]
+        assert [row[token] for token, row in zip(choice, scores[len(context) :], strict=True) if row] == pytest.approx(
+            expected, abs=TOLERANCE
+        )
+    assert_nothing_left(llm)
