@@ -27,13 +27,13 @@ from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, 
 from paged_attn.engine.output_processor import OutputProcessor
 from paged_attn.engine.requests.request import FinishReason, Request
 from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
-from paged_attn.engine.sampling.sampler import Sampler
+from paged_attn.engine.sampling.prompt_scores import PromptScores, score_rows
+from paged_attn.engine.sampling.sampler import Sampler, on_device
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
-from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.setting_names import tells_names
-from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, InFlightStep, build_step
+from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, InFlightStep, StepLayout, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
 from paged_attn.engine.token_events import TokenEvents
@@ -95,7 +95,7 @@ class Engine:
         self.input_processor = InputProcessor(
             limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None, defaults
         )
-        self.scheduler = Scheduler(self.config, self.kv)
+        self.scheduler = Scheduler(self.config, self.kv, score_rows(limits.vocab_size))
         every_step = torch.get_num_threads() if self.config.deterministic else None  # another number rounds otherwise
         self.threads = ThreadChoice(self.config.threads or every_step, first) if device.type == "cpu" else None
         self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
@@ -176,7 +176,7 @@ class Engine:
             priority=priority, text_at_end=text_at_end,
         )  # fmt: skip
         self.output_processor.expect(request)
-        if request.max_new_tokens:
+        if request.max_new_tokens or request.wants_scores:
             self.scheduler.waiting.append(request)
         else:
             self._nothing_to_do.append(request)
@@ -262,7 +262,8 @@ class Engine:
             with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
                 output = self.steps.run(step)
                 self.stats.model_seconds += time.perf_counter() - before_model
-                chosen = self._choose(output, parts.states) if parts.sampling else None
+                scores = PromptScores(output.logits, [tokens for _, tokens in parts.scored]) if parts.scored else None
+                chosen = self._choose(output, parts) if parts.sampling else None
         except BaseException:
             with self.kv.advanced_states(requests):
                 try:
@@ -271,7 +272,7 @@ class Engine:
                     self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers)).begin())
+        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers), scores).begin())
         if self.states is not None:
             for request in requests:
                 self.kv.keep_state(request)
@@ -279,8 +280,11 @@ class Engine:
         self.stats.prompt_tokens += parts.num_of_prompts
         return True
 
-    def _choose(self, output: StepOutput, states: dict[int, SamplingState]) -> SamplerOutput:
-        chosen = self.sampler.choose(output.logits, states, output.tail)
+    def _choose(self, output: StepOutput, parts: StepLayout) -> SamplerOutput:
+        if parts.sample_rows is not None:
+            rows = on_device(parts.sample_rows.tolist(), output.logits.device)
+            output = StepOutput(output.logits.index_select(0, rows), None)
+        chosen = self.sampler.choose(output.logits, parts.states, output.tail)
         if chosen.tokens is not output.tail:
             self.steps.future_tokens.store(chosen.tokens)
         return chosen

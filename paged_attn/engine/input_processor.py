@@ -67,15 +67,16 @@ class InputProcessor:
         params = params.over(self.defaults)
         if params.n != 1:
             raise ValueError(f"n: got {params.n}; allowed: 1 for a request of the engine; LLM.generate makes one for each of n answers")
-        ids = self.limits.checked_prompt(prompt_token_ids)
+        only_scores = params.prompt_logprobs is not None and not params.max_new_tokens
+        ids = self.limits.checked_prompt(prompt_token_ids, more=int(only_scores))
+        tokens = ids[:-1] if only_scores and len(ids) > 1 else list(ids)  # nothing follows from the last one
         max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
-        self._check_fits(len(ids), max_new)
+        self._check_fits(len(tokens), max_new)
         stop = _union(params.stop_token_ids, frozenset() if params.ignore_eos else self.limits.eos_token_ids)
         self.limits.check_biases(params.biases)
         guide = self.guides.guide(params)
         words = self._bad_words(params.bad_words) if params.bad_words else None
         forbidden = Forbidden(stop, params.min_tokens, words) if params.min_tokens or words else None
-        tokens = list(ids)
         text_at_end = not params.stop and (text_at_end or self.tokenizer is None)
         text = WholeText(self.tokenizer, tokens, params.skip_special_tokens) if text_at_end else self._detokenizer(params)
         request = Request(

@@ -214,6 +214,8 @@ class LLM:
             raise ValueError(f"{len(chosen)} SamplingParams for {len(listed)} prompts; give one for all or one for each")
         taken = [as_params(each, self.default_params) for each in chosen]
         for each in taken:
+            if streamed and each.prompt_logprobs is not None:
+                raise ValueError(f"prompt_logprobs is {each.prompt_logprobs} in a stream, whose events are of new tokens; use generate")
             if each.stop and self.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
         ids = [self._token_ids(prompt) for prompt in listed]

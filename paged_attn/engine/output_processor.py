@@ -56,6 +56,12 @@ class OutputProcessor:
         """Called for every request of every step: no frills. What an exception leaves over is taken in by the next call."""
         pending, num_plain = self.pending.append, 0
         try:
+            for request, scored in in_flight.scores():
+                if request.finish_reason is None:
+                    if scored is None:
+                        pending(self._fail(request))
+                    else:
+                        request.add_scores(scored)
             for request, end, token_id, known, goes_on in in_flight.results():
                 if request.finish_reason is not None:
                     request.drop_pending_token()  # it ended while this step ran
@@ -76,6 +82,10 @@ class OutputProcessor:
     def accept(self, request: Request, token: SampledToken) -> TokenEvent:
         """Take in a token with all that it may mean."""
         token_id, detokenizer = token.token_id, request.detokenizer
+        if not request.max_new_tokens:  # it was to be scored, and that is done
+            self.stats.cached_tokens += request.cached_tokens
+            request.drop_pending_token()
+            return self._finish(request, FinishReason.LENGTH)
         request.tokens.append(token_id)
         if request.params.logprobs is not None:
             request.known.append(token)
@@ -115,6 +125,6 @@ class OutputProcessor:
         text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
         self.sampler.forget(request.sampling)
         self.num_host_bound -= request.params.needs_host
-        self.scheduler.remove(request, share=request.num_sampled > 0 and reason is not FinishReason.ERROR)
+        self.scheduler.remove(request, share=request.num_validated > 0 and reason is not FinishReason.ERROR)
         del self.requests[request.id]
         return TokenEvent(request.id, None, text, reason)

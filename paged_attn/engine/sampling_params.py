@@ -31,7 +31,7 @@ class SamplingParams:
     `LLM.default_params`), and as below where that says nothing: greedy decoding.
 
     Attributes:
-        max_new_tokens: at most so many new tokens; 0 means none, with finish_reason "length".
+        max_new_tokens: at most so many new tokens; 0 means none, with finish_reason "length"; the prompt is scored if that is asked for.
         min_tokens: end tokens and `stop_token_ids` may not come, and `stop` is not looked for, before there are so many new tokens.
         n: how many answers to the prompt; with a seed, answer i has the seed plus i.
         temperature: 0 is greedy; else logits are divided by it.
@@ -50,6 +50,9 @@ class SamplingParams:
         skip_special_tokens: the text is without special tokens.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: None for none; k for each new token's log-probability and the k most likely tokens with theirs.
+        prompt_logprobs: the same of each token of the prompt but the first, given those before it. The prefix cache has no logits, and such
+            a request takes nothing from it that is to be scored.
+        prompt_logprobs_start: the first token of the prompt that is scored, as a number from 0; those before it get None.
         logit_bias: {token id: what is added to its logit, -100 to 100}, before penalties; kept as pairs.
         bad_words: texts, or sequences of token ids, that may not come: the last token of one may not follow those before it, be they in
             the prompt or in the answer. A text is meant with and without a space before it.
@@ -81,6 +84,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
@@ -111,7 +116,9 @@ class SamplingParams:
             "seed": None if self.seed is None else _seed(self.seed),
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "stop": _stop_strings(self.stop),
-            "logprobs": None if self.logprobs is None else _whole("logprobs", self.logprobs, "None asks for none"),
+            "logprobs": _whole_or_none("logprobs", self.logprobs),
+            "prompt_logprobs": _whole_or_none("prompt_logprobs", self.prompt_logprobs),
+            "prompt_logprobs_start": _whole("prompt_logprobs_start", self.prompt_logprobs_start, "0 scores the whole prompt"),
             "json_schema": None if self.json_schema is None else _json_schema(self.json_schema),
         }
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -233,6 +240,10 @@ def _count(value: object) -> int:
     if not 1 <= count <= MAX_ANSWERS:
         raise ValueError(f"n: got {shown(count)}; allowed: 1 to {MAX_ANSWERS}; 1 asks for one answer")
     return count
+
+
+def _whole_or_none(name: str, value: object) -> int | None:
+    return None if value is None else _whole(name, value, "None asks for none")
 
 
 def _number(name: str, value: object, allowed: str, hint: str, *, positive: bool = False, high: float = math.inf) -> float:

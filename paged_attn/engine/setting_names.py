@@ -47,7 +47,6 @@ OTHER_PARAM = {
     "num_beams": "there is no beam search; transformers' own generate on pages has it (docs/generate.md)",
     "use_beam_search": "there is no beam search; transformers' own generate on pages has it (docs/generate.md)",
     "max_length": "max_new_tokens counts the new tokens alone",
-    "prompt_logprobs": "log-probabilities of a prompt are not given yet; logprobs has those of new tokens",
     "suppress_tokens": "bad_words=[[id], ...] forbids single tokens",
     "spaces_between_special_tokens": "a text with special tokens (skip_special_tokens=False) is as the tokenizer decodes it",
     "detokenize": "an LLM without a tokenizer decodes nothing",

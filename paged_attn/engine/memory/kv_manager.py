@@ -69,10 +69,10 @@ class KVManager:
 
     def adopt_prefix(self, request: Request) -> None:
         """Give a request without pages the longest cached prefix (with recurrent state: that has a snapshot); its last token is always
-        left to compute."""
+        left to compute, and so is what logits are wanted of, which the cache does not have."""
         if self.tree is None:
             return
-        match = self.tree.match(request.tokens[:-1], request.namespace)
+        match = self.tree.match(request.tokens[: request.num_reusable], request.namespace)
         if self.snapshots is not None:
             fork, match = match.num_tokens, self.tree.cut_to_payload(match)
             last = (len(request.tokens) - 1) // self.page_size * self.page_size
@@ -87,7 +87,7 @@ class KVManager:
         """What `adopt_prefix` would find, in tokens; changes nothing."""
         if self.tree is None:
             return 0
-        return self.tree.num_cached(request.tokens, request.namespace, len(request.tokens) - 1, with_payload=self.snapshots is not None)
+        return self.tree.num_cached(request.tokens, request.namespace, request.num_reusable, with_payload=self.snapshots is not None)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens; False, and nothing changed, if the pages are not to be had."""

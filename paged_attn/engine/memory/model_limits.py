@@ -44,8 +44,11 @@ class ModelLimits:
         ids = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
         return cls(vocab, max_positions(model) if positions is None else positions, frozenset(int(i) for i in ids))
 
-    def checked_prompt(self, ids: Sequence[int]) -> list[int]:
+    def checked_prompt(self, ids: Sequence[int], more: int = 0) -> list[int]:
         """The prompt as a list of ints.
+
+        Args:
+            more: how many tokens it may have beyond the model's positions.
 
         Raises:
             ValueError: it is empty, holds ids that this model does not have, or is longer than its positions.
@@ -66,10 +69,10 @@ class ModelLimits:
                         f"token id {shown(token)} at position {position} of the prompt is out of range; "
                         f"this model has ids 0 to {self.vocab_size - 1}"
                     )
-        if self.max_positions is not None and len(prompt) > self.max_positions:
+        if self.max_positions is not None and len(prompt) > self.max_positions + more:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, but the model has {self.max_positions} positions; "
-                f"shorten it by {len(prompt) - self.max_positions}"
+                f"shorten it by {len(prompt) - self.max_positions - more}"
             )
         return prompt
 

@@ -13,6 +13,8 @@ from paged_attn.engine.sampling.sampler_output import SampledToken
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
 
+NO_SCORES = 1 << 62  # past any token
+
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"
@@ -40,7 +42,8 @@ class Request:
     """Tokens, pages and sampling state of one request.
 
     Attributes:
-        tokens: prompt and generated ids, as far as the host knows them.
+        tokens: prompt and generated ids, as far as the host knows them. A request that is only scored has no use for the last one's KV:
+            they are those before it.
         num_tokens: those included that were chosen on the device and have not come to the host yet.
         max_new_tokens: of the params, cut to the model's positions; fixed once it runs.
         num_prompt, token_limit: what `num_tokens` begins with, and what it may come to (set when the request starts to run).
@@ -51,6 +54,7 @@ class Request:
         skips_host_work: 1 if a token is only one more token while it goes on: no text to decode at once, no log-probability, no
             state.
         is_argmax_only: 1 if `sampling` is.
+        scores_from: the first of `tokens` whose logits are still wanted to score the one after it; NO_SCORES if none is.
         future_row: where the device has the last chosen token (see `FutureTokens`).
         produced_by: the number of the step that chose it; 0 before there is one.
         rows, row: where its numbers and pages lie.
@@ -62,6 +66,7 @@ class Request:
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
         known: its new tokens with their log-probabilities, if the params ask for these.
+        scored: likewise its prompt's tokens from `first_scored` on, as far as their scores have come.
         index, answer: which prompt of the call it is for, and which of the answers to it.
     """
 
@@ -86,6 +91,7 @@ class Request:
     snapshots: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0
     known: list[SampledToken] = field(default_factory=list)
+    scored: list[SampledToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
@@ -102,17 +108,20 @@ class Request:
     state_slot = _InRow()
     skips_host_work = _InRow()
     is_argmax_only = _InRow()
+    scores_from = _InRow()
 
     def __post_init__(self) -> None:
         self.row = self.rows.take()
-        self.num_tokens, self.num_prompt = len(self.tokens), len(self.prompt_token_ids)
+        self.num_tokens = self.num_prompt = len(self.tokens)
         self.is_argmax_only = int(self.sampling.is_argmax_only)
+        self.scores_from = NO_SCORES
+        self.add_scores(())
 
     def move_to(self, rows: RequestRows) -> None:
         """Keep numbers and pages in a row of another place from now on."""
         self.row = rows.take_from(self.rows, self.row)
         self.rows = rows
-        self.token_limit = self.num_prompt + self.max_new_tokens
+        self.token_limit = self.num_prompt + max(self.max_new_tokens, 1)  # one that is only scored drops what it samples
 
     def drop_pending_token(self) -> None:
         """A token that a step was to give does not count: the step failed, gave none, or the request ended before it came."""
@@ -135,6 +144,27 @@ class Request:
         self.rows.clear_pages(self.row)
 
     @property
+    def first_scored(self) -> int:
+        """Of the prompt's tokens: not the very first, which has none before it."""
+        return max(self.params.prompt_logprobs_start, 1)
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.scores_from < NO_SCORES
+
+    @property
+    def num_reusable(self) -> int:
+        """How many leading tokens may come from the prefix cache: not the last one, nor any whose logits are wanted."""
+        return min(len(self.tokens) - 1, self.scores_from)
+
+    def add_scores(self, scored: Sequence[SampledToken]) -> None:
+        """Take in the next ones of the prompt."""
+        self.scored += scored
+        following = self.first_scored + len(self.scored)
+        wanted = self.params.prompt_logprobs is not None and following < len(self.prompt_token_ids)
+        self.scores_from = following - 1 if wanted else NO_SCORES
+
+    @property
     def num_pending(self) -> int:
         """Tokens that were chosen on the device and have not come to the host yet; `tokens` lacks them."""
         return self.num_tokens - len(self.tokens)
@@ -152,7 +182,7 @@ class Request:
     @property
     def num_sampled(self) -> int:
         """New tokens that the host knows."""
-        return len(self.tokens) - len(self.prompt_token_ids)
+        return max(len(self.tokens) - len(self.prompt_token_ids), 0)
 
     @property
     def sampled(self) -> tuple[SampledToken, ...]:
@@ -201,6 +231,8 @@ class Completion:
         stop_reason: the stop token id or stop string, where there was one.
         logprobs: per new token a dict from token id to log-probability, the sampled one included; None unless asked for.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
+        prompt_logprobs: for each token of the prompt a dict from token id to log-probability, itself and the most likely ones; None for the
+            first, and for others that were not to be scored. None unless asked for.
     """
 
     request_id: str
@@ -212,15 +244,24 @@ class Completion:
     stop_reason: int | str | None
     logprobs: list[dict[int, float]] | None
     cached_tokens: int
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     index: int = 0
     answer: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Completion:
-        logprobs = None
-        if request.params.logprobs is not None:
-            logprobs = [{**dict(s.top_logprobs or ()), s.token_id: s.logprob} for s in request.known if s.logprob is not None]
+        logprobs = None if request.params.logprobs is None else [_as_dict(token) for token in request.known]
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            not_scored = min(request.first_scored, len(request.prompt_token_ids))
+            prompt_logprobs = [*(None,) * not_scored, *map(_as_dict, request.scored)]
         return cls(
             request.id, request.prompt, list(request.prompt_token_ids), request.output_token_ids, request.detokenizer.text,
-            str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens, request.index, request.answer,
+            str(request.finish_reason), request.stop_reason, logprobs, request.cached_tokens, prompt_logprobs, request.index,
+            request.answer,
         )  # fmt: skip
+
+
+def _as_dict(token: SampledToken) -> dict[int, float]:
+    assert token.logprob is not None
+    return {**dict(token.top_logprobs or ()), token.token_id: token.logprob}

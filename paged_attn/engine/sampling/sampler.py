@@ -75,7 +75,7 @@ class Sampler:
         if changed:
             tokens = self._choose_changed(logits, tokens, changed, states)
         wanted = {row: count for row, state in states.items() if (count := state.params.logprobs) is not None}
-        logprobs = logprobs_of(logits, tokens, wanted, _on_device(list(wanted), logits.device)) if wanted else None
+        logprobs = logprobs_of(logits, tokens, wanted, on_device(list(wanted), logits.device)) if wanted else None
         for state in states.values():
             state.num_chosen += 1
         self._last_rows = {state: row for row, state in states.items() if state.forbidden is not None and state.forbidden.words is not None}
@@ -245,7 +245,8 @@ def _processed(processor: object, state: SamplingState, scores: Tensor) -> Tenso
     return result
 
 
-def _on_device(rows: Sequence[int], device: torch.device) -> Tensor:
+def on_device(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Row numbers [N] int64, copied without waiting."""
     packed = PackedInts((len(rows),), (), device)
     packed.host[0][:] = rows
     return packed.to_device()[0]

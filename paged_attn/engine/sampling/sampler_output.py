@@ -91,11 +91,11 @@ def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], rows_
     rows, counts = list(wanted), list(wanted.values())
     logprobs = logits.index_select(0, rows_on_device).float().log_softmax(-1)
     own = logprobs.gather(-1, tokens.index_select(0, rows_on_device).clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    ids = _most_likely(logprobs, min(max(counts), logits.shape[-1]))
+    ids = most_likely(logprobs, min(max(counts), logits.shape[-1]))
     return Logprobs(rows, counts, own, ids, logprobs.gather(-1, ids))
 
 
-def _most_likely(values: Tensor, count: int) -> Tensor:
+def most_likely(values: Tensor, count: int) -> Tensor:
     """values [L, V] float32 -> ids [L, count], the largest value first and the lower id first among equals; topk alone breaks ties as it
     likes, so it gets whole numbers that are all different: the value in the high bits, the id in the low ones."""
     bits = values.contiguous().view(torch.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.memory.kv_manager import KVManager
-from paged_attn.engine.requests.request import Request
+from paged_attn.engine.requests.request import NO_SCORES, Request
 from paged_attn.engine.scheduling.queue_policy import policy_maker
 from paged_attn.engine.scheduling.running_set import RunningSet
 from paged_attn.engine.scheduling.scheduler_stats import SchedulerStats
@@ -23,12 +23,15 @@ class Scheduler:
     prefix cache), and it is recomputed from prompt and output, before new requests of its priority, so that its tokens stay the same.
     A request is preempted, too, to admit a more urgent one. No decision depends on the time: equal calls give equal steps.
 
+    Args:
+        score_rows: tokens of scored prompts in a step at most; each has a row of logits.
+
     Attributes:
         wants_drain: the next `schedule` can do more if all steps are collected before it.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVManager) -> None:
-        self.config, self.kv = config, kv
+    def __init__(self, config: EngineConfig, kv: KVManager, score_rows: int = NO_SCORES) -> None:
+        self.config, self.kv, self.score_rows = config, kv, score_rows
         self.waiting = WaitingQueue(policy_maker(config.policy, kv))
         self.running = RunningSet(config.max_requests)
         self.stats = SchedulerStats()
@@ -50,7 +53,7 @@ class Scheduler:
         self.wants_drain = False
         for request in self._prefills.share():
             self.waiting.bring_back(request)
-        plan = StepPlan(self.config.step_tokens)
+        plan = StepPlan(self.config.step_tokens, self.score_rows)
         for request in self._add_decodes(plan, drained):
             if plan.budget <= 0:
                 break
@@ -58,8 +61,8 @@ class Scheduler:
                 self._admit(plan, drained, request.priority)
             if plan.budget <= 0 or request not in self.running:  # an earlier one may have preempted it
                 continue
-            count = self._count(request, plan.budget)
-            if self._reserve(request, request.num_cached + count, plan, drained):
+            count = self._count(request, plan)
+            if count and self._reserve(request, request.num_cached + count, plan, drained):
                 plan.add_chunk(request, count)
         self._admit(plan, drained)
         # A step of few decodes costs as much as one with those that could join it once this step's tokens are there.
@@ -87,9 +90,9 @@ class Scheduler:
         return [request for request in prefilling if request in self.running]  # a decode may have preempted it
 
     @staticmethod
-    def _count(request: Request, budget: int) -> int:
-        """As many tokens as there are left, as the budget allows, and as lie before the next point at which a state is to be kept."""
-        count = min(request.num_remaining, budget)
+    def _count(request: Request, plan: StepPlan) -> int:
+        """As many tokens as there are left, as the budgets allow, and as lie before the next point at which a state is to be kept."""
+        count = min(request.num_remaining, plan.budget, max(request.scores_from - request.num_cached, 0) + plan.score_budget)
         return min(count, request.snapshot_points[0] - request.num_cached) if request.snapshot_points else count
 
     def _reserve(self, request: Request, num_tokens: int, plan: StepPlan, drained: bool) -> bool:
@@ -123,6 +126,8 @@ class Scheduler:
             if request.num_pending:
                 self.wants_drain = True
                 return
+            if request.wants_scores and plan.score_budget <= 0:
+                return
             if self._blocked == (request, self.kv.version):
                 return
             self.kv.adopt_prefix(request)
@@ -148,7 +153,7 @@ class Scheduler:
 
     def _start(self, request: Request, plan: StepPlan) -> None:
         """Let a request run that has adopted its prefix and whose tokens fit."""
-        count = self._count(request, plan.budget)
+        count = self._count(request, plan)
         reserved = self.kv.reserve(request, request.num_cached + count)
         assert reserved, f"{count} tokens of {request.id!r} found no pages, though all of its tokens fitted"
         self.kv.take_state_slot(request)

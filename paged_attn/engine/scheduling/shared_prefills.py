@@ -36,7 +36,7 @@ class SharedPrefills:
 
         With recurrent state the holder may get one more point at which its state is kept: see `Request.snapshot_points`.
         """
-        key = self._key(request, len(request.tokens) - 1)
+        key = self._key(request, request.num_reusable)
         holder = self._holders.get(key) if key is not None else None
         if holder is None or holder.priority > request.priority or self._times.get(request, 0) >= MAX_WAITS or self._is_shared(holder):
             return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_attn.engine.requests.request import Request
+from paged_attn.engine.requests.request import NO_SCORES, Request
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +29,11 @@ class ScheduledStep:
 
 
 class StepPlan:
-    """What a step will compute: `decodes` of one token, then `chunks`, each in order; `budget`: tokens that may still be added."""
+    """What a step will compute: `decodes` of one token, then `chunks`, each in order; `budget`: tokens that may still be added, and of
+    those of prompts that are scored `score_budget`."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, score_budget: int = NO_SCORES) -> None:
+        self.budget, self.score_budget = budget, score_budget
         self.decodes: list[Request] = []
         self.chunks: dict[Request, int] = {}
 
@@ -43,7 +44,7 @@ class StepPlan:
 
     def add_chunk(self, request: Request, count: int) -> None:
         self.chunks[request] = count
-        self.budget -= count
+        self._spend(request, 0, count)
 
     def cut_chunk(self, request: Request, end: int) -> None:
         """The chunk of a request, if it has one, goes no further than its first `end` tokens."""
@@ -51,15 +52,21 @@ class StepPlan:
         cut = min(count, end - request.num_cached)
         if cut < count:
             self.chunks[request] = cut
-            self.budget += count - cut
+            self._spend(request, count, cut)
 
     def drop(self, request: Request) -> None:
         """A request is not computed after all."""
         if request in self.chunks:
-            self.budget += self.chunks.pop(request)
+            self._spend(request, self.chunks.pop(request), 0)
         elif request in self.decodes:
             self.budget += 1
             self.decodes.remove(request)
+
+    def _spend(self, request: Request, before: int, now: int) -> None:
+        """Its chunk has `now` tokens instead of `before`."""
+        kept = max(request.scores_from - request.num_cached, 0)  # whose logits are known, or not wanted
+        self.budget -= now - before
+        self.score_budget -= max(now - kept, 0) - max(before - kept, 0)
 
     def scheduled(self) -> ScheduledStep:
         requests, first_chunk = [*self.decodes, *self.chunks], len(self.decodes)

@@ -30,5 +30,7 @@ class FutureTokens:
         torch.where(input_ids < 0, self.tokens.index_select(0, rows), input_ids, out=input_ids)
 
     def store(self, tokens: Tensor) -> None:
-        """Take a step's tokens [N]; a row that has none (-1) counts as token 0: its request ends when the host knows."""
-        torch.clamp(tokens, min=0, out=self.tokens[: len(tokens)])
+        """Take a step's tokens [N], as far as there is room; a row that has none (-1) counts as token 0: its request ends when the host
+        knows."""
+        into = self.tokens[: len(tokens)]
+        torch.clamp(tokens[: len(into)], min=0, out=into)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged_attn.attn_ops.batch.requests import RequestColumns
-from paged_attn.engine.requests.request import Request
+from paged_attn.engine.requests.request import NO_SCORES, Request
 from paged_attn.engine.requests.request_rows import RequestRows
+from paged_attn.engine.sampling.prompt_scores import PromptScores, ScoredTokens
 from paged_attn.engine.sampling.sampler_output import ChosenTokens, SampledToken, SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.scheduling.step_plan import ScheduledStep
@@ -20,6 +21,7 @@ from paged_attn.engine.steps.future_tokens import future_token
 NONE_UNDER_WAY = -1
 
 StepResult = tuple[Request, int, int, SampledToken | None, bool]
+ScoreResult = tuple[Request, list[SampledToken] | None]
 
 
 class StepLayout(NamedTuple):
@@ -28,6 +30,8 @@ class StepLayout(NamedTuple):
     Columns [requests], as in `RequestColumns`; `samples` is an index of them that picks those `sampling`. `indices`: of the requests'
     rows in `rows`, while the step is launched. `states`: of those sampling that are no mere argmax, by their index among them. Of the
     tokens `num_of_prompts` are of requests for which nothing was chosen yet.
+    `scored`: requests whose prompts get scores, and which. Only where there are any, `sample_rows` [sampling] says which rows of logits
+    those sampling have; otherwise all rows are theirs.
     """
 
     requests: list[Request]
@@ -39,6 +43,8 @@ class StepLayout(NamedTuple):
     samples: NDArray[np.bool_] | slice
     states: dict[int, SamplingState]
     num_of_prompts: int
+    scored: Sequence[tuple[Request, ScoredTokens]] = ()
+    sample_rows: NDArray[np.int64] | None = None
 
 
 def build_step(step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64], under_way: int) -> tuple[StepLayout, RequestColumns]:
@@ -47,6 +53,8 @@ def build_step(step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[indices]
     ends = starts + counts
+    wanted = rows.scores_from[indices]
+    num_logits = np.maximum(ends - np.maximum(starts, wanted), samples)
     num_pages, is_prompt = rows.num_pages[indices], rows.num_tokens[indices] == rows.num_prompt[indices]
     columns = RequestColumns(
         tokens=_tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == under_way),
@@ -54,7 +62,7 @@ def build_step(step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64
         num_pages=num_pages,
         num_cached=starts,
         num_new=counts,
-        num_logits=samples.astype(np.int64),
+        num_logits=num_logits,
         state_slots=rows.state_slot[indices],
     )
     num_of_prompts = int(counts[is_prompt].sum())
@@ -62,7 +70,25 @@ def build_step(step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64
     sampling = requests if isinstance(picked, slice) else list(compress(requests, samples.tolist()))
     others = (rows.is_argmax_only[indices[picked]] == 0).nonzero()[0].tolist()
     states = {row: sampling[row].sampling for row in others}
-    return StepLayout(requests, rows, indices, starts, ends, sampling, picked, states, num_of_prompts), columns
+    layout = StepLayout(requests, rows, indices, starts, ends, sampling, picked, states, num_of_prompts)
+    if (wanted < NO_SCORES).any():
+        past = num_logits.cumsum()
+        scored = _scored(requests, np.maximum(starts, wanted), ends, past - num_logits)
+        layout = layout._replace(scored=scored, sample_rows=past[picked] - 1)
+    return layout, columns
+
+
+def _scored(
+    requests: Sequence[Request], firsts: NDArray[np.int64], ends: NDArray[np.int64], rows: NDArray[np.int64]
+) -> list[tuple[Request, ScoredTokens]]:
+    """Of requests whose tokens from `firsts` to `ends` have logits, in `rows` and after, those that score the next token of a prompt."""
+    scored = []
+    for index in (firsts < ends).nonzero()[0].tolist():
+        request, first = requests[index], int(firsts[index])
+        if tokens := request.prompt_token_ids[first + 1 : int(ends[index]) + 1]:
+            assert request.params.prompt_logprobs is not None
+            scored.append((request, ScoredTokens(int(rows[index]), tokens, request.params.prompt_logprobs)))
+    return scored
 
 
 def _tokens(
@@ -88,14 +114,16 @@ class InFlightStep:
     Args:
         chosen: a row for each part that samples, in order; None if none does.
         number: above 0, and that of no other in_flight.
+        scores: of `parts.scored`; None if that is empty.
     """
 
-    def __init__(self, parts: StepLayout, chosen: SamplerOutput | None, number: int) -> None:
+    def __init__(self, parts: StepLayout, chosen: SamplerOutput | None, number: int, scores: PromptScores | None = None) -> None:
         self.number = number
-        self.chosen = chosen
+        self.chosen, self.prompt_scores = chosen, scores
         self.parts = parts
         self.requests = parts.requests
         self._results: Iterator[StepResult] | None = None
+        self._scores: Iterator[ScoreResult] = iter(())
         self._goes_on: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def begin(self) -> InFlightStep:
@@ -115,6 +143,8 @@ class InFlightStep:
         """Until the tokens are there."""
         if self._results is None:
             tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([], [])
+            if self.prompt_scores is not None:
+                self._scores = zip((request for request, _ in self.parts.scored), self.prompt_scores.wait(), strict=True)
             ends = self.parts.ends[self.parts.samples]
             self._results = zip(self.parts.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
 
@@ -130,6 +160,11 @@ class InFlightStep:
         self.wait()
         assert self._results is not None
         return self._results
+
+    def scores(self) -> Iterator[ScoreResult]:
+        """Each request whose prompt got scores, once as above; with it the scored tokens, None where logits were not finite."""
+        self.wait()
+        return self._scores
 
     def rollback(self) -> list[Request]:
         """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""

@@ -13,6 +13,7 @@ from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
 
 MAX_LOGPROBS = 20
+MAX_SCORES = 1 << 18  # log-probabilities of prompts in one answer: as many as 131,072 tokens have with logprobs=1
 MAX_DIGITS = 12
 MAX_N = 128  # OpenAI's
 MAX_TOP_K = 2**31 - 1  # above any vocabulary
@@ -25,7 +26,7 @@ IGNORED = frozenset({"user", "metadata", "service_tier", "prompt_cache_key", "sa
 # Fields that would change the answer: only the values that ask for nothing.
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "use n with logprobs and compare"),
-    "echo": (NOTHING, "put the prompt in front yourself"),
+    "echo": (NOTHING, "completions have it; leave it out"),
     "suffix": (NOTHING, "put the model's own fill-in-the-middle tokens into the prompt"),
     "tools": (NOTHING, "leave it out"),
     "tool_choice": ((None, "none", "auto"), "leave it out"),
@@ -124,6 +125,17 @@ class Body(Closed):
     def num_logprobs(self) -> int | None:
         raise NotImplementedError
 
+    def num_prompt_logprobs(self) -> int | None:
+        """How many of the most likely tokens are wanted with each token of the prompt; None if the prompt is not scored."""
+        return None
+
+    def check_scores(self, num_tokens: int) -> None:
+        """Raises ApiError: 400 if scores of prompts of so many tokens together are more than an answer may hold."""
+        count = self.num_prompt_logprobs()
+        if count is not None and (scores := num_tokens * self.num_answers * (count + 1)) > MAX_SCORES:
+            what = f"{num_tokens:,} tokens of prompts with {self.num_answers} answers and {count + 1} log-probabilities each are {scores:,}"
+            raise ApiError(400, f"{what}; allowed: at most {MAX_SCORES:,}; send fewer prompts at a time, or lower logprobs", param="prompt")
+
     def wanted_schema(self) -> dict[str, Any] | None:
         """The JSON schema that the answer shall follow, if any."""
         return self.json_schema
@@ -146,6 +158,7 @@ class Body(Closed):
             "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids), "logprobs": self._logprobs(),
             "logit_bias": self._biases(), "bad_words": None if self.bad_words is None else tuple(self.bad_words),
             "include_stop_str_in_output": self.include_stop_str_in_output, "skip_special_tokens": self.skip_special_tokens,
+            "prompt_logprobs": self.num_prompt_logprobs(),
             "json_schema": self.wanted_schema(), "regex": self.regex, "grammar": self.grammar,
         }  # fmt: skip
         if "temperature" not in defaults.stated and self.temperature is None:
@@ -163,11 +176,7 @@ class Body(Closed):
         return self.max_tokens if self.max_tokens is not None else self.default_max_tokens or room
 
     def _logprobs(self) -> int | None:
-        count = self.num_logprobs()
-        if count is not None and not 0 <= count <= MAX_LOGPROBS:
-            name = self.logprobs_name
-            raise ApiError(400, f"{name}: got {shown(count)}; allowed: 0 to {MAX_LOGPROBS}", param=name)
-        return count
+        return _checked_count(self.logprobs_name, self.num_logprobs())
 
     def _biases(self) -> dict[int, float] | None:
         biases = self.logit_bias or {}
@@ -187,6 +196,23 @@ class CompletionBody(Body):
         description="a text, a list of texts, a list of token ids, or a list of such lists", json_schema_extra={"anyOf": PROMPTS}
     )
     logprobs: int | None = Field(None, json_schema_extra=within(0, MAX_LOGPROBS))
+    echo: bool | None = Field(None, description="the answer begins with the prompt, and its logprobs with the prompt's")
+    prompt_logprobs: int | None = Field(
+        None, description="extension: for each token of the prompt its log-probability and those of so many of the most likely ones",
+        json_schema_extra=within(0, MAX_LOGPROBS),
+    )  # fmt: skip
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [_checked_count("prompt_logprobs", self.prompt_logprobs), self._logprobs() if self.echo else None]
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs: allowed only without stream; a stream has echo with logprobs", param="prompt_logprobs")
+        return max((count for count in wanted if count is not None), default=None)
+
+
+def _checked_count(name: str, count: int | None) -> int | None:
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise ApiError(400, f"{name}: got {shown(count)}; allowed: 0 to {MAX_LOGPROBS}", param=name)
+    return count

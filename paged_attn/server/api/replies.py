@@ -1,4 +1,4 @@
-"""Answers in OpenAI's JSON: whole, or chunk by chunk."""
+"""Answers in OpenAI's JSON, whole or chunk by chunk: what they have in common, and those to chats."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Reply:
         yield "[DONE]"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        known = None if completion.logprobs is None else [_known(s) for s in self.job.requests[index].known]
+        known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].known]
         ids = {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids} if self.body.return_token_ids else {}
         return {
             "index": index, **self.content(completion.text), "logprobs": None if known is None else self.logprobs(index, known),
@@ -90,28 +90,6 @@ class Reply:
         return json.dumps({**self.head, "object": self.chunk_kind, "choices": choices, **extra})
 
 
-class CompletionReply(Reply):
-    def __init__(self, job: Job, body: Body, texts: Texts, model: str) -> None:
-        super().__init__(job, body, texts, model)
-        self._offsets = [0] * job.size
-
-    def content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    delta = content
-
-    def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
-        texts = [self.texts.of_token(token) for token, _, _ in known]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-        top = [{self.texts.of_token(token): value for token, value in likely} for _, _, likely in known]
-        # As with OpenAI, the sampled token is among them even if it is not one of the likeliest.
-        top = [{**likely, text: value} for likely, text, (_, value, _) in zip(top, texts, known, strict=True)]
-        return {"tokens": texts, "token_logprobs": [value for _, value, _ in known], "top_logprobs": top, "text_offset": offsets}
-
-
 class ChatReply(Reply):
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -135,9 +113,13 @@ class ChatReply(Reply):
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
         text = self.texts.of_token(token)
-        whole = text != f"token_id:{token}"
-        return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
+        return {"token": text, "logprob": value, "bytes": list(text.encode()) if is_text(text, token) else None}
 
 
-def _known(sampled: Any) -> Known:
+def is_text(text: str, token: int) -> bool:
+    """Whether `Texts.of_token` gave the token's own text."""
+    return text != f"token_id:{token}"
+
+
+def known_of(sampled: Any) -> Known:
     return sampled.token_id, sampled.logprob, sampled.top_logprobs or ()

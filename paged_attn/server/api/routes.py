@@ -13,7 +13,8 @@ from paged_attn.engine.sampling.structured.guides import Guide
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.api.bodies import Body, CompletionBody
 from paged_attn.server.api.chat_body import ChatBody
-from paged_attn.server.api.replies import ChatReply, CompletionReply, Reply
+from paged_attn.server.api.completion_reply import CompletionReply
+from paged_attn.server.api.replies import ChatReply, Reply
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import ClientGone, EventStream
 from paged_attn.server.http.error_reply import ERRORS
@@ -111,6 +112,7 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     engine = state.thread.refuse_unless_ready()
     if body.priority and not state.settings.allow_priority:
         raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
+    body.check_scores(sum(len(prompt.token_ids) for prompt in prompts))
     params = body.sampling_params(_room(engine, prompts), engine.default_params)
     guide = await _checked(params, engine, state, caller)
     answers = params.answers(body.num_answers)

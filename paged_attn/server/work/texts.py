@@ -41,6 +41,7 @@ class Texts:
         self.max_characters = room * longest
         self._pool = FairPool("paged-attn-tokenizer", THREADS, LONG_THREADS)
         self._token_texts: dict[int, str] = {}
+        self._special = frozenset(getattr(tokenizer, "all_special_ids", ()))
 
     def close(self) -> None:
         self._pool.close()
@@ -69,6 +70,14 @@ class Texts:
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self._of_token(token_id)
         return self._token_texts[token_id]
+
+    def of_tokens(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens included; "" without a tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a tokenizer may have added it to a text."""
+        return token_id in self._special
 
     async def _in_thread(self, client: Hashable, length: int, work: Callable[[Any], T]) -> T:
         def with_own_tokenizer() -> T:

@@ -1,0 +1,98 @@
+"""Answers of /v1/completions: text after a prompt, the prompt itself where it is to be echoed, and log-probabilities of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paged_attn.engine.requests.request import Completion, TokenEvent
+from paged_attn.server.api.bodies import Body, CompletionBody
+from paged_attn.server.api.replies import Known, Reply, is_text, known_of
+from paged_attn.server.work.job import Job
+from paged_attn.server.work.texts import Texts
+
+LEAST = -9999.0
+
+
+class CompletionReply(Reply):
+    def __init__(self, job: Job, body: Body, texts: Texts, model: str) -> None:
+        super().__init__(job, body, texts, model)
+        assert isinstance(body, CompletionBody)
+        self.body: CompletionBody = body
+        self._offsets = [0] * job.size
+        self._not_echoed = set(range(job.size)) if body.echo else set()
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        echo = self._echo(index) if self.body.echo else {}
+        choice = super().choice(index, completion)
+        if echo:
+            choice["text"] = echo["text"] + choice["text"]
+        if choice["logprobs"] and echo:
+            choice["logprobs"] = {name: [*echo["logprobs"][name], *values] for name, values in choice["logprobs"].items()}
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._by_id(index, self.body.prompt_logprobs)
+        return choice
+
+    def parts(self, index: int, event: TokenEvent) -> list[dict[str, Any]]:
+        if index not in self._not_echoed:
+            return super().parts(index, event)
+        self._not_echoed.remove(index)
+        return [{"index": index, **self._echo(index), "finish_reason": None}, *super().parts(index, event)]
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    delta = content
+
+    def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
+        texts = [self.texts.of_token(token) for token, _, _ in known]
+        offsets = []
+        for token, _, _ in known:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += self._num_characters(token)
+        top = [self._top(*each) for each in known]
+        return {"tokens": texts, "token_logprobs": [_finite(value) for _, value, _ in known], "top_logprobs": top, "text_offset": offsets}
+
+    def _top(self, token: int, value: float, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """By text. As with OpenAI, the token itself is among them even if it is not one of the likeliest."""
+        top = {self.texts.of_token(token): _finite(value)}
+        for other, its in likely:
+            if other != token:
+                text = self.texts.of_token(other)
+                top[f"token_id:{other}" if text in top else text] = _finite(its)
+        return top
+
+    def _num_characters(self, token: int) -> int:
+        """0 for a part of one."""
+        text = self.texts.of_token(token)
+        return len(text) if is_text(text, token) else 0
+
+    def _echo(self, index: int) -> dict[str, Any]:
+        """The prompt of an answer, and its log-probabilities, as a part of the answer."""
+        request, prompt = self.job.requests[index], self.job.prompts[index // len(self.job.answers)]
+        text = self.texts.of_tokens(prompt.token_ids) if prompt.text is None else prompt.text
+        count, logprobs = self.body.logprobs, None
+        if count is not None:
+            first = request.prompt_token_ids[0]
+            is_added = self.texts.is_special(first) and not text.startswith(self.texts.of_token(first))
+            self._offsets[index] = 0 if is_added else self._num_characters(first)
+            rest = self.logprobs(index, self._scored(index, count))
+            heads = {"tokens": self.texts.of_token(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+            logprobs = {name: [head, *rest[name]] for name, head in heads.items()}
+        self._offsets[index] = len(text)
+        return {"text": text, "logprobs": logprobs}
+
+    def _by_id(self, index: int, count: int) -> list[dict[str, dict[str, Any]] | None]:
+        """As vLLM's server has them."""
+        rows = [{**dict(likely), token: value} for token, value, likely in self._scored(index, count)]
+        of_token = self.texts.of_token
+        return [None, *({str(i): {"logprob": _finite(row[i]), "decoded_token": of_token(i)} for i in row} for row in rows)]
+
+    def _scored(self, index: int, count: int) -> list[Known]:
+        """The prompt's tokens from the second on, with so many of the likeliest."""
+        return [(token, value, likely[:count]) for token, value, likely in map(known_of, self.job.requests[index].scored)]
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity; OpenAI writes this."""
+    return max(value, LEAST)
