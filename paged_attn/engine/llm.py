@@ -27,7 +27,7 @@ class LLM:
     """Serve a Hugging Face causal LM with paged KV, prefix sharing and continuous batching.
 
     Args:
-        model: a loaded model (any dtype; left as it was found), a directory, or a hub id.
+        model: a loaded model (any dtype; left as it was found), a directory, or a hub id. A compiled model counts as the model inside.
         tokenizer: for a loaded model, if prompts or stops are text; a path loads its own.
         dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
@@ -123,6 +123,21 @@ class LLM:
         events = self._events(self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=True))
         next(events)  # from here on closing it cancels, even if nothing was read
         return events  # type: ignore[return-value]
+
+    def cancel(self, request_id: str) -> bool:
+        """End one prompt of a stream now, by the `request_id` of its events; False if it has ended."""
+        with self._lock:
+            return self.engine.cancel(request_id)
+
+    def look_at_model(self) -> None:
+        """Raises ModelChangedError if the model is no longer what the engine runs; the next request would raise it, too."""
+        with self._lock:
+            self.engine.look_at_model()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.engine.watch is None
 
     def clear_prefix_cache(self) -> int:
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
