@@ -11,8 +11,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from paged_attn.attn_ops.batch.batch import RequestColumns
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.calling.compiled_calls import uncompiled
@@ -207,6 +208,14 @@ class Engine:
         self._collect(1 if launched and self.overlaps else 0)
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.model_seconds - waited)
         return self.due_events()
+
+    @in_plain_modes
+    def run_rows(self, columns: RequestColumns) -> Tensor:
+        """A step of rows that are no requests: logits [sum(num_logits), vocabulary], a copy. Their pages are the caller's, who takes none
+        of `kv`: an engine serves either requests or such rows. The model has no recurrent state."""
+        step = self.steps.prepare(columns)
+        with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
+            return self.steps.run(step).logits.clone()
 
     def close(self) -> None:
         """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""

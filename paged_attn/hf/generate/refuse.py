@@ -11,9 +11,18 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from paged_attn.attn_ops.errors import UnsupportedError
 
+_GENERATE = GenerationMixin.generate.__wrapped__.__code__  # type: ignore[attr-defined]
 ON_PAGES = "model.generate(..., past_key_values=paged_attn.PagedCache(model)) does (docs/generate.md)"
 # What `generate` hands on that is the same here (K and V lie in the engine's pages however a cache was asked for), or is read elsewhere.
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
+
+
+def generate_frame(model: Any = None) -> FrameType | None:
+    """The innermost call of transformers' `generate` that we are in; of this model's, if one is given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (frame.f_code is _GENERATE and (model is None or frame.f_locals["self"] is model)):
+        frame = frame.f_back
+    return frame
 
 
 def callers_keywords() -> dict[str, Any]:
@@ -22,10 +31,7 @@ def callers_keywords() -> dict[str, Any]:
     Raises:
         TypeError: nobody called `generate`.
     """
-    code = GenerationMixin.generate.__wrapped__.__code__  # type: ignore[attr-defined]
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
+    frame = generate_frame()
     if frame is None:
         raise TypeError("paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate)")
     return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
