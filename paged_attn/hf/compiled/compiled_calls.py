@@ -117,7 +117,7 @@ class PagedCalls:
             length = given["input_ids"].shape[1]
             moved = RaggedCache(table, called.padding, length, self._lock, self._dropped)
         setattr(cache, _MOVED, True)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=moved)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=logits, past_key_values=moved)
 
     def _go_on(self, cache: RaggedCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """The output for more tokens of each row."""
@@ -133,7 +133,7 @@ class PagedCalls:
                 raise UnsupportedError("the model changed since this cache was made, and its pages are gone; begin generate anew")
             logits = self._run(cache.table, called.tokens, called.wanted)
             cache.length += len(called.tokens[0])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
     def _ready(self) -> bool:
         """Whether there is an engine for the model as it is now."""
