@@ -97,6 +97,7 @@ def test_one_compile_serves_all_lengths_and_batches() -> None:
     assert dict(counters["stats"]) == before
 
 
+@pytest.mark.slow
 def test_the_first_call_of_all_is_on_pages_but_for_its_prompt() -> None:
     models = build("llama", tie_word_embeddings=False), build("llama", tie_word_embeddings=False)
     models[1].compile(backend="paged_attn")
@@ -106,6 +107,7 @@ def test_the_first_call_of_all_is_on_pages_but_for_its_prompt() -> None:
     assert again._compiled_call_impl is None and generate(again, _prompts()).equal(generate(models[0], _prompts()))
 
 
+@pytest.mark.slow
 def test_a_second_model_of_the_same_class_finds_its_own_pages() -> None:
     """Dynamo runs the first one's graph for it, and asks no backend."""
     found = []
@@ -190,6 +192,7 @@ def test_a_cache_of_pages_is_refused_where_it_can_not_be_followed() -> None:
         generate(compiled, _prompts((0,) * 30, 200), do_sample=True, num_return_sequences=3)
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_is_followed() -> None:
     models = build("llama", tie_word_embeddings=False), build("llama", tie_word_embeddings=False)
     models[1].compile(backend="paged_attn")
@@ -207,6 +210,7 @@ def test_a_model_that_changes_is_followed() -> None:
     assert calls_of(models[1]).engine is not engine
 
 
+@pytest.mark.slow
 def test_explain_tells_what_generate_runs_on(caplog: pytest.LogCaptureFixture) -> None:
     generate(pair()[1], _prompts())
     text = paged_attn.explain(pair()[1])
@@ -220,6 +224,7 @@ def test_explain_tells_what_generate_runs_on(caplog: pytest.LogCaptureFixture) -
     assert "FalconH1ForCausalLM: generate runs without pages" in caplog.text
 
 
+@pytest.mark.slow
 def test_captured_steps_serve_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TapeRecorder()
     monkeypatch.setattr(compiled_calls, "Engine", partial(Engine, recorder=recorder))
@@ -237,6 +242,7 @@ def test_captured_steps_serve_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not uncaptured
 
 
+@pytest.mark.slow
 def test_an_optimized_module_is_served_as_the_model_inside() -> None:
     from paged_attn import LLM, SamplingParams
 

@@ -104,6 +104,7 @@ def test_settings_of_generate(keywords: dict[str, Any]) -> None:
     assert_same(model, given, **keywords)
 
 
+@pytest.mark.slow
 def test_the_models_generation_config_counts() -> None:
     model, given = build("llama", tie_word_embeddings=False), prompts()
     ours = paged_attn.generate_with(**SETTINGS)

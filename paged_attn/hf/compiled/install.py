@@ -34,7 +34,11 @@ def install_paged_calls(options: CompileOptions) -> None:
         return
     if module.config.is_encoder_decoder:
         return
-    config = EngineConfig.from_environment(inductor=options.inductor, self_check=options.self_check, prefix_cache=False)
-    calls = PagedCalls(module, compiled, config)
+    given: dict[str, Any] = {"prefix_cache": False}
+    if options.inductor is not None:
+        given["inductor"] = options.inductor
+    if not options.self_check:
+        given["self_check"] = False
+    calls = PagedCalls(module, compiled, EngineConfig.from_environment(**given))
     calls.remember_first(dict(frame.f_locals["kwargs"]))
     vars(module)[CALL] = calls
