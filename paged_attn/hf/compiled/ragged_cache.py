@@ -87,7 +87,7 @@ class RaggedCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove; a length is no longer taken")
-        self.length = max(self.length + tokens_to_remove, 0)
+        self.length = max(self.length + int(tokens_to_remove), 0)  # assisted generation of 5.17 passes a tensor
         with self._lock:
             self.table.truncate(np.maximum(self.length - self.padding, 0))
 
