@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, pipeline
 
 import paged_attn
 from paged_attn import PagedCache, UnsupportedError
@@ -24,6 +25,7 @@ from paged_attn.hf.compiled.ragged_table import RaggedTable
 from paged_attn.hf.compiled.row_steps import Part, steps
 from paged_attn.hf.shared_pages import SharedPages
 from tests.capture.tape import TapeRecorder
+from tests.engine.models import tokenizer
 from tests.hf.test_hf_cache import MODES, NEW, SAMPLE, _prompts
 from tests.hf.test_hf_generate import Noting
 from tests.recurrent_models import recurrent
@@ -169,6 +171,30 @@ def test_what_users_keep_themselves_runs_as_written(caplog: pytest.LogCaptureFix
     assert len(outputs.hidden_states[0]) == 4
     assert steps_of(models[1]) == before
     assert "a call of generate runs without pages: it has output_hidden_states" in caplog.text
+
+
+def test_modes_threads_and_pipelines() -> None:
+    models, spelled, found = pair(), copy.deepcopy(tokenizer()), dict[int, bool]()
+    with torch.inference_mode():
+        assert_same_on_pages(models, _prompts(), num_beams=2)
+    expected = models[0].generate(**_prompts(), max_new_tokens=6, do_sample=False)
+
+    def run(number: int) -> None:
+        found[number] = models[1].generate(**_prompts(), max_new_tokens=6, do_sample=False).equal(expected)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(4), True)
+    spelled.padding_side, before = "left", steps_of(models[1])
+    asked: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "batch_size": 2}
+    theirs, ours = (pipeline("text-generation", model=model, tokenizer=spelled)(["ab", "cdef"], **asked) for model in models)
+    assert ours == theirs and steps_of(models[1]) == before + 5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert models[1].generate(**_prompts(), max_new_tokens=2).shape == (2, 21)
+    assert steps_of(models[1]) == before + 5
 
 
 def test_a_cache_of_pages_is_refused_where_it_can_not_be_followed() -> None:

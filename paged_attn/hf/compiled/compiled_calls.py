@@ -146,14 +146,13 @@ class PagedCalls:
                 self.engine = self._pages = None
         if self.engine is None:
             try:
-                self.engine = Engine(self.model, None, self.config)
-                if self.engine.states is not None:
-                    raise UnsupportedError(f"{type(self.model).__name__} has recurrent state, which paged_attn.generate and LLM keep")
+                engine = Engine(self.model, None, self.config)
+                _refuse_others(engine)
             except UnsupportedError as refusal:
-                self.engine, self.refused = None, str(refusal)
+                self.refused = str(refusal)
                 self._say(f"generate runs without pages: {refusal}")
                 return False
-            self._pages = SharedPages.over(self.engine.pool)
+            self.engine, self._pages = engine, SharedPages.over(engine.pool)
         return True
 
     def _run(self, table: RaggedTable, tokens: list[list[int]], wanted: int) -> Tensor:
@@ -195,6 +194,18 @@ class PagedCalls:
         if words not in self._said:
             self._said.add(words)
             logger.warning("%s: %s", type(self.model).__name__, words)
+
+
+def _refuse_others(engine: Engine) -> None:
+    """Closes the engine and raises UnsupportedError if rows of `generate` are not all that its steps need."""
+    name, why = type(engine.runner.model).__name__, ""
+    if engine.states is not None:
+        why = f"{name} has recurrent state, which paged_attn.generate and LLM keep"
+    elif engine.runner.ranks is not None:
+        why = f"{name} is sharded over {engine.runner.ranks.size} ranks, which LLM serves"
+    if why:
+        engine.close()
+        raise UnsupportedError(why)
 
 
 def _columns(parts: list[Part], tokens: list[list[int]], table: RaggedTable, before: Any) -> RequestColumns:
