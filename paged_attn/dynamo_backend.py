@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx, nn
 
-from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.context import current_context
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import CompiledGraph
 
@@ -44,7 +44,15 @@ def paged_attn(
                     _why(),
                 )
             known.append(compiled)
-    return compiled
+
+    def run(*args: Any) -> Any:
+        if "transformers" in sys.modules and current_context() is None:
+            from paged_attn.hf.compiled.install import install_paged_calls
+
+            install_paged_calls(parsed)
+        return compiled(*args)
+
+    return run
 
 
 def graphs_of(model: nn.Module) -> list[CompiledGraph]:
@@ -67,19 +75,6 @@ def model_being_compiled() -> nn.Module | None:
     translator = InstructionTranslator.current_tx()
     scope = translator.f_locals
     return next((scope[name] for name in ("self", "model") if isinstance(scope.get(name), nn.Module)), None)
-
-
-@contextmanager
-def unwrapped_refusals() -> Iterator[None]:
-    """Around a call that may compile: an UnsupportedError of ours comes out as itself, not in Dynamo's BackendCompilerFailed."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    try:
-        yield
-    except BackendCompilerFailed as failure:
-        if isinstance(failure.inner_exception, UnsupportedError):
-            raise failure.inner_exception from None
-        raise
 
 
 def _why() -> str:

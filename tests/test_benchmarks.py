@@ -135,3 +135,12 @@ def test_capture_times_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert mode["extend"]["17"]["ms"] > 0
     script("capture").main([*tiny, "--startup", "full_merged", "--out", str(out)])
     assert json.loads(out.read_text())["startup"]["full_merged"]["first_token"] > 0
+
+
+@pytest.mark.slow
+def test_hf_generate_times_every_system(tmp_path: Path) -> None:
+    out = tmp_path / "hf_generate.json"
+    assert script("hf_generate").main(["--cpu-smoke", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["system"], row["batch"]) for row in rows] == [(s, b) for s in ("static", "custom_generate", "compile") for b in (1, 4)]
+    assert all(row["tokens_as_first_system"] == 1 and row["tokens_per_s"] > 0 and row["ratio_to_static"] > 0 for row in rows)

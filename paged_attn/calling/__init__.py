@@ -1,3 +1,3 @@
-"""A user's model is called and left as it was: modes, hooks, configs, caches; and how its forward wants to be
-called.
+"""A user's model is called and left as it was: modes, hooks, configs, caches, compiled calls; and how its
+forward wants to be called.
 """

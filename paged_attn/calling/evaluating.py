@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from paged_attn.calling.compiled_calls import without_compiled_calls
 from paged_attn.calling.hf_configs import logits_alone
 from paged_attn.calling.plain_modes import plain_modes
 
@@ -27,6 +28,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_served(model: nn.Module) -> Iterator[None]:
-    """The same, in plain modes, and without the outputs besides logits that a config may ask for: for tracing and comparing."""
-    with plain_modes(), logits_alone(model), evaluating(model):
+    """The same, in plain modes, as written where `module.compile()` was called, and without the outputs besides logits that a config may
+    ask for: for tracing and comparing."""
+    with plain_modes(), without_compiled_calls(model), logits_alone(model), evaluating(model):
         yield

@@ -11,10 +11,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from paged_attn.attn_ops.batch.batch import RequestColumns
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.backends.kv_write.store import has_triton
+from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.build_runtime import make_runner, ready_to_step
@@ -48,7 +50,8 @@ class Engine:
     """A model, a KV pool and a scheduler. Not thread-safe: one thread adds, cancels and steps (`LLM` adds a lock).
 
     Args:
-        model: a Hugging Face causal LM, or any module with forward(input_ids, position_ids); it is left as it was found.
+        model: a Hugging Face causal LM, or any module with forward(input_ids, position_ids); it is left as it was found. Of what
+            torch.compile returned, the model inside.
         tokenizer: decodes new tokens to text; None gives empty texts.
         recorder: captures graphs; by default CUDA graphs on a GPU and none elsewhere.
 
@@ -66,6 +69,7 @@ class Engine:
     def __init__(
         self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
+        model = uncompiled(model)
         cuda = model_device(model).type == "cuda"
         self.config = (config or EngineConfig.from_environment()).resolved(cuda=cuda, has_triton=cuda and has_triton())
         self.tokenizer = tokenizer
@@ -165,7 +169,7 @@ class Engine:
         """
         self._look_is_due = self._steps_since_look > 0
         if not self.requests:
-            self._look_at_model()
+            self.look_at_model()
         params = SamplingParams() if params is None else params
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
@@ -202,7 +206,7 @@ class Engine:
         self._steps_since_look += 1
         is_due = self._look_is_due and self._steps_since_look > STEPS_BETWEEN
         if is_due or (self.watch is not None and self.watch.may_be_stale()):
-            self._look_at_model()
+            self.look_at_model()
         if self._is_stale:
             self._forget_what_was_computed()
         while self._nothing_to_do:
@@ -216,6 +220,14 @@ class Engine:
         self.stats.host_seconds += time.perf_counter() - started - (self.stats.model_seconds - waited)
         return self.due_events()
 
+    @in_plain_modes
+    def run_rows(self, columns: RequestColumns) -> Tensor:
+        """A step of rows that are no requests: logits [sum(num_logits), vocabulary], a copy. Their pages are the caller's, who takes none
+        of `kv`: an engine serves either requests or such rows. The model has no recurrent state."""
+        step = self.steps.prepare(columns)
+        with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
+            return self.steps.run(step).logits.clone()
+
     def close(self) -> None:
         """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""
         for request_id in list(self.requests):
@@ -228,8 +240,12 @@ class Engine:
         self.watch = None
         self.runner.close()
 
-    def _look_at_model(self) -> None:
-        """Raises UnsupportedError if the model is no longer what the engine runs."""
+    def look_at_model(self) -> None:
+        """Whether it changed: numbers written in place are followed from the next step on.
+
+        Raises:
+            ModelChangedError: it is no longer what the engine runs.
+        """
         if self.watch is not None:
             self._is_stale |= self.watch.look()
             self._steps_since_look, self._look_is_due = 0, False

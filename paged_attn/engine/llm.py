@@ -35,7 +35,7 @@ class LLM:
 
     Args:
         model: a loaded model (any dtype; left as it was found), a directory, a GGUF file, or a hub id. Of a model that reads images, too,
-            the text is served.
+            the text is served. A compiled model counts as the model inside.
         tokenizer: for a loaded model, if prompts or stops are text; a path loads its own. It may be a path, too.
         dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
         revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
@@ -163,6 +163,21 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("this LLM has no tokenizer; give LLM(model, tokenizer=...) one, or the path of one")
         return self.tokenizer
+
+    def cancel(self, request_id: str) -> bool:
+        """End one prompt of a stream now, by the `request_id` of its events; False if it has ended."""
+        with self._lock:
+            return self.engine.cancel(request_id)
+
+    def look_at_model(self) -> None:
+        """Raises ModelChangedError if the model is no longer what the engine runs; the next request would raise it, too."""
+        with self._lock:
+            self.engine.look_at_model()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.engine.watch is None
 
     def clear_prefix_cache(self) -> int:
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""

@@ -12,6 +12,7 @@ from paged_attn.hashing.stable_hasher import MOST_BYTES, Indescribable, StableHa
 
 # Of torch's own attributes of a module; which of the hooks count is asked separately.
 _OF_TORCH = frozenset(nn.Module().__dict__)
+_KEPT_WITH_IT = ("_paged_attn_engine",)  # and not part of it
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 _REPLACED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_compiled_call_impl")
@@ -39,7 +40,7 @@ def _module(path: str, module: nn.Module, hasher: StableHasher) -> str:
     kind = type(module)
     lines = [f"{path} {kind.__module__}.{kind.__qualname__} {list(module._modules)} {sorted(module._non_persistent_buffers_set)}"]
     for name, value in module.__dict__.items():
-        if name in _OF_TORCH:
+        if name in _OF_TORCH or name in _KEPT_WITH_IT:
             continue
         try:
             lines.append(f" {name}={hasher.text(value)}")

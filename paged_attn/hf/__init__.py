@@ -1,3 +1,3 @@
-"""Hugging Face models without torch.compile: `patch.py` hooks their attention, `cache.py` gives their
-`generate` paged KV.
+"""Hugging Face models and their `generate`. `patch.py` hooks attention without torch.compile, `cache.py` gives `generate` paged KV;
+`generate/` is `custom_generate=paged_attn.generate`, `compiled/` is what `generate` runs on after `model.compile(backend="paged_attn")`.
 """

@@ -44,6 +44,15 @@ class SharedPages:
         self._allocator = PageAllocator(number, page_size)
         self._holders = np.zeros(number, np.int64)
 
+    @classmethod
+    def over(cls, pool: KVPool) -> SharedPages:
+        """All pages of a pool that is there, which does not grow."""
+        pages = cls.__new__(cls)
+        pages.page_size, pages.grows, pages.pool = pool.page_size, False, pool
+        pages._allocator = PageAllocator(pool.num_pages, pool.page_size)
+        pages._holders = np.zeros(pool.num_pages, np.int64)
+        return pages
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPages:
         return self  # copied caches hold the same pages
 

@@ -134,7 +134,8 @@ class Explanation:
             ]
         lines.append(f"  backend      {self.backend_reason}")
         lines += self.capture
-        lines += [f"  not paged    a graph of {graph.nodes_before} nodes: {graph.not_paged}" for graph in self.graphs if graph.not_paged]
+        other = ", for calls of another form" if paged else ""
+        lines += [f"  not paged    a graph of {g.nodes_before} nodes{other}: {g.not_paged}" for g in self.graphs if g.not_paged]
         return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +13,11 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import takes, token_argument
+from paged_attn.calling.compiled_calls import CALL
 from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
-from paged_attn.dynamo_backend import add_graphs, graphs_of, unwrapped_refusals
+from paged_attn.dynamo_backend import add_graphs, graphs_of
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
 from paged_attn.report.explanation import Explanation, GraphExplanation
 
@@ -58,8 +61,14 @@ def explain(compiled: nn.Module | LLM | Engine) -> str:
 def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
     """The same as data."""
     from paged_attn.engine.runners.model_runner import ModelRunner
+    from paged_attn.hf.compiled.compiled_calls import PagedCalls
 
     target = _engine_or_model(compiled)
+    calls = vars(target).get(CALL)
+    if isinstance(calls, PagedCalls) and calls.engine is not None:
+        found = explanation(calls.engine)
+        how = f"  generate     of transformers runs on pages, {calls.num_steps} steps so far; other calls of the model run as written"
+        return replace(found, capture=(*found.capture, how))
     if not isinstance(target, nn.Module):
         runner, selection = target.runner, target.selection
         graph = GraphExplanation.of(runner.compiled) if isinstance(runner, ModelRunner) else GraphExplanation.of_hooked(runner)
@@ -67,7 +76,8 @@ def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
         return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture)
     model, graphs = _graphs(target)
     backend, reason = _auto_backend(model, graphs)
-    return Explanation(type(model).__name__, tuple(map(GraphExplanation.of, graphs)), backend, reason)
+    refused = (f"  generate     runs without pages: {calls.refused}",) if isinstance(calls, PagedCalls) and calls.refused else ()
+    return Explanation(type(model).__name__, tuple(map(GraphExplanation.of, graphs)), backend, reason, refused)
 
 
 def _engine_or_model(compiled: object) -> Engine | nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -76,8 +77,10 @@ class ModelRunner:
                 raise
             if options.self_check:
                 self._refuse_choices(num_ids)
-            self._leave = weakref.finalize(self, undo.pop_all().close)  # a runner may be dropped without `close`
-            self._leave.atexit = False
+            self._leave: Callable[[], Any] = undo.pop_all().close
+            if self.ranks is not None:  # there is something to undo, and a runner may be dropped without `close`
+                self._leave = weakref.finalize(self, self._leave)
+                self._leave.atexit = False
 
     def _capture_as_it_counts(self, options: CompileOptions) -> None:
         try:

@@ -13,6 +13,10 @@ STEPS_BETWEEN = 32  # of an engine that is never idle: looking takes as long as 
 NAMED = 3
 
 
+class ModelChangedError(UnsupportedError):
+    """The model is no longer what the engine runs."""
+
+
 class ModelWatch:
     """Of one engine's model.
 
@@ -32,7 +36,7 @@ class ModelWatch:
         """Whether what was computed of cached tokens is no longer what the model computes.
 
         Raises:
-            UnsupportedError: the engine goes on with something that the model no longer is; the message names it. Once the
+            ModelChangedError: the engine goes on with something that the model no longer is; the message names it. Once the
                 model is as it was, so is the engine.
         """
         found = self.state.difference()
@@ -64,8 +68,8 @@ class ModelWatch:
         return not self.captured and self.runner.reads(name)
 
 
-def _refusal(changes: list[str], then: str) -> UnsupportedError:
-    return UnsupportedError(
+def _refusal(changes: list[str], then: str) -> ModelChangedError:
+    return ModelChangedError(
         f"the model was changed under a live engine: {_named(changes)}, {then}. Change it back, or make a new LLM of the model "
         "as it is now, after llm.close(). Numbers written in place (load_state_dict, an optimizer's step) are followed."
     )

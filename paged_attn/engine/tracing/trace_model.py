@@ -18,8 +18,8 @@ from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.hf_configs import attention_implementation
 from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph
-from paged_attn.dynamo_backend import unwrapped_refusals
 from paged_attn.engine.model.model_output import logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.opaque_modules import modules_as_ops, untraceable_class

@@ -1,0 +1,82 @@
+"""A call that `generate` makes of a model, as tokens of rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paged_attn.hf.compiled.ragged_table import Lengths
+from paged_attn.passes.fx.model_facts import text_config
+
+# What a call may say besides its tokens and its cache. `labels` and their like have no place in a step.
+_KNOWN = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
+_MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+class CallRows(NamedTuple):
+    """tokens [rows, new] of token ids; padding [rows] of each row, on its left; of `wanted` last tokens logits come."""
+
+    tokens: list[list[int]]
+    padding: Lengths
+    wanted: int
+
+
+def why_not(model: nn.Module, given: dict[str, Any]) -> str:
+    """Why a call with these keywords can not be a step; "" if it can, as far as the keywords tell."""
+    ids = given.get("input_ids")
+    config: Any = model.config
+    if torch.is_grad_enabled() or model.training:
+        return "gradients are on, or the model is in training mode"
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return "autocast is on"
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
+        return "it has no input_ids of rows and tokens"
+    odd = [n for n, v in given.items() if v is not None and n not in _KNOWN and not (n in _MORE_OUTPUTS and v is False)]
+    odd += [n for n in _MORE_OUTPUTS for c in (config, text_config(model)) if getattr(c, n, False)]
+    odd += [n for n in ("use_cache", "return_dict") if given.get(n) is False]
+    if odd:
+        return f"it has {', '.join(dict.fromkeys(odd))}"
+    if not isinstance(given.get("logits_to_keep", 0), int):
+        return "logits_to_keep is no number"
+    return ""
+
+
+def call_rows(given: dict[str, Any], length: int, padding: Lengths | None) -> CallRows | str:
+    """The rows, or why there are none; waits for the device once.
+
+    Args:
+        length: tokens of every row in the cache, padding included.
+        padding: of each row; None reads it off the mask of a first call.
+    """
+    ids, mask, positions = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+    rows, new = ids.shape
+    if padding is not None and len(padding) != rows:
+        return f"it has {rows} rows, and the cache {len(padding)}"
+    if mask is not None and tuple(mask.shape) != (rows, length + new):
+        return f"its attention_mask is {list(mask.shape)}, and {[rows, length + new]} tokens are there"
+    if positions is not None and tuple(positions.shape) not in ((rows, new), (1, new)):
+        return f"its position_ids are {list(positions.shape)}"
+    if padding is not None:
+        shift = torch.from_numpy(padding).to(ids.device)
+    else:
+        shift = torch.zeros(rows, dtype=torch.int64, device=ids.device) if mask is None else (mask == 0).sum(1)
+    place = torch.arange(length + new, device=ids.device)
+    sound = torch.ones((), dtype=torch.bool, device=ids.device)
+    if mask is not None:
+        sound = ((mask == 1) == (place >= shift[:, None])).all() & ((mask == 0) | (mask == 1)).all()
+    if positions is not None:
+        count = place[length:] - shift[:, None]
+        sound = sound & ((positions == count) | (count < 0)).all()
+    host = torch.cat([ids.flatten().long(), shift, sound.long()[None]]).cpu()
+    tokens, shifts = host[: rows * new].view(rows, new).tolist(), np.asarray(host[rows * new : -1], np.int64)
+    if not host[-1]:
+        return "its attention_mask is no padding on the left, or its position_ids do not count on"
+    if (shifts >= length + new).any():
+        return "a row is padding alone"
+    wanted = min(given.get("logits_to_keep") or new, new)
+    if wanted > int((length + new - np.maximum(shifts, length)).min()):
+        return "logits of padding are wanted"
+    return CallRows(tokens, shifts, wanted)

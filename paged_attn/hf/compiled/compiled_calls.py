@@ -1,0 +1,224 @@
+"""`model.compile(backend="paged_attn")`: calls of a Hugging Face model, of which those that `generate` makes run on pages."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from paged_attn.attn_ops.batch.batch import RequestColumns
+from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.runners.model_watch import ModelChangedError
+from paged_attn.hf.compiled.call_rows import CallRows, call_rows, why_not
+from paged_attn.hf.compiled.ragged_cache import RaggedCache
+from paged_attn.hf.compiled.ragged_table import RaggedTable
+from paged_attn.hf.compiled.row_steps import Part, steps
+from paged_attn.hf.generate.refuse import generate_frame
+from paged_attn.hf.shared_pages import CacheFull, SharedPages
+
+logger = logging.getLogger("paged_attn")
+_MOVED = "_paged_attn_moved"  # of a DynamicCache in whose place a RaggedCache came
+
+
+class PagedCalls:
+    """What a compiled model's calls run: an engine's steps where `generate` asks for logits with a cache that it made itself, what
+    torch.compile made of a call without a cache, and with another cache the model as it is written, as Dynamo would compile it anew for
+    every length.
+
+    The first step makes the engine, whose pages, graphs and threads serve these calls alone.
+
+    Args:
+        compiled: what torch.compile made.
+
+    Attributes:
+        engine: None before the first step, or where there can be none.
+        refused: why there is none.
+        num_steps: of engines so far.
+    """
+
+    def __init__(self, model: nn.Module, compiled: Callable[..., Any], config: EngineConfig) -> None:
+        self._model = weakref.ref(model)
+        self.compiled, self.config = compiled, config
+        self.engine: Engine | None = None
+        self.refused = ""
+        self.num_steps = 0
+        self._lock = threading.RLock()
+        self._pages: SharedPages | None = None
+        self._dropped: deque[RaggedTable] = deque()
+        self._first: tuple[weakref.ref[DynamicCache], dict[str, Any]] | None = None
+        self._said: set[str] = set()
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        cache = given.get("past_key_values")
+        if torch.compiler.is_compiling() or current_context() is not None or not isinstance(cache, Cache):
+            return self.compiled(*args, **given)
+        first, self._first = self._first, None
+        if isinstance(cache, RaggedCache):
+            return self._go_on(cache, args, given)
+        if getattr(cache, _MOVED, False):
+            raise UnsupportedError("this DynamicCache went over into pages; go on with the past_key_values of the last output")
+        if type(cache) is DynamicCache and not self.refused:
+            if first is not None and first[0]() is cache:
+                before = self._start(cache, (), first[1])
+                if before is not None:
+                    return self._go_on(before.past_key_values, args, given)
+            elif not cache.get_seq_length() and not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None:
+                output = self._start(cache, args, given)
+                if output is not None:
+                    return output
+        return self.model._call_impl(*args, **given)
+
+    @property
+    def model(self) -> Any:
+        model = self._model()
+        assert model is not None, "its own call is running"
+        return model
+
+    def remember_first(self, given: dict[str, Any]) -> None:
+        """A call that `generate` made with an empty cache is under way without us: the next one with that cache begins with it again."""
+        cache = given.get("past_key_values")
+        if type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None:
+            inputs = {name: value for name, value in given.items() if name != "past_key_values"}
+            self._first = (weakref.ref(cache), {**inputs, "logits_to_keep": 1})
+
+    def _start(self, cache: DynamicCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """The output for the first tokens of rows, whose K and V lie in pages; None if the call runs as written."""
+        reason = "it has inputs without a name" if args else why_not(self.model, given)
+        called = None if reason else call_rows(given, 0, None)
+        if called is None or isinstance(called, str):
+            self._say(f"a call of generate runs without pages: {reason or called}")
+            return None
+        with self._lock:
+            if not self._ready():
+                return None
+            assert self._pages is not None
+            rows = [tokens[shift:] for tokens, shift in zip(called.tokens, called.padding.tolist(), strict=True)]
+            distinct = {tuple(row): None for row in rows}  # beams and returned sequences begin alike
+            place = {row: i for i, row in enumerate(distinct)}
+            order = np.array([place[tuple(row)] for row in rows], np.int64)
+            table = RaggedTable(self._pages)
+            table.start(len(distinct))
+            logits = self._run(table, [list(row) for row in distinct], called.wanted)
+            if len(distinct) < len(rows):
+                table.select(order)
+                logits = logits[torch.from_numpy(order).to(logits.device)]
+            length = given["input_ids"].shape[1]
+            moved = RaggedCache(table, called.padding, length, self._lock, self._dropped)
+        setattr(cache, _MOVED, True)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=moved)
+
+    def _go_on(self, cache: RaggedCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """The output for more tokens of each row."""
+        reason = "it has inputs without a name" if args else why_not(self.model, given)
+        called = reason or call_rows(given, cache.length, cache.padding)
+        if not isinstance(called, CallRows):
+            raise UnsupportedError(
+                f"a call with a cache of model.compile(backend='paged_attn') can not run on pages: {called}. Give generate a cache of its "
+                "own, with which it runs as written: past_key_values=DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
+            )
+        with self._lock:
+            if self.engine is None or cache.table.shared is not self._pages:
+                raise UnsupportedError("the model changed since this cache was made, and its pages are gone; begin generate anew")
+            logits = self._run(cache.table, called.tokens, called.wanted)
+            cache.length += len(called.tokens[0])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+    def _ready(self) -> bool:
+        """Whether there is an engine for the model as it is now."""
+        if self.engine is not None:
+            try:
+                self.engine.look_at_model()
+            except ModelChangedError as change:
+                logger.warning("%s generate() makes a new engine.", change)
+                self.engine.close()
+                self.engine = self._pages = None
+        if self.engine is None:
+            try:
+                engine = Engine(self.model, None, self.config)
+                _refuse_others(engine)
+            except UnsupportedError as refusal:
+                self.refused = str(refusal)
+                self._say(f"generate runs without pages: {refusal}")
+                return False
+            self.engine, self._pages = engine, SharedPages.over(engine.pool)
+        return True
+
+    def _run(self, table: RaggedTable, tokens: list[list[int]], wanted: int) -> Tensor:
+        """Logits [rows, wanted, vocabulary] of the last tokens that each row is given."""
+        engine, before = self.engine, table.lengths.copy()
+        assert engine is not None
+        while self._dropped:
+            self._dropped.popleft().clear()
+        counts = [len(row) for row in tokens]
+        self._make_room(engine, table, np.array(counts, np.int64))
+        found: list[list[Tensor]] = [[] for _ in tokens]
+        try:
+            for parts in steps(counts, wanted, engine.config.step_tokens, engine.config.max_requests):
+                logits = engine.run_rows(_columns(parts, tokens, table, before))
+                self.num_steps += 1
+                if len(parts) == len(tokens) and all(part.num_logits == wanted for part in parts):
+                    return logits.view(len(parts), wanted, -1)
+                for part, own in zip(parts, logits.split([part.num_logits for part in parts]), strict=True):
+                    found[part.row].append(own)
+        except BaseException:
+            table.truncate(before)
+            raise
+        return torch.stack([torch.cat(own) for own in found])
+
+    def _make_room(self, engine: Engine, table: RaggedTable, new: Any) -> None:
+        most, limit = int((table.lengths + new).max()), engine.limits.max_positions
+        if limit is not None and most > limit:
+            raise UnsupportedError(f"a row would have {most} tokens, and {type(self.model).__name__} has {limit} positions; generate fewer")
+        try:
+            table.extend(new)
+        except CacheFull as full:
+            raise UnsupportedError(
+                f"{full.needed} more KV pages of {engine.config.page_size} tokens are needed, and {full.free} of {engine.pool.num_pages} "
+                "are free: generate for fewer rows or tokens at a time, or set PAGED_ATTN_KV_MEMORY_GIB or PAGED_ATTN_NUM_PAGES before "
+                "the first call of generate"
+            ) from full
+
+    def _say(self, words: str) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            logger.warning("%s: %s", type(self.model).__name__, words)
+
+
+def _refuse_others(engine: Engine) -> None:
+    """Closes the engine and raises UnsupportedError if rows of `generate` are not all that its steps need."""
+    name, why = type(engine.runner.model).__name__, ""
+    if engine.states is not None:
+        why = f"{name} has recurrent state, which paged_attn.generate and LLM keep"
+    elif engine.runner.ranks is not None:
+        why = f"{name} is sharded over {engine.runner.ranks.size} ranks, which LLM serves"
+    if why:
+        engine.close()
+        raise UnsupportedError(why)
+
+
+def _columns(parts: list[Part], tokens: list[list[int]], table: RaggedTable, before: Any) -> RequestColumns:
+    """A step of these parts of `tokens`; `before` [rows] tokens of each row are in its pages from earlier calls."""
+    rows = np.array([part.row for part in parts], np.int64)
+    starts, ends = (np.array([getattr(part, name) for part in parts], np.int64) for name in ("start", "end"))
+    num_pages = table.num_pages[rows]
+    return RequestColumns(
+        tokens=np.concatenate([np.asarray(tokens[part.row][part.start : part.end], np.int64) for part in parts]),
+        page_table=table.pages[rows, : int(num_pages.max())].astype(np.int32),
+        num_pages=num_pages,
+        num_cached=before[rows] + starts,
+        num_new=ends - starts,
+        num_logits=np.array([part.num_logits for part in parts], np.int64),
+        state_slots=np.zeros(len(parts), np.int64),
+    )

@@ -1,0 +1,44 @@
+"""Where a compiled model's calls become `PagedCalls`: at its first call."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from paged_attn.calling.compiled_calls import CALL
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine.config import EngineConfig
+from paged_attn.hf.compiled.compiled_calls import PagedCalls
+
+_MODULE_CALL = nn.Module._wrapped_call_impl.__code__
+
+
+def install_paged_calls(options: CompileOptions) -> None:
+    """Called from within a graph that runs: the module whose call it is gets `PagedCalls`, if `module.compile()` compiled it and it has
+    transformers' `generate`. Nothing else changes; `module.compile()` again, or a copy of the module, begins without.
+
+    The module is found on the stack, as Dynamo runs one graph for all modules of a class.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _MODULE_CALL:
+        frame = frame.f_back
+    if frame is None:
+        return
+    module: Any = frame.f_locals["self"]
+    compiled = vars(module).get(CALL)
+    if compiled is None or isinstance(compiled, PagedCalls) or not isinstance(module, PreTrainedModel) or not module.can_generate():
+        return
+    if module.config.is_encoder_decoder:
+        return
+    given: dict[str, Any] = {"prefix_cache": False}
+    if options.inductor is not None:
+        given["inductor"] = options.inductor
+    if not options.self_check:
+        given["self_check"] = False
+    calls = PagedCalls(module, compiled, EngineConfig.from_environment(**given))
+    calls.remember_first(dict(frame.f_locals["kwargs"]))
+    vars(module)[CALL] = calls

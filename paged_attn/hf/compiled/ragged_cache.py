@@ -1,0 +1,106 @@
+"""The cache that `generate` holds while an engine's steps keep K and V."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.hf.compiled.ragged_table import Lengths, RaggedTable
+
+
+class RaggedCache(Cache):
+    """A transformers Cache without layers: its tokens lie in an engine's pages, each row's without its padding.
+
+    Args:
+        table: of its rows.
+        padding: [rows] int64, how much of each row is padding on its left.
+        lock: of the pages.
+        dropped: where its table goes when the cache is dropped, by whatever thread; whoever owns the pages frees it.
+
+    Attributes:
+        length: tokens of every row, padding included, which is what transformers counts.
+    """
+
+    def __init__(self, table: RaggedTable, padding: Lengths, length: int, lock: Any, dropped: deque[RaggedTable]) -> None:
+        super().__init__(layers=[])
+        self.table, self.padding, self.length = table, padding, length
+        self._lock, self._dropped = lock, dropped
+
+    def __del__(self) -> None:
+        if (table := self.__dict__.get("table")) is not None:
+            self._dropped.append(table)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:
+        with self._lock:
+            other = RaggedCache(self.table.copied(), self.padding.copy(), self.length, self._lock, self._dropped)
+        memo[id(self)] = other
+        return other
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.padding)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: every token stays until it is cropped."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on as what row beam_idx[i] was: beams of one origin share its pages."""
+        self._select(np.asarray(beam_idx.cpu(), np.int64))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows: integers, or a mask with an entry per row."""
+        self._select(np.asarray(torch.arange(self.batch_size)[indices.cpu()], np.int64))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after the other, on the same pages."""
+        self._select(np.arange(self.batch_size).repeat(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` tokens (a number of at most 0).
+
+        Raises:
+            ValueError: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove; a length is no longer taken")
+        self.length = max(self.length + int(tokens_to_remove), 0)  # assisted generation of 5.17 passes a tensor
+        with self._lock:
+            self.table.truncate(np.maximum(self.length - self.padding, 0))
+
+    def reset(self) -> None:
+        raise UnsupportedError("a cache that compiled generate made ends with its generate; begin the next one without a cache")
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            "this cache holds the pages of model.compile(backend='paged_attn'), and the model was called as it is written; give it to the "
+            "compiled model alone"
+        )
+
+    def _select(self, rows: Lengths) -> None:
+        with self._lock:
+            self.table.select(rows)
+            self.padding = self.padding[rows]

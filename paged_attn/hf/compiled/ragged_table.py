@@ -1,0 +1,86 @@
+"""Pages of rows of unequal length, shared until one of them writes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.hf.shared_pages import Pages, SharedPages
+
+Lengths = NDArray[np.int64]
+
+
+class RaggedTable:
+    """Rows x pages of one cache; a table that is dropped lets go of its pages.
+
+    Attributes:
+        lengths: [rows] int64, tokens that each row holds.
+        pages: [rows, width] int64, each row's pages in order, then zeros.
+    """
+
+    def __init__(self, shared: SharedPages) -> None:
+        self.shared = shared
+        self.lengths: Lengths = np.zeros(0, np.int64)
+        self.pages: Pages = np.zeros((0, 0), np.int64)
+
+    @property
+    def num_pages(self) -> Lengths:
+        """[rows] int64: how many pages each row has."""
+        return -(-self.lengths // self.shared.page_size)
+
+    def start(self, rows: int) -> None:
+        """So many rows without a token."""
+        self.clear()
+        self.lengths, self.pages = np.zeros(rows, np.int64), np.zeros((rows, 0), np.int64)
+
+    def extend(self, new: Lengths) -> None:
+        """Each row gets room for `new` [rows] more tokens, in pages that no other row holds.
+
+        Raises:
+            CacheFull: too few pages are free; nothing has changed.
+        """
+        size, before = self.shared.page_size, self.num_pages
+        after = -(-(self.lengths + new) // size)
+        rows = ((self.lengths % size > 0) & (new > 0)).nonzero()[0]  # these write into a page that they have
+        columns = self.lengths[rows] // size
+        written = self.pages[rows, columns]
+        surplus = self.shared.surplus(written)
+        fresh = self.shared.take(int(surplus.sum() + (after - before).sum()))
+        copies, added = np.split(fresh, [int(surplus.sum())])
+        if len(copies):
+            self.shared.copy(written[surplus], copies)
+            self.shared.drop(written[surplus])
+            self.pages[rows[surplus], columns[surplus]] = copies
+        width = int(after.max(initial=0))
+        if width > self.pages.shape[1]:
+            self.pages = np.pad(self.pages, ((0, 0), (0, max(width, 2 * self.pages.shape[1]) - self.pages.shape[1])))
+        counts = after - before
+        owner = np.arange(len(new)).repeat(counts)
+        self.pages[owner, np.arange(len(added)) - (counts.cumsum() - counts - before)[owner]] = added
+        self.lengths = self.lengths + new
+
+    def select(self, rows: NDArray[np.int64]) -> None:
+        """Row i goes on as what row `rows[i]` was; nothing is copied."""
+        pages = self.pages[rows]
+        self.shared.hold(pages)
+        self.shared.drop(self.pages)
+        self.pages, self.lengths = pages, self.lengths[rows]
+
+    def truncate(self, lengths: Lengths) -> None:
+        """Forgets each row's tokens at and past `lengths` [rows]."""
+        self.lengths = np.minimum(self.lengths, lengths)
+        gone = np.arange(self.pages.shape[1]) >= self.num_pages[:, None]
+        self.shared.drop(self.pages[gone])
+        self.pages[gone] = 0
+
+    def clear(self) -> None:
+        """Lets go of all pages and rows."""
+        self.shared.drop(self.pages)
+        self.lengths, self.pages = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+
+    def copied(self) -> RaggedTable:
+        """Another table with the same rows on the same pages."""
+        other = RaggedTable(self.shared)
+        self.shared.hold(self.pages)
+        other.lengths, other.pages = self.lengths.copy(), self.pages.copy()
+        return other

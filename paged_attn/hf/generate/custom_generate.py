@@ -1,0 +1,161 @@
+"""`generate` and `generate_with`: a decoding loop for `model.generate(..., custom_generate=...)` that hands the batch to an engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.llm import LLM
+from paged_attn.hf.generate.kept_engine import engine_for
+from paged_attn.hf.generate.lockstep import Lockstep
+from paged_attn.hf.generate.prompt_rows import prompt_rows
+from paged_attn.hf.generate.refuse import ON_PAGES, callers_keywords, refuse_others
+from paged_attn.hf.generate.request_params import params_of_rows, params_with_scores
+from paged_attn.hf.generate.row_processors import ScoreKeeper
+
+Output = Tensor | GenerateDecoderOnlyOutput
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **model_kwargs: Any,
+) -> Output:
+    """For `model.generate(..., custom_generate=paged_attn.generate)`: the batch runs through an engine, which is made at the first call and
+    kept with the model. Its settings are the defaults, or those of PAGED_ATTN_* variables; `generate_with` takes others.
+
+    Returns:
+        what `generate` returns: tokens [B, L] int64, or a GenerateDecoderOnlyOutput with sequences, and scores and logits if asked for.
+        Greedy tokens are transformers' own. Sampled ones have the same probabilities, and follow from torch's default generator, but are
+        other draws.
+
+    Raises:
+        UnsupportedError: something else than greedy decoding or sampling of token ids; or a model that `LLM` refuses.
+        TypeError: called by anything but `generate`.
+    """
+    return _generate(
+        EngineConfig.from_environment(), model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+    )
+
+
+def generate_with(**settings: Any) -> Callable[..., Output]:
+    """`generate` with settings of the engine: `model.generate(..., custom_generate=paged_attn.generate_with(kv_memory_gib=8))`. A model
+    has one engine at a time: other settings take its place.
+
+    Raises:
+        ValueError or TypeError: as `LLM`.
+    """
+    config = EngineConfig.from_environment(**settings)
+
+    def generate(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Output:
+        return _generate(config, model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+    return generate
+
+
+def _generate(
+    engine_config: EngineConfig,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    given: dict[str, Any],
+) -> Output:
+    called = callers_keywords()
+    refuse_others(model, config, called, given)
+    rows, paddings = prompt_rows(input_ids, given)
+    ends, pad = _ends_of(criteria), _pad_of(config, criteria)
+    others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
+    with_scores = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+    if with_scores and others and len(rows) > 1:
+        raise UnsupportedError(
+            f"output_scores or output_logits of a batch beside {type(others[0]).__name__}: what a row computes after that has ended it is "
+            f"unknown to paged_attn.generate, while transformers gives it. Give one prompt at a time; or {ON_PAGES}"
+        )
+    llm = engine_for(model, engine_config)
+    wanted = max(int(config.max_length) - input_ids.shape[1], 0)
+    limit = min(llm.engine.limits.allowed_new_tokens(len(row), wanted) for row in rows)
+    keepers: list[ScoreKeeper] = []
+    samples = bool(config.do_sample)
+    if with_scores:
+        params, keepers = params_with_scores(processors, samples, input_ids, paddings, limit, ends, pad)
+    else:
+        params = params_of_rows(processors, samples, input_ids, paddings, limit, ends)
+    streamer = called["streamer"]
+    if others or streamer is not None or with_scores:
+        scores = _scores_so_far(keepers, "scores", input_ids) if config.output_scores and with_scores else _no_scores
+        forced = None if with_scores else pad  # where scores are kept, rows that ended go on with padding by themselves
+        sequences = Lockstep(input_ids, ends, forced, others, streamer, scores).run(llm, rows, params, limit)
+    else:
+        sequences = _whole_rows(llm, rows, params, input_ids, pad)
+    new = sequences.shape[1] - input_ids.shape[1]
+    if streamer is not None:
+        streamer.end()
+    if new == limit < wanted:
+        warnings.warn(
+            f"generate() ended after {limit} new tokens, where the model's {llm.engine.limits.max_positions} positions end; "
+            f"{wanted} were asked for",
+            stacklevel=5,
+        )
+    if not config.return_dict_in_generate:
+        return sequences
+    kept = {name: _scores_so_far(keepers, name, input_ids)(new) for name in ("scores", "logits") if getattr(config, f"output_{name}")}
+    return GenerateDecoderOnlyOutput(sequences=sequences, **kept)  # type: ignore[arg-type]
+
+
+def _whole_rows(llm: LLM, rows: list[list[int]], params: Any, input_ids: Tensor, pad: int | None) -> Tensor:
+    """All rows to their ends, then padded on the right."""
+    found = [completion.token_ids for completion in llm.generate(rows, params, progress=False)]
+    longest = max(map(len, found))
+    new = torch.tensor([tokens + [pad or 0] * (longest - len(tokens)) for tokens in found], dtype=torch.int64)
+    return torch.cat([input_ids, new.view(len(rows), longest).to(input_ids.device)], 1)
+
+
+def _ends_of(criteria: StoppingCriteriaList) -> frozenset[int]:
+    return frozenset(i for each in criteria if type(each) is EosTokenCriteria for i in each.eos_token_id.tolist())
+
+
+def _pad_of(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
+    """What rows that ended go on with; None if they go on with tokens of their own, as transformers has it without end tokens."""
+    if not any(hasattr(each, "eos_token_id") for each in criteria):
+        return None
+    pad: Any = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
+    if pad is None:
+        raise ValueError("a stopping criterion has end tokens, but there is no pad_token_id for rows that have ended; give generate one")
+    return int(pad[0] if isinstance(pad, (list, tuple)) else pad)
+
+
+def _scores_so_far(keepers: list[ScoreKeeper], name: str, input_ids: Tensor) -> Callable[[int], tuple[Tensor, ...]]:
+    """Of so many columns, [B, V] each."""
+    rows: list[list[Tensor]] = [getattr(keeper, name) for keeper in keepers]
+    found: list[Tensor] = []
+
+    def so_far(columns: int) -> tuple[Tensor, ...]:
+        found.extend(torch.stack([row[i] for row in rows]).to(input_ids.device) for i in range(len(found), columns))
+        return tuple(found[:columns])
+
+    return so_far
+
+
+def _no_scores(columns: int) -> None:
+    return None

@@ -1,0 +1,67 @@
+"""What transformers' `generate` does and an engine does not: refused before anything runs, with the way that does it."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from paged_attn.attn_ops.errors import UnsupportedError
+
+_GENERATE = GenerationMixin.generate.__wrapped__.__code__  # type: ignore[attr-defined]
+ON_PAGES = "model.generate(..., past_key_values=paged_attn.PagedCache(model)) does (docs/generate.md)"
+# What `generate` hands on that is the same here (K and V lie in the engine's pages however a cache was asked for), or is read elsewhere.
+_KNOWN = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
+
+
+def generate_frame(model: Any = None) -> FrameType | None:
+    """The innermost call of transformers' `generate` that we are in; of this model's, if one is given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not (frame.f_code is _GENERATE and (model is None or frame.f_locals["self"] is model)):
+        frame = frame.f_back
+    return frame
+
+
+def callers_keywords() -> dict[str, Any]:
+    """`streamer`, `assistant_model` and `synced_gpus` of the call of `generate` that called us: it hands them to its own loops alone.
+
+    Raises:
+        TypeError: nobody called `generate`.
+    """
+    frame = generate_frame()
+    if frame is None:
+        raise TypeError("paged_attn.generate is for transformers: call model.generate(..., custom_generate=paged_attn.generate)")
+    return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+
+
+def refuse_others(model: Any, config: GenerationConfig, called: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raises UnsupportedError unless this is greedy decoding or sampling of token ids.
+
+    Args:
+        called: see `callers_keywords`.
+        given: the model's inputs besides its tokens.
+    """
+    mode = config.get_generation_mode(called["assistant_model"])
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UnsupportedError(f"paged_attn.generate decodes greedily or samples, and does no {mode.value.replace('_', ' ')}; {ON_PAGES}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{type(model).__name__} is an encoder-decoder, and paged_attn is for causal language models")
+    if called["synced_gpus"]:
+        raise UnsupportedError("synced_gpus: paged_attn.generate runs a model that lies whole on its device, without ZeRO or FSDP")
+    if config.cache_implementation == "quantized":
+        raise UnsupportedError("cache_implementation='quantized': paged_attn keeps keys and values in the model's dtype; leave it out")
+    more = [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, None)]
+    if more and config.return_dict_in_generate:
+        raise UnsupportedError(f"{' and '.join(more)}: paged_attn.generate gives tokens, scores and logits; {ON_PAGES}")
+    for name in ("past_key_values", "cache_params"):
+        cache = given.get(name)
+        if getattr(cache, "_is_user_defined", False):
+            raise UnsupportedError(
+                f"{name}: paged_attn.generate keeps keys and values in an engine of its own, which finds shared beginnings of prompts by "
+                "itself. Leave the cache out; or leave custom_generate out, and give a paged_attn.PagedCache"
+            )
+    if unknown := sorted(name for name, value in given.items() if value is not None and name not in _KNOWN):
+        raise UnsupportedError(f"{', '.join(unknown)}: paged_attn.generate takes token ids and an attention mask alone; {ON_PAGES}")
