@@ -24,6 +24,8 @@ _EXPORTS = {
     "PagedCache": "hf.cache",
     "register_split_op": "capture.split.split_ops",
     "EngineConfig": "engine.config",
+    "ChatCompletion": "chat.completion",
+    "ChatMessage": "chat.parts",
     "Completion": "engine.requests.request",
     "LLM": "engine.llm",
     "first_rank_leads": "engine.lead",

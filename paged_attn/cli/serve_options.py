@@ -6,6 +6,10 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from paged_attn.chat.answers.reasoning import REASONING_PARSERS
+from paged_attn.chat.formats.choose import TOOL_PARSERS
+from paged_attn.cli.options import add_chat_template
+
 if TYPE_CHECKING:
     from paged_attn.server.settings import ServerSettings
 
@@ -48,6 +52,19 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         limits(flag, type=kind, metavar=metavar, default=default, help=f"{what} (default: {shown})")
 
 
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("chats")
+    add_chat_template(group)
+    add = group.add_argument
+    add(
+        "--tool-parser",
+        default="auto",
+        metavar="NAME",
+        help=f"how calls of tools look: {', '.join(TOOL_PARSERS)} (default: auto)",
+    )
+    add("--reasoning-parser", default="auto", metavar="NAME", help=f"its tags of reasoning: {', '.join(REASONING_PARSERS)} (default: auto)")
+
+
 def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings:
     """Raises ValueError for a setting out of range."""
     from paged_attn.server.settings import ServerSettings
@@ -57,5 +74,6 @@ def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings
     return ServerSettings(
         args.served_model_name or model_name, host=args.host, port=args.port, api_keys=tuple(keys), share_prefixes=args.share_prefixes,
         allow_priority=args.allow_priority, allow_origins=tuple(args.allow_origin), allow_hosts=tuple(args.allow_host),
-        log_requests=not args.no_log_requests, otlp_endpoint=args.otlp_endpoint, **limits,
+        log_requests=not args.no_log_requests,
+        tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser, otlp_endpoint=args.otlp_endpoint, **limits,
     )  # fmt: skip

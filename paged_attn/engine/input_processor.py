@@ -9,7 +9,7 @@ from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.memory.model_limits import ModelLimits
-from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, TokenDecoder, WholeText
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
@@ -55,6 +55,7 @@ class InputProcessor:
         prompt: str | None,
         priority: int,
         text_at_end: bool,
+        decoder: TokenDecoder | None = None,
     ) -> Request:
         """Arguments and errors as of `Engine.add_request`."""
         hash((namespace, tenant))
@@ -67,8 +68,9 @@ class InputProcessor:
         self.limits.check_biases(params.biases)
         guide = self.guides.guide(params)
         tokens = list(ids)
-        text_at_end = not params.stop and (text_at_end or self.tokenizer is None)
-        text = WholeText(self.tokenizer, tokens) if text_at_end else IncrementalDetokenizer(self.tokenizer, params.stop)
+        decoder = self.tokenizer if decoder is None else decoder
+        text_at_end = not params.stop and (text_at_end or decoder is None)
+        text = WholeText(decoder, tokens) if text_at_end else IncrementalDetokenizer(decoder, params.stop)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
             sampling=SamplingState(params, tokens, guide), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,

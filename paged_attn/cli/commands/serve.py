@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged_attn.cli.options import add_common, add_device_options, add_engine, engine_config, set_verbosity
-from paged_attn.cli.serve_options import add_server_options, server_settings
+from paged_attn.cli.options import add_common, add_device_options, add_engine, engine_config, set_verbosity, use_template
+from paged_attn.cli.serve_options import add_chat_options, add_server_options, server_settings
 from paged_attn.engine.model.model_path import checked_model_path
 from paged_attn.parallel.torchrun import is_first, num_processes
 
@@ -31,6 +31,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
     add_common(parser)
     add_server_options(parser)
+    add_chat_options(parser)
     add_device_options(parser, dtype="auto")
     add_engine(parser)
     parser.set_defaults(run=run)
@@ -103,6 +104,7 @@ def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
     from paged_attn.cli.job import load, where_it_runs
 
     llm = load(args.model, args.dtype, args.device, config).llm
+    use_template(llm, args.chat_template)
     print(where_it_runs(llm), file=sys.stderr, flush=True)
     gc.collect()
     gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end

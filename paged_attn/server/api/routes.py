@@ -59,10 +59,11 @@ async def completions(request: Request, body: CompletionBody) -> Response:
 @router.post(CHATS, responses=ANSWERS)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """The next message of a conversation."""
-    _, _, texts = _ready(request, body)
+    state, _, texts = _ready(request, body)
+    chat, guide = body.chat_request(state.settings.tool_parser, state.settings.reasoning_parser), body.wanted_guide()
 
     async def prompts() -> list[Prompt]:
-        return [await texts.chat(body.plain_messages(), body.chat_template_kwargs or {}, _caller(request).tenant)]
+        return [await texts.chat(chat, guide, _caller(request).tenant)]
 
     return await _answer(request, body, prompts, ChatReply)
 
@@ -111,8 +112,10 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     engine = state.thread.refuse_unless_ready()
     if body.priority and not state.settings.allow_priority:
         raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
-    params = body.sampling_params(_room(engine, prompts))
-    guide = await _checked(params, engine, state, caller)
+    params, form = body.sampling_params(_room(engine, prompts)), prompts[0].form
+    if form is not None:
+        params = form.enforced(params)
+    guide = await _checked(params, engine, state, caller, has_tools=form is not None and form.grammar is not None)
     answers = [_with_seed(params, number) for number in range(body.num_answers)]
     namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
     return Job(
@@ -126,8 +129,11 @@ def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
     return params if params.seed is None or number == 0 else params.with_seed((params.seed + number) % SEED_LIMIT)
 
 
-async def _checked(params: SamplingParams, engine: Engine, state: ServerState, caller: Caller) -> Guide | None:
+async def _checked(params: SamplingParams, engine: Engine, state: ServerState, caller: Caller, has_tools: bool) -> Guide | None:
     """What the engine would refuse, said of the field at fault. What an answer shall follow is read here, beside the engine.
+
+    Args:
+        has_tools: the grammar was made of tools.
 
     Raises:
         ApiError: 400.
@@ -141,6 +147,8 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
     try:
         return await state.guide_pool.run(caller.tenant, lambda: engine.input_processor.guides.prototype(params))
     except ValueError as error:  # UnsupportedError is one
+        if has_tools:
+            raise ApiError(400, f"tools: calls can not be enforced with these parameters: {error}", param="tools") from error
         raise bad_request(error, params.guide[0]) from error
 
 
