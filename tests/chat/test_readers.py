@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -150,6 +151,16 @@ def test_ids_differ_and_mistrals_are_of_nine_letters() -> None:
     ids = [call.id for name, text in (("hermes", f"<tool_call>{WEATHER}</tool_call>"), ("mistral", f"[TOOL_CALLS][{WEATHER}]"))
            for _ in range(2) for call in form(name).read(text).tool_calls]  # fmt: skip
     assert len(set(ids)) == 4 and ids[0].startswith("call_") and len(ids[2]) == 9 and ids[2].isalnum()
+
+
+@pytest.mark.parametrize(("name", "unit"), [("pythonic", "a=[],"), ("hermes", "</tool_call>"), ("json", '{"a":[]},')])
+def test_a_long_call_that_never_ends_takes_time_in_proportion(name: str, unit: str) -> None:
+    """40,000 characters, in pieces as small as tokens; looking at all of them each time would take a minute."""
+    opening = {"pythonic": "[now(", "hermes": '<tool_call>"', "json": "["}[name]
+    pieces = [opening, *[unit] * (40_000 // len(unit))]
+    started = time.process_time()
+    message = streamed(form(name), pieces)
+    assert message.content == "".join(pieces) and time.process_time() - started < 5
 
 
 def test_text_is_told_as_soon_as_it_can_be_no_mark() -> None:

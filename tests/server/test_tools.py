@@ -201,6 +201,7 @@ def test_each_of_several_answers_has_its_own_calls(tooled: Running) -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools.0", "allowed:"),
         ({"tools": [1]}, "tools.0", "valid dictionary"),
+        ({"tools": TOOLS, "tool_choice": 5}, "tool_choice", "got 5"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "got 'maybe'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "no tool is called 'x'"),
         ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "tool_choice", "beside regex"),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from paged_attn.chat.formats.tool_format import SPACE, Taken, ToolFormat
 from paged_attn.chat.parts import Content, Part, ToolCall
 
+EAGER = 4096  # characters that may be a call, up to which each piece is a reason to look again
+GROWTH = 17 / 16  # beyond that they are looked at when they have grown so much, which costs time in proportion to the length
+
 
 class CallSplitter:
     """Takes calls out of content. What looks like a call and is none, or is not whole when the answer ends, is told as content.
@@ -20,13 +23,14 @@ class CallSplitter:
         self._format, self._most = format, most
         self._text = ""  # not told yet
         self._space = ""  # at the end of what was told; it may stand before a call
-        self._fresh = ""  # came since the last look
+        self._may_end = False  # something has come since the last look that a call may end with
+        self._looked_at = 0  # characters, when what may be a call was not whole
         self._num_calls = 0
         self._has_content = self._follows_call = False
 
     def feed(self, text: str) -> list[Part]:
         self._text += text
-        self._fresh += text
+        self._may_end |= any(ending in text for ending in self._format.endings)
         return self._read(ended=False)
 
     def finish(self) -> list[Part]:
@@ -51,18 +55,21 @@ class CallSplitter:
             if not is_sure:
                 parts += self._content(len(self._text))
                 break
-            if not (ended or any(ending in self._fresh for ending in self._format.endings)):
-                break  # nothing that a call may end with has come since the last look
+            if not ended and not self._is_worth_a_look():
+                break
             taken = self._format.take(self._text, ended)
             if taken is None:
+                self._may_end, self._looked_at = False, len(self._text)
                 break
             is_call = bool(taken.calls) and (self._most is None or self._num_calls + len(taken.calls) <= self._most)
             parts += self._calls(taken) if is_call else self._content(taken.end)
-        self._fresh = ""
         return parts
 
+    def _is_worth_a_look(self) -> bool:
+        return self._may_end and (len(self._text) <= EAGER or len(self._text) >= GROWTH * self._looked_at)
+
     def _calls(self, taken: Taken) -> list[Part]:
-        self._text = self._text[taken.end :]
+        self._text, self._looked_at = self._text[taken.end :], 0
         self._num_calls += len(taken.calls)
         self._follows_call = True
         if not self._has_content:
@@ -70,8 +77,10 @@ class CallSplitter:
         return [ToolCall(self._format.new_id(), call.name, call.arguments) for call in taken.calls]
 
     def _content(self, end: int) -> list[Part]:
+        if not end:
+            return []
         text = self._space + self._text[:end]
-        self._text = self._text[end:]
+        self._text, self._looked_at = self._text[end:], 0
         told = text.rstrip(SPACE)
         self._space = text[len(told) :]
         if not told:

@@ -7,6 +7,7 @@ import json
 from paged_attn.chat.formats.tool_format import Mark, Taken, ToolFormat, calls_of, json_calls_grammar, load_json, repeated
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
+MAX_CLOSINGS = 64  # that may stand in strings of one call
 
 
 class HermesFormat(ToolFormat):
@@ -17,7 +18,9 @@ class HermesFormat(ToolFormat):
 
     def take(self, text: str, ended: bool) -> Taken | None:
         close = text.find(CLOSING)
-        while close >= 0:
+        for _ in range(MAX_CLOSINGS):
+            if close < 0:
+                break
             end = close + len(CLOSING)
             try:
                 return Taken(calls_of(load_json(text[len(OPENING) : close])), end)
@@ -27,6 +30,8 @@ class HermesFormat(ToolFormat):
             except ValueError:
                 return Taken((), end)
             close = text.find(CLOSING, end)  # that one stood in a string
+        else:
+            return Taken((), close if close > 0 else len(text))
         if not ended:
             return None
         try:

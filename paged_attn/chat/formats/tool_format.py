@@ -60,9 +60,9 @@ class ToolFormat:
             at_beginning: nothing but calls came before the text.
         """
         if self.at_beginning:
-            at = len(text) - len(text.lstrip(SPACE))
             if not at_beginning:
                 return len(text), True
+            at = 0 if text[:1] not in SPACE else len(text) - len(text.lstrip(SPACE))
             if at == len(text):
                 return 0, False
             if any(text.startswith(opening, at) for opening in self.openings):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paged_attn.cli.options import add_common, add_device_options, add_engine, engine_config, set_verbosity, use_template
-from paged_attn.cli.serve_options import add_chat_options, add_server_options, server_settings
+from paged_attn.cli.serve_options import add_server_options, server_settings
 from paged_attn.engine.model.model_path import checked_model_path
 from paged_attn.parallel.torchrun import is_first, num_processes
 
@@ -31,7 +31,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
     add_common(parser)
     add_server_options(parser)
-    add_chat_options(parser)
     add_device_options(parser, dtype="auto")
     add_engine(parser)
     parser.set_defaults(run=run)

@@ -86,7 +86,7 @@ Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ME
 Tools = Annotated[
     list[dict[str, Any]], Field(max_length=MAX_TOOLS), _at_most(MAX_TOOLS, "tools"), _bounded_json(MAX_TOOLS_VALUES, MAX_TOOLS_TEXT)
 ]
-Choice = Annotated[str | dict[str, Any], _bounded_json(16, 1024)]
+Choice = Annotated[Any, _bounded_json(16, 1024)]
 Settings = Annotated[dict[str, Any], _bounded_json(MAX_SETTINGS, MAX_SETTINGS_TEXT)]
 Schema = Annotated[dict[str, Any], _bounded_json(MAX_SCHEMA_TEXT // 2, MAX_SCHEMA_TEXT)]
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from paged_attn.chat.request import ChatRequest
+from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import MAX_LOGPROBS, Body
 from paged_attn.server.api.bounds import Choice, Closed, Messages, Name, Schema, Settings, Tools, within
 from paged_attn.server.http.errors import ApiError
@@ -39,8 +40,9 @@ class ChatBody(Body):
     top_logprobs: int | None = Field(None, description="needs logprobs=true", json_schema_extra=within(0, MAX_LOGPROBS))
     response_format: ResponseFormat | None = None
     tools: Tools | None = Field(None, description="functions that the model may call")
-    tool_choice: Choice | None = Field(
+    tool_choice: Choice = Field(
         None,
+        json_schema_extra={"anyOf": [{"enum": [None, *CHOICES]}, {"type": "object"}]},
         description='"none", "auto" (default where there are tools), "required", {"type": "function", "function": {"name": ...}}',
     )
     parallel_tool_calls: bool | None = Field(None, description="whether one answer may hold several calls; default true")
