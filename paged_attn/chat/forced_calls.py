@@ -12,6 +12,7 @@ from paged_attn.chat.marks import own_token
 from paged_attn.engine.sampling.structured.compile_process import JSON_DEFAULTS
 
 _PLAIN = {"type", "properties", "required", "description", "title", "$defs", "definitions"}
+CALL_OPTIONS: Any = {"whitespace_pattern": "[ \\n]?"}  # models write calls on one line
 
 
 def calls_grammar(
@@ -29,8 +30,8 @@ def calls_grammar(
     before, rules = grammar_of(tags, inside, mark)
     start = f"start: {before}calls" if schema is None else f"start: {before}(calls | answer)"
     rules += format.grammar(several, mark)
-    rules += [f"arguments{i}: %json {_schema_text(_closed(tool.parameters))}" for i, tool in enumerate(format.tools)]
-    rules += [] if schema is None else [f"answer: %json {_schema_text(json.loads(schema))}"]
+    rules += [f"arguments{i}: %json {_schema_text(_closed(tool.parameters), CALL_OPTIONS)}" for i, tool in enumerate(format.tools)]
+    rules += [] if schema is None else [f"answer: %json {_schema_text(json.loads(schema), JSON_DEFAULTS)}"]
     return "\n".join([start, *rules, ""])
 
 
@@ -49,6 +50,6 @@ def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
     return {**parameters, "additionalProperties": False} if parameters.keys() <= _PLAIN else parameters
 
 
-def _schema_text(schema: dict[str, Any]) -> str:
-    """On one line, with the space between tokens that all answers by a schema have."""
-    return json.dumps(schema if "x-guidance" in schema else {"x-guidance": JSON_DEFAULTS, **schema})
+def _schema_text(schema: dict[str, Any], options: Any) -> str:
+    """On one line, with our options unless it brings its own."""
+    return json.dumps({"x-guidance": options, **schema})
