@@ -32,11 +32,6 @@ def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return [_plain(_mapping(message, f"messages.{i}"), f"messages.{i}", budget) for i, message in enumerate(messages)]
 
 
-def num_characters(messages: Sequence[Any]) -> int:
-    """About how much text there is in plain messages."""
-    return sum(len(message["content"]) + len(message.get("reasoning_content", "")) for message in messages)
-
-
 def _mapping(message: Any, where: str) -> Mapping[str, Any]:
     if isinstance(message, ChatMessage):
         return message.as_dict()

@@ -24,7 +24,6 @@ from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.output_processor import OutputProcessor
-from paged_attn.engine.requests.detokenizer import TokenDecoder
 from paged_attn.engine.requests.request import FinishReason, Request
 from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
 from paged_attn.engine.sampling.sampler import Sampler
@@ -137,7 +136,7 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         text_at_end: bool = False,
-        decoder: TokenDecoder | None = None,
+        kept_tokens: frozenset[int] = frozenset(),
     ) -> Request:
         """Queue a request; `step` will run it.
 
@@ -146,7 +145,7 @@ class Engine:
             tenant: of equal priority, one request of each tenant is admitted in turn, and of each of its namespaces.
             priority: a lower value is more urgent: admitted first and preempted last.
             text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
-            decoder: makes text of new tokens instead of the tokenizer.
+            kept_tokens: special tokens that stay in the text.
 
         Raises:
             ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, an id in use, or a schema, regular
@@ -165,7 +164,7 @@ class Engine:
             raise ValueError(f"request id {shown(request_id)} is in use by an unfinished request; choose another or cancel that one")
         request = self.input_processor.make(
             prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, tenant=tenant, prompt=prompt,
-            priority=priority, text_at_end=text_at_end, decoder=decoder,
+            priority=priority, text_at_end=text_at_end, kept_tokens=kept_tokens,
         )  # fmt: skip
         self.output_processor.expect(request)
         if request.max_new_tokens:

@@ -9,7 +9,8 @@ from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.memory.model_limits import ModelLimits
-from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, TokenDecoder, WholeText
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.requests.marked_decoder import MarkedDecoder
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
@@ -55,7 +56,7 @@ class InputProcessor:
         prompt: str | None,
         priority: int,
         text_at_end: bool,
-        decoder: TokenDecoder | None = None,
+        kept_tokens: frozenset[int],
     ) -> Request:
         """Arguments and errors as of `Engine.add_request`."""
         hash((namespace, tenant))
@@ -68,7 +69,7 @@ class InputProcessor:
         self.limits.check_biases(params.biases)
         guide = self.guides.guide(params)
         tokens = list(ids)
-        decoder = self.tokenizer if decoder is None else decoder
+        decoder = MarkedDecoder(self.tokenizer, kept_tokens) if kept_tokens else self.tokenizer
         text_at_end = not params.stop and (text_at_end or decoder is None)
         text = WholeText(decoder, tokens) if text_at_end else IncrementalDetokenizer(decoder, params.stop)
         request = Request(

@@ -92,7 +92,7 @@ class _Leader:
 
     def add_request(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None, **keywords: Any) -> Request:
         request = self._engine.add_request(prompt_token_ids, params, **keywords)  # what it refuses nobody hears of
-        told = {**keywords, "request_id": request.id, "text_at_end": True, "decoder": None}
+        told = {**keywords, "request_id": request.id, "text_at_end": True}
         self._line.say(("add_request", (request.prompt_token_ids, request.params), told))
         return request
 

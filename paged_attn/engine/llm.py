@@ -244,15 +244,15 @@ class LLM:
         listed = _as_list(prompts)
         chosen = self._params(params, len(listed))
         ids = [self._token_ids(prompt, is_chat=forms is not None) for prompt in listed]
-        decoders = [None] * len(listed) if forms is None else [form.decoder for form in forms]
+        kept = [frozenset[int]()] * len(listed) if forms is None else [form.kept for form in forms]
         requests: list[Request] = []
         with self._lock, ExitStack() as undo:
             undo.callback(self._drop, requests)
             try:
-                for prompt, tokens, each, decoder in zip(listed, ids, chosen, decoders, strict=True):
+                for prompt, tokens, each, kept_tokens in zip(listed, ids, chosen, kept, strict=True):
                     text = prompt if isinstance(prompt, str) else None
                     added = self.engine.add_request(
-                        tokens, each, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed, decoder=decoder
+                        tokens, each, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed, kept_tokens=kept_tokens
                     )
                     requests.append(added)
             except (ValueError, TypeError) as error:

@@ -17,9 +17,11 @@ from paged_attn.chat.parts import ChatMessage, ToolCall
 from paged_attn.chat.request import ChatPrompt, ChatRequest
 from paged_attn.chat.template import read_template
 from paged_attn.chat.tools import checked_tools
+from paged_attn.engine.requests.marked_decoder import MarkedDecoder
 from paged_attn.engine.sampling.structured.guides import Guides
 from tests.engine.models import make_llm
 from tests.server.serving import TEMPLATE, chat_tokenizer
+from tests.tiny_models import build
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome"]}},
@@ -199,8 +201,7 @@ def test_an_enforced_call_is_one_that_the_format_reads(name: str, kind: str) -> 
     assert guide is not None
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert guide.matcher.validate_tokens(ids) == len(ids)
-    decoder = form.decoder or tokenizer
-    message = form.read(decoder.decode(ids, skip_special_tokens=True))
+    message = form.read(MarkedDecoder(tokenizer, form.kept).decode(ids, skip_special_tokens=True))
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("weather", '{"city": "Rome"}')] * 2
     assert message.reasoning_content == "Let me see." and message.content is None
 
@@ -283,6 +284,20 @@ def test_several_conversations_have_their_own_params_and_errors_say_which(llm: L
     for bad in ("Hello", [], [HELLO, []], [HELLO, HELLO[0]]):
         with pytest.raises(ChatError, match="messages"):
             llm.chat(bad)
+
+
+def test_special_tokens_that_mark_calls_stay_in_the_text_and_others_do_not() -> None:
+    own = tokenizer_with(SHOWS_TOOLS + "{# [TOOL_CALLS] [ARGS] #}", "[TOOL_CALLS]", "[ARGS]", "[OTHER]")
+    other = make_llm(build("qwen3", vocab_size=len(own)), own)
+    opening, args, rest = (own.convert_tokens_to_ids(text) for text in ("[TOOL_CALLS]", "[ARGS]", "[OTHER]"))
+    params = SamplingParams(grammar=f'start: <[{rest}]> "So " <[{opening}]> "now" <[{args}]> "{{}}"')
+    (completion,) = other.chat(HELLO, params, tools=[NOW])
+    assert completion.text == "So [TOOL_CALLS]now[ARGS]{}" and completion.finish_reason == "tool_calls"
+    assert (completion.message.content, completion.message.tool_calls[0].name) == ("So", "now")
+    parts = [event.part for event in other.stream_chat(HELLO, params, tools=[NOW]) if event.part is not None]
+    streamed = ChatMessage.of(parts)
+    assert (streamed.content, [call.name for call in streamed.tool_calls]) == ("So", ["now"])
+    assert other.generate([[5]], params)[0].text == "So now{}"
 
 
 def test_closing_a_streamed_chat_cancels_it(llm: LLM) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paged_attn.chat.answers.call_splitter import CallSplitter
-from paged_attn.chat.answers.marked_decoder import MarkedDecoder
 from paged_attn.chat.answers.reader import AnswerReader, TaggedReader
 from paged_attn.chat.answers.reasoning import ReasoningSplitter, ThinkTags
 from paged_attn.chat.answers.response_template import TemplateReader
@@ -26,7 +25,7 @@ class AnswerForm:
 
     Attributes:
         grammar: that the answer follows so that it calls a tool; None: nothing is enforced.
-        decoder: keeps the special tokens that the reader looks for; None: the tokenizer's own text will do.
+        kept: special tokens that the reader looks for, and that stay in the text.
         tags: of reasoning; starts_inside: the answer begins with it.
         format: of calls; None: none are looked for.
         most_calls: None: any number.
@@ -35,7 +34,7 @@ class AnswerForm:
     """
 
     grammar: str | None = None
-    decoder: MarkedDecoder | None = None
+    kept: frozenset[int] = frozenset()
     tags: ThinkTags | None = None
     starts_inside: bool = False
     format: ToolFormat | None = None
@@ -46,8 +45,7 @@ class AnswerForm:
 
     def with_tokenizer(self, tokenizer: Any) -> AnswerForm:
         """The same for an equal tokenizer: of those that render prompts each is one thread's."""
-        decoder = None if self.decoder is None else self.decoder.with_tokenizer(tokenizer)
-        return dataclasses.replace(self, decoder=decoder, template_of=None if self.template_of is None else tokenizer)
+        return self if self.template_of is None else dataclasses.replace(self, template_of=tokenizer)
 
     def reader(self) -> AnswerReader:
         """A new one, for one answer."""

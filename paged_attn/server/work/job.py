@@ -23,6 +23,11 @@ class Prompt:
     text: str | None = None
     form: AnswerForm | None = None
 
+    @property
+    def kept_tokens(self) -> frozenset[int]:
+        """Special tokens that stay in the text of answers."""
+        return frozenset() if self.form is None else self.form.kept
+
 
 @dataclass(frozen=True)
 class Accepted:
