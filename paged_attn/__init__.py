@@ -28,6 +28,8 @@ _EXPORTS = {
     "generate_with": "hf.generate.custom_generate",
     "register_split_op": "capture.split.split_ops",
     "EngineConfig": "engine.config",
+    "ChatCompletion": "chat.completion",
+    "ChatMessage": "chat.parts",
     "Completion": "engine.requests.request",
     "LLM": "engine.llm",
     "first_rank_leads": "engine.lead",

@@ -10,6 +10,14 @@ from .corpus import EOS
 
 EOS_TEXT = "<|endoftext|>"
 MAX_LENGTH = 2048
+# Each message is a paragraph, as in the books.
+CHAT_TEMPLATE = """\
+{{ bos_token }}{% if tools %}Tools: {{ tools | tojson }}{{ '\\n' }}\
+A call is <tool_call>{"name": NAME, "arguments": {...}}</tool_call>.{{ '\\n\\n' }}{% endif %}\
+{% for message in messages %}{{ '\\n\\n' if not loop.first else '' }}{{ message.content }}\
+{% for call in message.tool_calls or [] %}<tool_call>\
+{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}{% endfor %}\
+{{ '\\n\\n' if add_generation_prompt else '' }}"""
 
 CARD = """---
 license: apache-2.0
@@ -36,6 +44,7 @@ It imitates the surface of Jane Austen's prose; it knows nothing and follows no 
 * Licence of the weights: Apache-2.0.
 
 A prompt may be any UTF-8 text; begin it with `<|endoftext|>` to start a fresh chapter or paragraph.
+The tokenizer has a chat template, in which each message is a paragraph, so that chats can be tried.
 
 Reproduce (no network needed; on a GPU the result is close, not bit-equal):
 
@@ -57,7 +66,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     special = {name: EOS_TEXT for name in ("bos_token", "eos_token", "pad_token")}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=MAX_LENGTH, clean_up_tokenization_spaces=False, **special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, model_max_length=MAX_LENGTH, clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE, **special
+    )  # fmt: skip
 
 
 def save_model(model: Qwen3ForCausalLM, out: Path) -> None:
@@ -66,7 +77,7 @@ def save_model(model: Qwen3ForCausalLM, out: Path) -> None:
     model.config.dtype = torch.bfloat16
     model.generation_config = GenerationConfig(bos_token_id=EOS, eos_token_id=EOS, pad_token_id=EOS)
     model.save_pretrained(out)
-    build_tokenizer().save_pretrained(out)
+    build_tokenizer().save_pretrained(out, save_jinja_files=False)  # into tokenizer_config.json, with all else
 
 
 def save_card(record: dict, command: str, out: Path) -> None:

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from paged_attn import __version__
-from paged_attn.cli.commands import backends, bench, demo, doctor, explain, generate, passes, serve, tune, warmup
+from paged_attn.cli.commands import backends, bench, chat, demo, doctor, explain, generate, passes, serve, tune, warmup
 from paged_attn.parallel.torchrun import is_first, leave, num_processes
 
 USER_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 ON_RANKS = (generate, serve)  # may be started by torchrun
-COMMANDS = (generate, serve, demo, explain, passes, warmup, backends, tune, bench, doctor)
+COMMANDS = (generate, chat, serve, demo, explain, passes, warmup, backends, tune, bench, doctor)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -7,12 +7,15 @@ import logging
 import sys
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paged_attn.engine.config import EngineConfig, parse_setting
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.sampling_params import GUIDES, SamplingParams
 from paged_attn.engine.setting_names import GONE, NEW_NAMES
+
+if TYPE_CHECKING:
+    from paged_attn.engine.llm import LLM
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ENGINE = "engine_"
@@ -28,7 +31,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_toke
     """Everything that `generate` and `demo` have in common."""
     add_common(parser)
     _add_prompts(parser)
-    _add_sampling(parser, max_new_tokens)
+    add_sampling(parser, max_new_tokens)
     add_device_options(parser, dtype)
     output = parser.add_argument_group("output")
     output.add_argument("--stream", action="store_true", help="print text as it comes, prompt after prompt; with --json a line per token")
@@ -65,7 +68,8 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prompt-file", metavar="FILE", help="a prompt per line, empty lines skipped; - reads standard input")
 
 
-def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) -> None:
+def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) -> None:
+    """How tokens are chosen; `sampling_params` reads it, with `check`."""
     group = parser.add_argument_group("sampling", "what is not given is as the checkpoint's generation_config says, else greedy")
     add = group.add_argument
     most = f"at most N new tokens per prompt (default: {MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens})"
@@ -86,6 +90,25 @@ def _add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) -
     add("--regex", metavar="RE", help="the answer matches this regular expression")
     add("--grammar", metavar="LARK", help="the answer follows this grammar, in llguidance's dialect of Lark")
     add("--logprobs", type=int, metavar="K", help="log-probability of each new token and of the K likeliest")
+
+
+def add_chat_template(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--chat-template", metavar="FILE_OR_TEXT", help="a Jinja template instead of the tokenizer's own")
+
+
+def use_template(llm: LLM, given: str | None) -> None:
+    """Let chats have this template.
+
+    Raises:
+        ValueError: it can not be read, or there is no tokenizer that it could be of.
+    """
+    from paged_attn.chat.template import read_template
+
+    if given is not None:
+        text = read_template(given)
+        if llm.tokenizer is None:
+            raise ValueError("--chat-template: this model has no tokenizer, so that it can not chat")
+        llm.tokenizer.chat_template = text
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,10 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from paged_attn.chat.answers.reasoning import REASONING_PARSERS
+from paged_attn.chat.formats.choose import TOOL_PARSERS
+from paged_attn.cli.options import add_chat_template
+
 if TYPE_CHECKING:
     from paged_attn.server.settings import ServerSettings
 
@@ -25,6 +29,10 @@ LIMITS = (
     ("--write-seconds", float, "S", 60.0, "how long a client may read nothing of what it is sent"),
     ("--drain-seconds", float, "S", 30.0, "how long running requests may go on after SIGTERM or Ctrl-C"),
 )  # fmt: skip
+PARSERS = (
+    ("--tool-parser", "the format of tool calls; auto is what the tokenizer or the chat template shows", TOOL_PARSERS),
+    ("--reasoning-parser", "the tags of reasoning; auto is what the tokenizer or the chat template shows", REASONING_PARSERS),
+)
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -42,10 +50,19 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--allow-host", action="append", default=[], metavar="NAME", help="what the header Host may say, as in *.example.com")
     add("--no-log-requests", action="store_true", help="no line of JSON on stdout for each request")
     add("--otlp-endpoint", metavar="URL", help="where OpenTelemetry traces go, such as http://localhost:4318/v1/traces")
+    _add_chat_options(parser)
     limits = parser.add_argument_group("limits of the server").add_argument
     for flag, kind, metavar, default, what in LIMITS:
         shown = "no limit" if default is None else f"{default:g}"
         limits(flag, type=kind, metavar=metavar, default=default, help=f"{what} (default: {shown})")
+
+
+def _add_chat_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("chats")
+    add_chat_template(group)
+    add = group.add_argument
+    for flag, what, known in PARSERS:
+        add(flag, default="auto", metavar="NAME", help=f"{what}: {', '.join(known)} (default: auto)")
 
 
 def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings:
@@ -57,5 +74,6 @@ def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings
     return ServerSettings(
         args.served_model_name or model_name, host=args.host, port=args.port, api_keys=tuple(keys), share_prefixes=args.share_prefixes,
         allow_priority=args.allow_priority, allow_origins=tuple(args.allow_origin), allow_hosts=tuple(args.allow_host),
-        log_requests=not args.no_log_requests, otlp_endpoint=args.otlp_endpoint, **limits,
+        log_requests=not args.no_log_requests,
+        tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser, otlp_endpoint=args.otlp_endpoint, **limits,
     )  # fmt: skip

@@ -151,6 +151,7 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         text_at_end: bool = False,
+        kept_tokens: frozenset[int] = frozenset(),
     ) -> Request:
         """Queue a request; `step` will run it.
 
@@ -159,6 +160,7 @@ class Engine:
             tenant: of equal priority, one request of each tenant is admitted in turn, and of each of its namespaces.
             priority: a lower value is more urgent: admitted first and preempted last.
             text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
+            kept_tokens: special tokens that stay in the text.
 
         Raises:
             ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, an id in use, or a schema, regular
@@ -177,7 +179,7 @@ class Engine:
             raise ValueError(f"request id {shown(request_id)} is in use by an unfinished request; choose another or cancel that one")
         request = self.input_processor.make(
             prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, tenant=tenant, prompt=prompt,
-            priority=priority, text_at_end=text_at_end,
+            priority=priority, text_at_end=text_at_end, kept_tokens=kept_tokens,
         )  # fmt: skip
         self.output_processor.expect(request)
         if request.max_new_tokens or request.wants_scores:

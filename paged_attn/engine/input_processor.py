@@ -9,7 +9,8 @@ from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.memory.model_limits import ModelLimits
-from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, TokenDecoder, WholeText
+from paged_attn.engine.requests.marked_decoder import MarkedDecoder
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.forbidden import Forbidden, bad_words
 from paged_attn.engine.sampling.sampling_state import SamplingState
@@ -59,6 +60,7 @@ class InputProcessor:
         prompt: str | None,
         priority: int,
         text_at_end: bool,
+        kept_tokens: frozenset[int],
     ) -> Request:
         """Arguments and errors as of `Engine.add_request`."""
         hash((namespace, tenant))
@@ -77,8 +79,9 @@ class InputProcessor:
         guide = self.guides.guide(params)
         words = self._bad_words(params.bad_words) if params.bad_words else None
         forbidden = Forbidden(stop, params.min_tokens, words) if params.min_tokens or words else None
-        text_at_end = not params.stop and (text_at_end or self.tokenizer is None)
-        text = WholeText(self.tokenizer, tokens, params.skip_special_tokens) if text_at_end else self._detokenizer(params)
+        decoder = MarkedDecoder(self.tokenizer, kept_tokens) if kept_tokens else self.tokenizer
+        text_at_end = not params.stop and (text_at_end or decoder is None)
+        text = WholeText(decoder, tokens, params.skip_special_tokens) if text_at_end else _detokenizer(decoder, params)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
             sampling=SamplingState(params, tokens, guide, forbidden), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
@@ -86,15 +89,6 @@ class InputProcessor:
         )  # fmt: skip
         request.skips_host_work = text_at_end and params.logprobs is None and not self.has_states and guide is None
         return request
-
-    def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
-        return IncrementalDetokenizer(
-            self.tokenizer,
-            params.stop,
-            params.skip_special_tokens,
-            include_stop=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-        )
 
     def _check_fits(self, prompt: int, new: int) -> None:
         # The last new token is sampled but never attended to, so that its KV needs no slot.
@@ -112,3 +106,9 @@ class InputProcessor:
 def _union(ids: tuple[int, ...], more: frozenset[int]) -> frozenset[int]:
     """One for all requests that want the same."""
     return more.union(ids)
+
+
+def _detokenizer(decoder: TokenDecoder | None, params: SamplingParams) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(
+        decoder, params.stop, params.skip_special_tokens, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
+    )

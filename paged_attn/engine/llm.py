@@ -15,6 +15,9 @@ from torch import nn
 
 from paged_attn.capture.graphs.progress import bar
 from paged_attn.capture.graphs.progress import progress as showing
+from paged_attn.chat.answers.answer_form import AnswerForm
+from paged_attn.chat.completion import ChatCompletion, ChatEvent
+from paged_attn.chat.several import Chats, chat_events
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.generation_config import as_params
@@ -118,6 +121,73 @@ class LLM:
                 finite (then the others of this call are cancelled).
         """
         requests = self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=False)
+        return self._completions(requests, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        namespace: Any = None,
+        priority: int = 0,
+        progress: bool | None = None,
+    ) -> list[ChatCompletion]:
+        """The next message of each conversation, in the tokenizer's chat template; all of them in one continuous batch.
+
+        Args:
+            messages: of one conversation, or a list of conversations: [{"role": "user", "content": "Hello"}, ...]. Answers of earlier calls
+                (`completion.message`) may stand among them.
+            params, sampling_params, namespace, priority, progress: as of `generate`.
+            tools, tool_choice and the rest: see `ChatRequest`.
+
+        Raises:
+            ChatError: messages, tools or settings that can not be served, or no chat template; says what to do.
+            ValueError, UnsupportedError: as `generate` does.
+        """
+        settings = {
+            "tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, "chat_template": chat_template,
+            "chat_template_kwargs": chat_template_kwargs or {}, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, "tool_parser": tool_parser, "reasoning_parser": reasoning_parser,
+        }  # fmt: skip
+        chats = self._chats(messages, settings, _one_of(params, sampling_params))
+        requests = self._add(chats.texts, chats.params, namespace, priority, streamed=False, forms=chats.forms)
+        completions = self._completions(requests, progress)
+        return [ChatCompletion.read(completion, chats.forms[completion.index]) for completion in completions]
+
+    def stream_chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: Any = None,
+        priority: int = 0,
+        **settings: Any,
+    ) -> Iterator[ChatEvent]:
+        """As `chat`, which says what may be given, but piece by piece: yields a ChatEvent for each piece of content or reasoning, and for
+        each whole call. Closing the iterator cancels the rest.
+
+        Messages are checked and queued at the call, not at the first `next`.
+        """
+        chats = self._chats(messages, settings, params)
+        events = self._events(self._add(chats.texts, chats.params, namespace, priority, streamed=True, forms=chats.forms))
+        next(events)
+        return chat_events(events, chats.forms)  # type: ignore[arg-type]
+
+    def _chats(self, messages: Sequence[Any], settings: Mapping[str, Any], params: Any) -> Chats:
+        return Chats.of(self.tokenizer, messages, settings, lambda count: self._params(params, count))
+
+    def _completions(self, requests: list[Request], progress: bool | None) -> list[Completion]:
+        """Of requests that were added, when all of them have ended; raises as `generate` does."""
         try:
             with showing(progress), bar(total=len(requests), what="prompts", unit="prompt", delay=0.0 if progress else 1.0) as shown:
                 while any(r.finish_reason is None for r in requests):
@@ -222,28 +292,26 @@ class LLM:
         namespace: Any,
         priority: int,
         streamed: bool,
+        forms: Sequence[AnswerForm] | None = None,
     ) -> list[Request]:
+        """Queue prompts; with `forms` they are texts of chats, which hold all special tokens that they need."""
         listed = _as_list(prompts)
-        chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(listed)
-        if len(chosen) != len(listed):
-            raise ValueError(f"{len(chosen)} SamplingParams for {len(listed)} prompts; give one for all or one for each")
-        taken = [as_params(each, self.default_params) for each in chosen]
-        for each in taken:
-            if streamed and each.prompt_logprobs is not None:
-                raise ValueError(f"prompt_logprobs is {each.prompt_logprobs} in a stream, whose events are of new tokens; use generate")
-            if each.stop and self.tokenizer is None:
-                raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
-        ids = [self._token_ids(prompt) for prompt in listed]
+        taken = self._params(params, len(listed))
+        if streamed and any(each.prompt_logprobs is not None for each in taken):
+            raise ValueError("prompt_logprobs in a stream, whose events are of new tokens; use generate")
+        ids = [self._token_ids(prompt, is_chat=forms is not None) for prompt in listed]
+        kept = [frozenset[int]()] * len(listed) if forms is None else [form.kept for form in forms]
         requests: list[Request] = []
         with self._lock, ExitStack() as undo:
             undo.callback(self._drop, requests)
             try:
-                for index, (prompt, tokens, each) in enumerate(zip(listed, ids, taken, strict=True)):
+                for index, (prompt, tokens, each, kept_tokens) in enumerate(zip(listed, ids, taken, kept, strict=True)):
                     text = prompt if isinstance(prompt, str) else None
                     for number, answer in enumerate(each.answers()):
                         added = self.engine.add_request(
-                            tokens, answer, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed
-                        )
+                            tokens, answer, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed,
+                            kept_tokens=kept_tokens,
+                        )  # fmt: skip
                         added.index, added.answer = index, number
                         requests.append(added)
             except (ValueError, TypeError) as error:
@@ -254,12 +322,22 @@ class LLM:
             undo.pop_all()
         return requests
 
-    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+    def _params(self, params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+        """Checked, one for each of so many prompts."""
+        chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
+        if len(chosen) != count:
+            raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
+        taken = [as_params(each, self.default_params) for each in chosen]
+        if self.tokenizer is None and any(each.stop for each in taken):
+            raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
+        return taken
+
+    def _token_ids(self, prompt: Prompt, is_chat: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
             raise ValueError("a prompt is text, but there is no tokenizer; give LLM(model, tokenizer=...) or lists of token ids")
-        return self.tokenizer(prompt).input_ids  # type: ignore[no-any-return]
+        return self.tokenizer(prompt, **({"add_special_tokens": False} if is_chat else {})).input_ids  # type: ignore[no-any-return]
 
     def _step(self) -> None:
         with self._lock:

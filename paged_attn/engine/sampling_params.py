@@ -145,6 +145,10 @@ class SamplingParams:
             return self
         return self._with(_stated=self.stated | taken, **{name: getattr(defaults, name) for name in taken})
 
+    def changed(self, **values: Any) -> SamplingParams:
+        """The same with other values, which are checked; what neither states stays unstated."""
+        return SamplingParams(**{**{name: getattr(self, name) for name in self.stated}, **values})
+
     def with_seed(self, seed: int) -> SamplingParams:
         """The same with another seed of 0 <= seed < 2**64. All else was checked and is shared."""
         return self._with(seed=seed)

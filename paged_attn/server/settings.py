@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from paged_attn.chat.answers.reasoning import REASONING_PARSERS
+from paged_attn.chat.formats.choose import TOOL_PARSERS
+
 COUNTS = ("max_queue",)  # at least 0
 POSITIVE_COUNTS = ("max_connections", "max_requests_per_key", "requests_per_minute_per_key")
 SECONDS = ("drain_seconds",)  # at least 0
@@ -35,6 +38,7 @@ class ServerSettings:
         allow_origins: web pages of these origins may use the server from browsers (CORS); "*" is all.
         allow_hosts: what the header Host may say, "*.example.com" too; none: anything.
         allow_priority: whether requests may say how urgent they are.
+        tool_parser, reasoning_parser: how answers of chats are read; see `ChatRequest`.
         log_requests: a line of JSON on stdout for each request.
         otlp_endpoint: where OpenTelemetry traces go, such as http://localhost:4318/v1/traces.
         drain_seconds: how long running requests may go on after a shutdown began; then they are cancelled.
@@ -63,6 +67,8 @@ class ServerSettings:
     allow_hosts: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     allow_priority: bool = False
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     log_requests: bool = False
     otlp_endpoint: str | None = None
 
@@ -71,6 +77,9 @@ class ServerSettings:
             raise ValueError("model_name is empty; clients name the model by it")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; allowed are 0 (any free port) to 65535")
+        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(known)}")
         for names, low, is_allowed_low in ((COUNTS, 0, True), (POSITIVE_COUNTS, 1, True), (SECONDS, 0, True), (POSITIVE, 0, False)):
             for name in names:
                 value = getattr(self, name)

@@ -45,6 +45,11 @@ def deep(levels: int, opening: str = '{"a":', middle: str = "1", closing: str = 
     return opening * levels + middle + closing * levels
 
 
+def called(arguments: str, times: int = 1) -> list[Any]:
+    """Messages with calls of these arguments."""
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}] * times}]
+
+
 BOMBS: dict[str, tuple[str, bytes]] = {
     "stops that are numbers": ("", bomb("stop", many("1"))),
     "stops": ("", bomb("stop", many('"a"'))),
@@ -71,6 +76,16 @@ BOMBS: dict[str, tuple[str, bytes]] = {
     "a chain of as many definitions as there may be": ("", bomb("json_schema", json.dumps(objects(MAX_DEFINITIONS - 1)))),
     "a chain of rules": ("", bomb("grammar", json.dumps(rules(5000)))),
     "an expression": ("", bomb("regex", json.dumps("a" * 10 * MIB))),
+    "tools": (CHATS, bomb("tools", many('{"type":"function","function":{"name":"a"}}', 8), CHAT)),
+    "a tool of many values": (CHATS, bomb("tools", '[{"function": {"name": "a", "parameters": {"enum": ' + many("1", 1) + "}}}]", CHAT)),
+    "a tool of a long text": (CHATS, bomb("tools", json.dumps([{"function": {"name": "a", "description": "x" * 10 * MIB}}]), CHAT)),
+    "a choice": (CHATS, bomb("tool_choice", '{"function": ' + many("1", 1) + "}", CHAT)),
+    "arguments of many values": (CHATS, bomb("messages", json.dumps(called(many("[]", 8))), CHAT)),
+    "arguments nested deep": (CHATS, bomb("messages", json.dumps(called(deep(MIB, "[", "", "]"))), CHAT)),
+    "many calls": (CHATS, bomb("messages", json.dumps(called("{}", 100_000)), CHAT)),
+    "parameters that lead from one to the next": (
+        CHATS, bomb("tools", json.dumps([{"function": {"name": "a", "parameters": refs(3000)}}]), {**CHAT, "tool_choice": "required"})
+    ),
     "template settings": (CHATS, bomb("chat_template_kwargs", '{"a": ' + many("1", 1) + "}", CHAT)),
     "nested 500 deep": (CHATS, bomb("chat_template_kwargs", deep(500), CHAT)),
     "nested a million deep": ("", bomb("metadata", deep(MIB, "[", "", "]"))),

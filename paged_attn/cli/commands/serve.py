@@ -22,6 +22,7 @@ from paged_attn.cli.options import (
     engine_config,
     load_options,
     set_verbosity,
+    use_template,
 )
 from paged_attn.cli.serve_options import add_server_options, server_settings
 from paged_attn.engine.model.model_path import checked_model_path
@@ -113,6 +114,7 @@ def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
     from paged_attn.cli.job import load, where_it_runs
 
     llm = load(args.model, args.dtype, args.device, config, load_options(args)).llm
+    use_template(llm, args.chat_template)
     print(where_it_runs(llm), file=sys.stderr, flush=True)
     gc.collect()
     gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end

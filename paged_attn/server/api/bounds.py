@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
+from paged_attn.chat.tools import MAX_TOOLS
 from paged_attn.server.http.errors import ApiError, unknown_field
 
 MAX_NAME = 256  # characters: of a model, a role, a name
@@ -15,9 +16,10 @@ MAX_STOPS, MAX_STOP = 64, 1024  # strings, and characters of each
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 MAX_BAD_WORDS, MAX_BAD_WORD = 64, 256  # texts, and characters of each
-MAX_MESSAGES, MAX_PARTS = 4096, 4096
+MAX_MESSAGES = 4096
 MAX_SETTINGS, MAX_SETTINGS_TEXT = 1024, 64 << 10  # of chat_template_kwargs: values, and characters of all of them
 MAX_SCHEMA_TEXT = 256 << 10
+MAX_TOOLS_VALUES, MAX_TOOLS_TEXT = 16 << 10, 128 << 10  # of all tools together
 
 
 def within(low: float, high: float | None = None) -> dict[str, Any]:
@@ -93,6 +95,10 @@ _OneWord = Annotated[str, Field(json_schema_extra={"maxLength": MAX_BAD_WORD})]
 BadWords = Annotated[list[_OneWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_words)]
 Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), _at_most(MAX_BIASES, "tokens")]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), _at_most(MAX_MESSAGES, "messages")]
+Tools = Annotated[
+    list[dict[str, Any]], Field(max_length=MAX_TOOLS), _at_most(MAX_TOOLS, "tools"), _bounded_json(MAX_TOOLS_VALUES, MAX_TOOLS_TEXT)
+]
+Choice = Annotated[Any, _bounded_json(16, 1024)]
 Settings = Annotated[dict[str, Any], _bounded_json(MAX_SETTINGS, MAX_SETTINGS_TEXT)]
 Schema = Annotated[dict[str, Any], _bounded_json(MAX_SCHEMA_TEXT // 2, MAX_SCHEMA_TEXT)]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from paged_attn.chat.request import ChatRequest
+from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import MAX_LOGPROBS, Body
-from paged_attn.server.api.bounds import MAX_NAME, MAX_PARTS, Closed, Messages, Name, Schema, Settings, too_many, within
+from paged_attn.server.api.bounds import Choice, Closed, Messages, Name, Schema, Settings, Tools, within
 from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
@@ -36,6 +39,15 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="needs logprobs=true", json_schema_extra=within(0, MAX_LOGPROBS))
     response_format: ResponseFormat | None = None
+    tools: Tools | None = Field(None, description="functions that the model may call")
+    tool_choice: Choice = Field(
+        None,
+        json_schema_extra={"anyOf": [{"enum": [None, *CHOICES]}, {"type": "object"}]},
+        description='"none", "auto" (default where there are tools), "required", {"type": "function", "function": {"name": ...}}',
+    )
+    parallel_tool_calls: bool | None = Field(None, description="whether one answer may hold several calls; default true")
+    add_generation_prompt: bool | None = Field(None, description="extension: end the prompt with the beginning of an answer; default true")
+    continue_final_message: bool | None = Field(None, description="extension: go on with the last message")
     chat_template_kwargs: Settings | None = Field(None, description="extension: variables for the model's chat template")
 
     def num_logprobs(self) -> int | None:
@@ -60,41 +72,27 @@ class ChatBody(Body):
             raise ApiError(400, 'response_format: json_schema belongs to type "json_schema", and to it alone', param="response_format")
         return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
 
-    def plain_messages(self) -> list[dict[str, Any]]:
-        """Messages of role, content (text) and name, as templates expect them.
+    def chat_request(self, tool_parser: str, reasoning_parser: str) -> ChatRequest:
+        """What the engine's side makes a prompt of.
+
+        Args:
+            tool_parser, reasoning_parser: the server's.
 
         Raises:
-            ApiError: 400 for what is no text.
+            ApiError: 400 for settings that contradict each other.
         """
-        return [_plain_message(message, f"messages.{i}") for i, message in enumerate(self.messages)]
+        if self.continue_final_message and self.add_generation_prompt:
+            what = "add_generation_prompt: got true beside continue_final_message=true, which goes on with the last message"
+            raise ApiError(400, f"{what}; give one of them", param="add_generation_prompt")
+        return ChatRequest(
+            self.messages, self.tools, self.tool_choice, parallel_tool_calls=self.parallel_tool_calls is not False,
+            chat_template_kwargs=self.chat_template_kwargs or {}, add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message), tool_parser=tool_parser, reasoning_parser=reasoning_parser,
+        )  # fmt: skip
 
-
-def _plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    # What a client got as an answer and sends back holds many empty fields.
-    fields = ("role", "content", "name")
-    rest = next((name for name, value in message.items() if name not in fields and value not in (None, [], {})), None)
-    if rest is not None:
-        what = f"field {shown(rest)} is not supported; allowed are role, content and name"
-        raise ApiError(400, f"{where}: {what}", param=f"{where}.{rest}")
-    role, name = message.get("role"), message.get("name")
-    if not isinstance(role, str) or len(role) > MAX_NAME:
-        raise ApiError(400, f"{where}.role: got {shown(role)}; allowed: a text such as 'user'", param=f"{where}.role")
-    if name is not None and (not isinstance(name, str) or len(name) > MAX_NAME):
-        allowed = f"a text of at most {MAX_NAME} characters"
-        raise ApiError(400, f"{where}.name: got {shown(name)}; allowed: {allowed}", param=f"{where}.name")
-    content = _content(message.get("content"), f"{where}.content")
-    return {"role": role, "content": content, **({} if name is None else {"name": name})}
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise ApiError(400, f"{where}: got {shown(content)}; allowed: a text, or a list of text parts", param=where)
-    if len(content) > MAX_PARTS:
-        raise too_many(where, len(content), MAX_PARTS, "parts")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ApiError(400, f"{where}: a part is {shown(kind)}; allowed: parts of type 'text', with a text", param=where)
-    return "".join(part["text"] for part in content)
+    def wanted_guide(self) -> tuple[str, str] | None:
+        """As `SamplingParams.guide` will be, as far as a chat needs to know: a schema's text, or that there is some other."""
+        schema = self.wanted_schema()
+        if schema is not None:
+            return "json_schema", json.dumps(schema)
+        return next(((name, text) for name in ("regex", "grammar") if (text := getattr(self, name)) is not None), None)

@@ -39,10 +39,11 @@ class CompletionReply(Reply):
         self._not_echoed.remove(index)
         return [{"index": index, **self._echo(index), "finish_reason": None}, *super().parts(index, event)]
 
-    def content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def content(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+        return {"text": completion.text}, completion.finish_reason
 
-    delta = content
+    def deltas(self, index: int, event: TokenEvent) -> tuple[list[dict[str, Any]], str | None]:
+        return [{"text": event.text}] if event.text else [], event.finish_reason
 
     def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
         texts = [self.texts.of_token(token) for token, _, _ in known]

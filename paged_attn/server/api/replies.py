@@ -6,8 +6,11 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from paged_attn.chat.answers.answer_form import finish_reason
+from paged_attn.chat.answers.reader import AnswerReader
+from paged_attn.chat.parts import Content, Part, Reasoning
 from paged_attn.engine.requests.request import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body
 from paged_attn.server.http.errors import ApiError
@@ -26,6 +29,7 @@ class Reply:
     """
 
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl"
+    no_delta: ClassVar[dict[str, Any]] = {"text": ""}
 
     def __init__(self, job: Job, body: Body, texts: Texts, model: str) -> None:
         self.job, self.body, self.texts = job, body, texts
@@ -54,9 +58,10 @@ class Reply:
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].known]
         ids = {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids} if self.body.return_token_ids else {}
+        content, finish_reason = self.content(index, completion)
         return {
-            "index": index, **self.content(completion.text), "logprobs": None if known is None else self.logprobs(index, known),
-            "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason, **ids,
+            "index": index, **content, "logprobs": None if known is None else self.logprobs(index, known),
+            "finish_reason": finish_reason, "stop_reason": completion.stop_reason, **ids,
         }  # fmt: skip
 
     def openings(self) -> list[dict[str, Any]]:
@@ -68,17 +73,23 @@ class Reply:
         if event.logprob is not None and event.token_id is not None:
             logprobs = self.logprobs(index, [(event.token_id, event.logprob, event.top_logprobs or ())])
         wants_ids = bool(self.body.return_token_ids) and event.token_id is not None
-        if not (event.text or logprobs or wants_ids or event.finish_reason):
+        deltas, finish_reason = self.deltas(index, event)
+        if not (deltas or logprobs or wants_ids or finish_reason):
             return []
-        part = {"index": index, **self.delta(event.text), "logprobs": logprobs, "finish_reason": event.finish_reason}
-        if event.finish_reason:
-            part["stop_reason"] = self.job.requests[index].stop_reason
-        return [{**part, **({"token_ids": [event.token_id]} if wants_ids else {})}]
+        parts = [{"index": index, **delta, "logprobs": None, "finish_reason": None} for delta in deltas or [self.no_delta]]
+        parts[0]["logprobs"], parts[-1]["finish_reason"] = logprobs, finish_reason
+        if finish_reason:
+            parts[-1]["stop_reason"] = self.job.requests[index].stop_reason
+        if wants_ids:
+            parts[0]["token_ids"] = [event.token_id]
+        return parts
 
-    def content(self, text: str) -> dict[str, Any]:
+    def content(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+        """What a whole answer says, and why it has ended."""
         raise NotImplementedError
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def deltas(self, index: int, event: TokenEvent) -> tuple[list[dict[str, Any]], str | None]:
+        """What an event adds, and why the answer has ended, if it has."""
         raise NotImplementedError
 
     def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
@@ -92,16 +103,41 @@ class Reply:
 
 class ChatReply(Reply):
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    no_delta: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    def __init__(self, job: Job, body: Body, texts: Texts, model: str) -> None:
+        super().__init__(job, body, texts, model)
+        form = job.prompts[0].form
+        assert form is not None
+        self._form = form
+        self._readers: dict[int, AnswerReader] = {}  # of streams
+        self._num_calls = [0] * job.size
 
     def openings(self) -> list[dict[str, Any]]:
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [{"index": index, **opening} for index in range(self.job.size)]
 
-    def content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def content(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+        message = self._form.read(completion.text)
+        return {"message": {**message.as_dict(), "refusal": None}}, finish_reason(completion.finish_reason, bool(message.tool_calls))
 
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def deltas(self, index: int, event: TokenEvent) -> tuple[list[dict[str, Any]], str | None]:
+        if index not in self._readers:
+            self._readers[index] = self._form.reader()
+        parts = self._readers[index].feed(event.text) if event.text else []
+        if event.finish_reason is None:
+            return [{"delta": self._delta(index, part)} for part in parts], None
+        parts += self._readers[index].finish()
+        deltas = [{"delta": self._delta(index, part)} for part in parts]
+        return deltas, finish_reason(event.finish_reason, self._num_calls[index] > 0)
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, Content):
+            return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return {"reasoning_content": part.text}
+        self._num_calls[index] += 1
+        return {"tool_calls": [{"index": self._num_calls[index] - 1, **part.as_dict()}]}
 
     def logprobs(self, index: int, known: Sequence[Known]) -> dict[str, Any]:
         return {

@@ -60,10 +60,11 @@ async def completions(request: Request, body: CompletionBody) -> Response:
 @router.post(CHATS, responses=ANSWERS)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """The next message of a conversation."""
-    _, _, texts = _ready(request, body)
+    state, _, texts = _ready(request, body)
+    chat, guide = body.chat_request(state.settings.tool_parser, state.settings.reasoning_parser), body.wanted_guide()
 
     async def prompts() -> list[Prompt]:
-        return [await texts.chat(body.plain_messages(), body.chat_template_kwargs or {}, _caller(request).tenant)]
+        return [await texts.chat(chat, guide, _caller(request).tenant)]
 
     return await _answer(request, body, prompts, ChatReply)
 
@@ -113,8 +114,10 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     if body.priority and not state.settings.allow_priority:
         raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
     body.check_scores(sum(len(prompt.token_ids) for prompt in prompts))
-    params = body.sampling_params(_room(engine, prompts), engine.default_params)
-    guide = await _checked(params, engine, state, caller)
+    params, form = body.sampling_params(_room(engine, prompts), engine.default_params), prompts[0].form
+    if form is not None:
+        params = form.enforced(params)
+    guide = await _checked(params, engine, state, caller, has_tools=form is not None and form.grammar is not None)
     answers = params.answers(body.num_answers)
     namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
     return Job(
@@ -123,8 +126,11 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     )  # fmt: skip
 
 
-async def _checked(params: SamplingParams, engine: Engine, state: ServerState, caller: Caller) -> Guide | None:
+async def _checked(params: SamplingParams, engine: Engine, state: ServerState, caller: Caller, has_tools: bool) -> Guide | None:
     """What the engine would refuse, said of the field at fault. What an answer shall follow is read here, beside the engine.
+
+    Args:
+        has_tools: the grammar was made of tools.
 
     Raises:
         ApiError: 400.
@@ -138,6 +144,8 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
     try:
         return await state.guide_pool.run(caller.tenant, lambda: engine.input_processor.guides.prototype(params))
     except ValueError as error:  # UnsupportedError is one
+        if has_tools:
+            raise ApiError(400, f"tools: calls can not be enforced with these parameters: {error}", param="tools") from error
         raise bad_request(error, params.guide[0]) from error
 
 

@@ -200,7 +200,7 @@ class EngineThread:
             for prompt, params in product(job.prompts, job.answers):
                 request = engine.add_request(
                     prompt.token_ids, params, namespace=job.namespace, tenant=job.tenant, prompt=prompt.text,
-                    priority=job.priority, text_at_end=job.text_at_end,
+                    priority=job.priority, text_at_end=job.text_at_end, kept_tokens=prompt.kept_tokens,
                 )  # fmt: skip
                 self._owners[request.id] = (job, len(job.requests))
                 job.requests.append(request)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling.structured.guides import Guide, GuideError
 from paged_attn.engine.sampling_params import SamplingParams
@@ -16,10 +17,16 @@ from paged_attn.server.http.errors import ApiError
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and the text that they came from, if any."""
+    """Token ids, the text that they came from, if any, and how answers to a chat are read."""
 
     token_ids: Sequence[int]
     text: str | None = None
+    form: AnswerForm | None = None
+
+    @property
+    def kept_tokens(self) -> frozenset[int]:
+        """Special tokens that stay in the text of answers."""
+        return frozenset() if self.form is None else self.form.kept
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import queue
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+from paged_attn.chat.errors import ChatError
+from paged_attn.chat.request import ChatRequest
 from paged_attn.server.http.errors import ApiError
 from paged_attn.server.work.fair_pool import FairPool
 from paged_attn.server.work.job import Prompt
@@ -56,14 +57,16 @@ class Texts:
         length = sum(map(len, listed_prompts))
         return await self._in_thread(client, length, lambda own: [self._prompt(own, each) for each in listed_prompts])
 
-    async def chat(self, messages: list[dict[str, Any]], template_settings: dict[str, Any], client: Hashable) -> Prompt:
-        """Messages in the tokenizer's chat template, with the beginning of the answer.
+    async def chat(self, request: ChatRequest, guide: tuple[str, str] | None, client: Hashable) -> Prompt:
+        """Messages in the tokenizer's chat template, with the beginning of the answer, and how answers are read.
+
+        Args:
+            guide: what the answer follows besides, as `SamplingParams.guide` has it.
 
         Raises:
             ApiError: 400 if there is no template, or it refuses the messages; then with its own words. Or the prompt is too long.
         """
-        length = sum(len(message["content"]) for message in messages)
-        return await self._in_thread(client, length, lambda own: self._chat(own, messages, template_settings))
+        return await self._in_thread(client, _length(request.messages), lambda own: self._chat(own, request, guide))
 
     def of_token(self, token_id: int) -> str:
         """A token's text with its leading space; `token_id:N` for one that is no whole text, such as a part of a character."""
@@ -98,20 +101,13 @@ class Texts:
             raise ApiError(400, "the prompt is text, but this model has no tokenizer; send token ids", param="prompt")
         return Prompt(self._ids(own, given, "prompt"), given)
 
-    def _chat(self, own: Any, messages: list[dict[str, Any]], settings: dict[str, Any]) -> Prompt:
-        from jinja2 import TemplateError
-
-        if getattr(own, "chat_template", None) is None:
-            what = "tokenizer" if own is None else "chat template"
-            raise ApiError(400, f"this model has no {what}, so that it can not chat; use /v1/completions", code="no_chat_template")
-        taken = set(inspect.signature(own.apply_chat_template).parameters) & set(settings)
-        if taken:
-            raise ApiError(400, f"chat_template_kwargs may not hold {', '.join(sorted(taken))}", param="chat_template_kwargs")
+    def _chat(self, own: Any, request: ChatRequest, guide: tuple[str, str] | None) -> Prompt:
         try:
-            text = own.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **settings)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
-        return Prompt(self._ids(own, text, "messages", add_special_tokens=False), text)
+            prompt = request.prompt(own, guide)
+        except ChatError as error:
+            raise ApiError(400, str(error), param=error.param, code=error.code) from error
+        form = prompt.form.with_tokenizer(self.tokenizer)
+        return Prompt(self._ids(own, prompt.text, "messages", add_special_tokens=False), prompt.text, form)
 
     def _ids(self, own: Any, text: str, param: str, **settings: Any) -> list[int]:
         """Of text that is far too long only the beginning is tokenized."""
@@ -135,6 +131,13 @@ class Texts:
         once, twice = (self.tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
         text: str = twice[len(once) :] if twice.startswith(once) else once
         return text if text and REPLACEMENT not in text else f"token_id:{token_id}"
+
+
+def _length(messages: Sequence[Any]) -> int:
+    """About how many characters there are, of messages that nobody has looked at."""
+    contents = [content for message in messages if isinstance(message, dict) and (content := message.get("content"))]
+    parts = [part.get("text") for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))
 
 
 def listed(given: object) -> Sequence[str | list[int]]:

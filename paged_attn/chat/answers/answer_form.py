@@ -1,0 +1,70 @@
+"""How the answers to one chat are enforced, decoded and read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_attn.chat.answers.call_splitter import CallSplitter
+from paged_attn.chat.answers.reader import AnswerReader, TaggedReader
+from paged_attn.chat.answers.reasoning import ReasoningSplitter, ThinkTags
+from paged_attn.chat.answers.response_template import TemplateReader
+from paged_attn.chat.formats.tool_format import ToolFormat
+from paged_attn.chat.parts import ChatMessage
+from paged_attn.chat.tools import Tool
+from paged_attn.engine.sampling_params import SamplingParams
+
+TOOL_CALLS = "tool_calls"  # why an answer has ended that calls tools
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """Of all answers to one prompt.
+
+    Attributes:
+        grammar: that the answer follows so that it calls a tool; None: nothing is enforced.
+        kept: special tokens that the reader looks for, and that stay in the text.
+        tags: of reasoning; starts_inside: the answer begins with it.
+        format: of calls; None: none are looked for.
+        most_calls: None: any number.
+        template_of: a tokenizer whose response template reads the answer, instead of tags and format.
+        prompt, tools: what the response template is given.
+    """
+
+    grammar: str | None = None
+    kept: frozenset[int] = frozenset()
+    tags: ThinkTags | None = None
+    starts_inside: bool = False
+    format: ToolFormat | None = None
+    most_calls: int | None = None
+    template_of: Any = None
+    prompt: str = ""
+    tools: Sequence[Tool] = ()
+
+    def with_tokenizer(self, tokenizer: Any) -> AnswerForm:
+        """The same for an equal tokenizer: of those that render prompts each is one thread's."""
+        return self if self.template_of is None else dataclasses.replace(self, template_of=tokenizer)
+
+    def reader(self) -> AnswerReader:
+        """A new one, for one answer."""
+        if self.template_of is not None:
+            return TemplateReader(self.template_of, self.prompt, self.tools, ToolFormat.new_id, self.most_calls)
+        calls = None if self.format is None else CallSplitter(self.format, self.most_calls)
+        return TaggedReader(ReasoningSplitter(self.tags, self.starts_inside), calls)
+
+    def read(self, text: str) -> ChatMessage:
+        """A whole answer."""
+        reader = self.reader()
+        parts = reader.feed(text)
+        return ChatMessage.of(parts + reader.finish())
+
+    def enforced(self, params: SamplingParams) -> SamplingParams:
+        """The same params, with the grammar; it holds the schema that they may have had."""
+        return params if self.grammar is None else params.changed(grammar=self.grammar, json_schema=None)
+
+
+def finish_reason(reason: str, has_calls: bool) -> str:
+    """Of an answer that the engine has ended for `reason`."""
+    return TOOL_CALLS if has_calls and reason == "stop" else str(reason)

@@ -1,0 +1,89 @@
+"""Calls apart from the rest of an answer, as it comes."""
+
+from __future__ import annotations
+
+from paged_attn.chat.formats.tool_format import SPACE, Taken, ToolFormat
+from paged_attn.chat.parts import Content, Part, ToolCall
+
+EAGER = 4096  # characters that may be a call, up to which each piece is a reason to look again
+GROWTH = 17 / 16  # beyond that they are looked at when they have grown so much, which costs time in proportion to the length
+
+
+class CallSplitter:
+    """Takes calls out of content. What looks like a call and is none, or is not whole when the answer ends, is told as content.
+
+    Space around calls is left out, and kept where there are none.
+
+    Args:
+        format: how calls are written.
+        most: so many calls are told as such at most; what else comes is content.
+    """
+
+    def __init__(self, format: ToolFormat, most: int | None = None) -> None:
+        self._format, self._most = format, most
+        self._text = ""  # not told yet
+        self._space = ""  # at the end of what was told; it may stand before a call
+        self._may_end = False  # something has come since the last look that a call may end with
+        self._looked_at = 0  # characters, when what may be a call was not whole
+        self._num_calls = 0
+        self._has_content = self._follows_call = False
+
+    def feed(self, text: str) -> list[Part]:
+        self._text += text
+        self._may_end |= any(ending in text for ending in self._format.endings)
+        return self._read(ended=False)
+
+    def finish(self) -> list[Part]:
+        parts = self._read(ended=True)
+        if self._space and not self._num_calls:
+            parts.append(Content(self._space))
+        self._space = ""
+        return parts
+
+    def _read(self, ended: bool) -> list[Part]:
+        parts: list[Part] = []
+        while self._text:
+            if self._num_calls == self._most:
+                at, is_sure = len(self._text), True
+            else:
+                if self._follows_call:
+                    self._text = self._text.lstrip(self._format.between)
+                at, is_sure = self._format.begins(self._text, not self._has_content)
+            parts += self._content(at)
+            if not self._text or not (is_sure or ended):
+                break
+            if not is_sure:
+                parts += self._content(len(self._text))
+                break
+            if not ended and not self._is_worth_a_look():
+                break
+            taken = self._format.take(self._text, ended)
+            if taken is None:
+                self._may_end, self._looked_at = False, len(self._text)
+                break
+            is_call = bool(taken.calls) and (self._most is None or self._num_calls + len(taken.calls) <= self._most)
+            parts += self._calls(taken) if is_call else self._content(taken.end)
+        return parts
+
+    def _is_worth_a_look(self) -> bool:
+        return self._may_end and (len(self._text) <= EAGER or len(self._text) >= GROWTH * self._looked_at)
+
+    def _calls(self, taken: Taken) -> list[Part]:
+        self._text, self._looked_at = self._text[taken.end :], 0
+        self._num_calls += len(taken.calls)
+        self._follows_call = True
+        if not self._has_content:
+            self._space = ""
+        return [ToolCall(self._format.new_id(), call.name, call.arguments) for call in taken.calls]
+
+    def _content(self, end: int) -> list[Part]:
+        if not end:
+            return []
+        text = self._space + self._text[:end]
+        self._text, self._looked_at = self._text[end:], 0
+        told = text.rstrip(SPACE)
+        self._space = text[len(told) :]
+        if not told:
+            return []
+        self._has_content, self._follows_call = True, False
+        return [Content(told)]

@@ -1,0 +1,111 @@
+"""Answers read by the tokenizer's own response template, where it has one (transformers 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paged_attn.chat.formats.tool_format import as_text
+from paged_attn.chat.parts import Content, Part, Reasoning, ToolCall
+from paged_attn.chat.tools import Tool
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+SLICE = 64  # characters: an error tells nothing of what was read in the same slice
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
+
+
+class TemplateReader:
+    """By `tokenizer.get_response_parser`. A call that it can not read is told as content, and so is all that follows it.
+
+    Args:
+        prefix: the prompt, which may hold the beginning of the answer.
+        tools: types of arguments are looked up in them; none: calls are content.
+        new_id: makes the id of a call.
+        most: so many calls are told as such at most.
+
+    Raises:
+        ValueError: the response template can not be read.
+    """
+
+    def __init__(self, tokenizer: Any, prefix: str, tools: Sequence[Tool], new_id: Callable[[], str], most: int | None) -> None:
+        given = [tool.given for tool in tools] or None
+        self._parser: Any = tokenizer.get_response_parser(prefix=prefix, tools=given)
+        self._has_tools, self._new_id, self._most = bool(tools), new_id, most
+        self._text, self._read = "", 0  # all of it, and up to where it was told or belongs to a call
+        self._call_begins: int | None = None
+        self._num_calls = 0
+        self._has_failed = False
+        self._spaces = {"content": "", "reasoning": ""}  # at the end of what was told of each
+        self._begun = set[str]()
+
+    def feed(self, text: str) -> list[Part]:
+        return [part for start in range(0, len(text), SLICE) for part in self._feed(text[start : start + SLICE])]
+
+    def finish(self) -> list[Part]:
+        if self._has_failed:
+            return []
+        try:
+            _, events = self._parser.finalize()
+        except UNREADABLE:
+            return self._failed()
+        return self._parts(events)
+
+    def _feed(self, text: str) -> list[Part]:
+        if self._has_failed:
+            return [Content(text)]
+        self._text += text
+        try:
+            events = self._parser.feed(text)
+        except UNREADABLE:
+            return self._failed()
+        return self._parts(events)
+
+    def _failed(self) -> list[Part]:
+        self._has_failed = True
+        return self._as_content(len(self._text))
+
+    def _as_content(self, end: int) -> list[Part]:
+        start = self._read if self._call_begins is None else self._call_begins
+        text, self._read, self._call_begins = self._spaces["content"] + self._text[start:end], end, None
+        self._spaces["content"] = ""
+        return [Content(text)] if text else []
+
+    def _parts(self, events: list[dict[str, Any]]) -> list[Part]:
+        parts: list[Part] = []
+        for event in events:
+            kind, field = event["type"], event["field"]
+            if kind == "region_open" and field == "tool_calls":
+                self._call_begins = self._read
+            elif kind == "region_chunk":
+                at = self._text.find(event["text"], self._read)
+                self._read = max(at, self._read) + len(event["text"]) if at >= 0 else self._read
+                if not event["dirty"] and field == "content":
+                    parts += [Content(text) for text in self._trimmed("content", event["text"])]
+                elif not event["dirty"] and field in REASONING_FIELDS:
+                    parts += [Reasoning(text) for text in self._trimmed("reasoning", event["text"])]
+            elif kind == "region_close" and field == "tool_calls":
+                parts += self._calls(event["value"])
+        return parts
+
+    def _trimmed(self, kind: str, text: str) -> list[str]:
+        """Without space at the beginning and at the end of all text of this kind, as the template's own values are."""
+        text = self._spaces[kind] + text
+        if kind not in self._begun:
+            text = text.lstrip()
+        told = text.rstrip()
+        self._spaces[kind] = text[len(told) :]
+        if told:
+            self._begun.add(kind)
+        return [told] if told else []
+
+    def _calls(self, value: Any) -> list[Part]:
+        """Told as content if one of them is no call."""
+        listed = value if isinstance(value, list) else [value]
+        functions = [each.get("function", each) if isinstance(each, dict) else {} for each in listed]
+        found = [(function.get("name"), as_text(function.get("arguments"))) for function in functions]
+        is_too_many = self._most is not None and self._num_calls + len(found) > self._most
+        if not self._has_tools or is_too_many or not all(isinstance(name, str) and text is not None for name, text in found):
+            return self._as_content(self._read)
+        self._num_calls += len(found)
+        self._call_begins = None
+        return [ToolCall(self._new_id(), str(name), str(text)) for name, text in found]

@@ -1,0 +1,50 @@
+"""Which format of calls a template means, and which one is enforced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paged_attn.chat.errors import ChatError
+from paged_attn.chat.formats.hermes import HermesFormat
+from paged_attn.chat.formats.json_calls import JsonFormat
+from paged_attn.chat.formats.llama import LlamaFormat
+from paged_attn.chat.formats.mistral import MistralFormat, NamedMistralFormat
+from paged_attn.chat.formats.pythonic import PythonicFormat
+from paged_attn.chat.formats.qwen_coder import QwenCoderFormat
+from paged_attn.chat.formats.tool_format import ToolFormat
+from paged_attn.chat.tools import Tool
+from paged_attn.shown import shown
+
+FORMATS: dict[str, type[ToolFormat]] = {
+    kind.name: kind for kind in (HermesFormat, QwenCoderFormat, LlamaFormat, MistralFormat, NamedMistralFormat, PythonicFormat, JsonFormat)
+}
+TOOL_PARSERS = ("auto", "none", *FORMATS)
+# What only templates of a format say; the first that fits counts.
+SIGNS: tuple[tuple[str, type[ToolFormat]], ...] = (
+    ("<function=", QwenCoderFormat), ("<tool_call>", HermesFormat), ("[ARGS]", NamedMistralFormat), ("[TOOL_CALLS]", MistralFormat),
+    ("<|python_start|>", PythonicFormat), ("[func_name1(", PythonicFormat), ("<|python_tag|>", LlamaFormat),
+    ('"parameters": dictionary', LlamaFormat),
+)  # fmt: skip
+ENFORCED_AS_JSON = (QwenCoderFormat, PythonicFormat)
+
+
+def format_of(template: str, parser: str, tools: Sequence[Tool]) -> ToolFormat | None:
+    """The format that a setting names, or that a template shows; None if it shows none.
+
+    Raises:
+        ChatError: a name that is none of `TOOL_PARSERS`.
+    """
+    if parser not in TOOL_PARSERS:
+        raise ChatError(f"tool_parser: got {shown(parser)}; allowed: {', '.join(TOOL_PARSERS)}", "tool_parser")
+    if parser == "auto":
+        kind = next((kind for sign, kind in SIGNS if sign in template), None)
+    else:
+        kind = FORMATS.get(parser)
+    return None if kind is None else kind(tools)
+
+
+def enforced_format(found: ToolFormat | None, tools: Sequence[Tool]) -> ToolFormat:
+    """The format of calls that a grammar enforces: the model's own, or plain JSON."""
+    if found is None or isinstance(found, ENFORCED_AS_JSON):
+        return JsonFormat(tools)
+    return type(found)(tools)

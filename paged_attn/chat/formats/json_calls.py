@@ -1,0 +1,31 @@
+"""Calls as plain JSON: `{"name": ..., "arguments": {...}}`, or a list of such objects. For calls that are enforced where the model has no
+format of its own, or one that no grammar of ours describes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from paged_attn.chat.formats.tool_format import Mark, Taken, ToolFormat, calls_of, json_calls_grammar, load_first_json, repeated
+
+
+class JsonFormat(ToolFormat):
+    name = "json"
+    marks: ClassVar[tuple[str, ...]] = ()
+    openings = ("{", "[")
+    at_beginning = True
+    endings = "}]"
+
+    def take(self, text: str, ended: bool) -> Taken | None:
+        found = load_first_json(text, 0)
+        if found is None:
+            return Taken((), len(text)) if ended else None
+        value, end = found
+        calls = calls_of(value)
+        return Taken(calls if all(self._knows(call.name) for call in calls) else (), end)
+
+    def _knows(self, name: str) -> bool:
+        return any(tool.name == name for tool in self.tools)
+
+    def grammar(self, several: bool, mark: Mark) -> list[str]:
+        calls = '"[" ' + repeated("body", '"," /[ \\n]?/', several) + ' "]"' if several else "body"
+        return [f"calls: {calls}", *json_calls_grammar(self.tools, "arguments")]

@@ -1,0 +1,124 @@
+"""Messages as clients send them, checked, and in the form that chat templates expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paged_attn.chat.errors import ChatError
+from paged_attn.chat.parts import ChatMessage
+from paged_attn.shown import shown
+
+MAX_NAME = 256  # characters: of a role, a name, an id
+MAX_PARTS = 4096  # of one message's content
+MAX_CALLS = 128  # of one message
+MAX_ARGUMENT_VALUES = 1 << 16  # of all calls together, before any of them is built
+FIELDS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+EMPTY: tuple[Any, ...] = (None, [], {}, ())  # a client that sends an answer back sends its empty fields, too
+
+
+def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages for a template: contents are text, arguments of calls are mappings.
+
+    Args:
+        messages: mappings of role, content (a text, or parts of type "text"), name, reasoning_content, tool_calls and tool_call_id, as
+            OpenAI's API and transformers have them, or objects that become such mappings (`ChatMessage`, the messages of OpenAI's client).
+
+    Raises:
+        ChatError: anything else, with its place.
+    """
+    budget = [MAX_ARGUMENT_VALUES]
+    return [_plain(_mapping(message, f"messages.{i}"), f"messages.{i}", budget) for i, message in enumerate(messages)]
+
+
+def _mapping(message: Any, where: str) -> Mapping[str, Any]:
+    if isinstance(message, ChatMessage):
+        return message.as_dict()
+    if not isinstance(message, Mapping) and hasattr(message, "model_dump"):
+        message = message.model_dump()
+    if not isinstance(message, Mapping):
+        raise ChatError(f"{where}: got {shown(message)}; allowed: a mapping with role and content", where)
+    return message
+
+
+def _plain(message: Mapping[str, Any], where: str, budget: list[int]) -> dict[str, Any]:
+    rest = next((name for name, value in message.items() if name not in FIELDS and value not in EMPTY), None)
+    if rest is not None:
+        raise ChatError(f"{where}: field {shown(rest)} is not supported; allowed are {', '.join(FIELDS)}", f"{where}.{rest}")
+    role = message.get("role")
+    if not isinstance(role, str) or len(role) > MAX_NAME:
+        raise ChatError(f"{where}.role: got {shown(role)}; allowed: a text such as 'user'", f"{where}.role")
+    plain: dict[str, Any] = {"role": role}
+    for name in ("name", "tool_call_id"):
+        if (value := message.get(name)) is not None:
+            plain[name] = _name(value, f"{where}.{name}")
+    for name in ("reasoning_content", "tool_calls"):
+        if message.get(name) not in EMPTY and role != "assistant":
+            raise ChatError(f"{where}.{name}: got one of role {shown(role)}; allowed: of role 'assistant' only", f"{where}.{name}")
+    if (reasoning := message.get("reasoning_content")) is not None:
+        if not isinstance(reasoning, str):
+            raise ChatError(f"{where}.reasoning_content: got {shown(reasoning)}; allowed: a text", f"{where}.reasoning_content")
+        plain["reasoning_content"] = reasoning
+    calls = message.get("tool_calls")
+    if calls not in EMPTY:
+        plain["tool_calls"] = _calls(calls, f"{where}.tool_calls", budget)
+    content = message.get("content")
+    may_lack = content is None and role == "assistant" and ("tool_calls" in plain or "reasoning_content" in plain)
+    return {**plain, "content": "" if may_lack else _content(content, f"{where}.content")}
+
+
+def _name(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > MAX_NAME:
+        raise ChatError(f"{where}: got {shown(value)}; allowed: a text of at most {MAX_NAME} characters", where)
+    return value
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ChatError(f"{where}: got {shown(content)}; allowed: a text, or a list of text parts", where)
+    if len(content) > MAX_PARTS:
+        raise ChatError(f"{where}: got {len(content):,} parts; allowed: at most {MAX_PARTS:,}", where)
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ChatError(f"{where}: a part is {shown(kind)}; allowed: parts of type 'text', with a text", where)
+    return "".join(part["text"] for part in content)
+
+
+def _calls(calls: Any, where: str, budget: list[int]) -> list[dict[str, Any]]:
+    if not isinstance(calls, (list, tuple)):
+        raise ChatError(f"{where}: got {shown(calls)}; allowed: a list of calls", where)
+    if len(calls) > MAX_CALLS:
+        raise ChatError(f"{where}: got {len(calls):,} calls; allowed: at most {MAX_CALLS}", where)
+    return [_call(call, f"{where}.{i}", budget) for i, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str, budget: list[int]) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        allowed = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+        raise ChatError(f"{where}: got {shown(call)}; allowed: {allowed}", where)
+    name = _name(function.get("name"), f"{where}.function.name")
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments", budget)
+    identified = {} if call.get("id") is None else {"id": _name(call["id"], f"{where}.id")}
+    return {**identified, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _arguments(given: Any, where: str, budget: list[int]) -> Any:
+    """Templates want a mapping, OpenAI's API sends its text."""
+    if isinstance(given, Mapping) or given in (None, ""):
+        return given or {}
+    if isinstance(given, str):
+        budget[0] -= sum(map(given.count, ",[{"))
+        if budget[0] < 0:
+            raise ChatError(f"{where}: all calls have more than {MAX_ARGUMENT_VALUES:,} values; leave old calls out", where)
+        try:
+            found = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ChatError(f"{where}: got {shown(given)}, no JSON ({error}); allowed: the text of a JSON object", where) from error
+        if isinstance(found, dict):
+            return found
+    raise ChatError(f"{where}: got {shown(given)}; allowed: a JSON object, or its text", where)

@@ -1,0 +1,129 @@
+"""One chat: from messages, tools and settings to a prompt, and to the form of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paged_attn.chat.answers.answer_form import AnswerForm
+from paged_attn.chat.answers.reasoning import begins_inside, kept_marks, tags_of
+from paged_attn.chat.errors import ChatError
+from paged_attn.chat.forced_calls import calls_grammar
+from paged_attn.chat.formats.choose import FORMATS, enforced_format, format_of
+from paged_attn.chat.formats.tool_format import ToolFormat
+from paged_attn.chat.marks import kept_ids
+from paged_attn.chat.messages import plain_messages
+from paged_attn.chat.template import reads_tools, rendered, template_text
+from paged_attn.chat.tools import Tool, ToolChoice, checked_choice, checked_tools
+from paged_attn.engine.requests.marked_decoder import special_ids
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """text: holds all special tokens that the prompt needs; form: of the answers to it."""
+
+    text: str
+    form: AnswerForm
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A conversation, and how it goes on.
+
+    Attributes:
+        messages: see `plain_messages`.
+        tools: see `checked_tools`.
+        tool_choice: "none" shows the model no tools, "auto" lets it call them, "required" makes it call at least one, and
+            {"type": "function", "function": {"name": ...}} makes it call that one. None: "auto" where there are tools.
+        parallel_tool_calls: whether one answer may hold several calls.
+        chat_template: instead of the tokenizer's: a Jinja template, or the name of one of several that it has.
+        chat_template_kwargs: variables for the template.
+        add_generation_prompt: end the prompt with the beginning of an answer.
+        continue_final_message: go on with the last message instead; then no generation prompt is added.
+        tool_parser: a name of `TOOL_PARSERS`: "auto" is the tokenizer's response template, or what the chat template shows.
+        reasoning_parser: a name of `REASONING_PARSERS`, likewise.
+    """
+
+    messages: Sequence[Any]
+    tools: Sequence[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+
+    def prompt(self, tokenizer: Any, guide: tuple[str, str] | None = None) -> ChatPrompt:
+        """Render it.
+
+        Args:
+            tokenizer: of the model, for this call alone while it lasts.
+            guide: what the params say that the answer follows: ("json_schema", "regex" or "grammar", its text).
+
+        Raises:
+            ChatError: messages, tools or settings that can not be served; says which, and what is allowed.
+        """
+        messages = plain_messages(self.messages)
+        tools = checked_tools(self.tools)
+        choice = checked_choice(self.tool_choice, tools)
+        if choice.mode == "none":
+            tools = []
+        template = template_text(tokenizer, self.chat_template, bool(tools))
+        if tools and choice.mode == "auto" and not reads_tools(template):
+            what = "the model's chat template has no place for tools, so that it would never hear of them"
+            hint = "give another (chat_template=, --chat-template), or tool_choice='required' or 'none'"
+            raise ChatError(f"tools: {what}; {hint}", "tools", "no_tools_in_template")
+        text = rendered(
+            tokenizer, messages, template, tools, self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+            continue_final_message=self.continue_final_message,
+        )  # fmt: skip
+        continued = str(messages[-1]["content"]) if self.continue_final_message else None
+        return ChatPrompt(text, self._form(tokenizer, template, text, choice, tools, guide, continued))
+
+    def _form(
+        self,
+        tokenizer: Any,
+        template: str,
+        text: str,
+        choice: ToolChoice,
+        tools: list[Tool],
+        guide: tuple[str, str] | None,
+        continued: str | None,
+    ) -> AnswerForm:
+        tags = tags_of(template, self.reasoning_parser)
+        inside = tags is not None and guide is None and begins_inside(tags, text, continued)
+        by_template = getattr(tokenizer, "response_template", None) is not None
+        found = format_of(template, self.tool_parser, tools) if tools else None
+        if tools and found is None and not by_template and choice.mode == "auto" and self.tool_parser == "auto":
+            what = "the chat template does not show in which format the model calls tools"
+            hint = f"say which (tool_parser=, --tool-parser): {', '.join(FORMATS)}; 'none' reads no calls; or give tool_choice='required'"
+            raise ChatError(f"tools: {what}; {hint}", "tools", "unknown_tool_format")
+        most = None if self.parallel_tool_calls else 1
+        if choice.mode == "required":
+            if guide is not None:
+                raise ChatError(f"tool_choice: got one that asks for a call beside {guide[0]}; give one of them", "tool_choice")
+            format = enforced_format(None if by_template and self.tool_parser == "auto" else found, choice.allowed(tools))
+            grammar = calls_grammar(tokenizer, format, self.parallel_tool_calls and choice.name is None, tags, inside)
+            kept = kept_ids(tokenizer, (*kept_marks(tags), *format.marks))
+            return AnswerForm(grammar, kept, tags, inside, format, most)
+        if by_template and self._reads_all_by_template(bool(tools)):
+            return AnswerForm(kept=special_ids(tokenizer), most_calls=most, template_of=tokenizer, prompt=text, tools=tools)
+        maybe, found = self._calls_or_json(tokenizer, found, tools, guide)
+        kept = kept_ids(tokenizer, (*kept_marks(tags), *(() if found is None else found.marks)))
+        return AnswerForm(maybe, kept, tags, inside, found, most)
+
+    def _reads_all_by_template(self, has_tools: bool) -> bool:
+        return self.reasoning_parser == "auto" and (self.tool_parser == "auto" or not has_tools)
+
+    def _calls_or_json(
+        self, tokenizer: Any, found: ToolFormat | None, tools: list[Tool], guide: tuple[str, str] | None
+    ) -> tuple[str | None, ToolFormat | None]:
+        """Where an answer of a schema is asked for and tools may be called it is either; other guides say themselves what may come."""
+        if not tools or guide is None or guide[0] != "json_schema":
+            return None, found
+        format = enforced_format(found, tools)
+        return calls_grammar(tokenizer, format, self.parallel_tool_calls, None, False, schema=guide[1]), format

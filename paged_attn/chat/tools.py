@@ -1,0 +1,105 @@
+"""Tools that a model may call, and whether it shall."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_attn.chat.errors import ChatError
+from paged_attn.shown import shown
+
+MAX_TOOLS = 128  # OpenAI's
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+CHOICES = ("none", "auto", "required")
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function.
+
+    Attributes:
+        parameters: the JSON schema of its arguments.
+        given: all that templates may show of it.
+    """
+
+    name: str
+    parameters: dict[str, Any]
+    given: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """mode: one of `CHOICES`. name: the one tool that shall be called, if so; then mode is "required"."""
+
+    mode: str
+    name: str | None = None
+
+    def allowed(self, tools: Sequence[Tool]) -> list[Tool]:
+        return [tool for tool in tools if self.name in (None, tool.name)]
+
+
+def checked_tools(tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None) -> list[Tool]:
+    """Tools as OpenAI's API has them, `{"type": "function", "function": {"name", "description", "parameters"}}`, or Python functions
+    with types and a docstring, which transformers describes.
+
+    Raises:
+        ChatError: anything else, two of one name, or too many.
+    """
+    if tools is None:
+        return []
+    if not isinstance(tools, (list, tuple)):
+        raise ChatError(f"tools: got {shown(tools)}; allowed: a list of tools", "tools")
+    if len(tools) > MAX_TOOLS:
+        raise ChatError(f"tools: got {len(tools):,} tools; allowed: at most {MAX_TOOLS}", "tools")
+    checked = [_tool(tool, f"tools.{i}") for i, tool in enumerate(tools)]
+    names = [tool.name for tool in checked]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ChatError(f"tools: two of them are called {twice!r}; give each a name of its own", "tools")
+    return checked
+
+
+def _tool(given: Any, where: str) -> Tool:
+    if callable(given) and not isinstance(given, Mapping):
+        from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
+
+        try:
+            given = get_json_schema(given)
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise ChatError(f"{where}: the function can not be described: {error}; or give its JSON schema", where) from error
+    function = given.get("function") if isinstance(given, Mapping) and given.get("type", "function") == "function" else None
+    if not isinstance(function, Mapping):
+        raise ChatError(f'{where}: got {shown(given)}; allowed: {{"type": "function", "function": {{...}}}}', where)
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        at = f"{where}.function.name"
+        raise ChatError(f"{at}: got {shown(name)}; allowed: letters, digits, _, - and ., at most 128 of them", at)
+    if not isinstance(parameters, Mapping | None):
+        at = f"{where}.function.parameters"
+        raise ChatError(f"{at}: got {shown(parameters)}; allowed: a JSON schema, which is a mapping", at)
+    return Tool(name, dict(parameters) if parameters else NO_PARAMETERS, dict(given))
+
+
+def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """`None` is "auto" where there are tools.
+
+    Raises:
+        ChatError: no choice of OpenAI's API, a name that no tool has, or a call that shall be made without tools.
+    """
+    if choice is None:
+        return ToolChoice("auto" if tools else "none")
+    if isinstance(choice, str) and choice in CHOICES:
+        if choice == "required" and not tools:
+            raise ChatError("tool_choice: 'required' without tools; give tools", "tool_choice")
+        return ToolChoice(choice if tools else "none")
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type", "function") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        allowed = ", ".join(CHOICES) + ', {"type": "function", "function": {"name": ...}}'
+        raise ChatError(f"tool_choice: got {shown(choice)}; allowed: {allowed}", "tool_choice")
+    if all(tool.name != name for tool in tools):
+        known = ", ".join(tool.name for tool in tools[:10]) or "none"
+        raise ChatError(f"tool_choice: no tool is called {shown(name)}; tools given: {known}", "tool_choice")
+    return ToolChoice("required", name)

@@ -1,0 +1,138 @@
+"""`paged-attn chat`: talk with a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends; /new begins a new conversation."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from paged_attn.cli import report
+from paged_attn.cli.options import (
+    add_chat_template,
+    add_common,
+    add_device_options,
+    add_engine,
+    add_sampling,
+    engine_config,
+    sampling_params,
+    set_verbosity,
+    use_template,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from paged_attn.chat.parts import ChatMessage
+    from paged_attn.engine.llm import LLM
+    from paged_attn.engine.sampling_params import SamplingParams
+
+NEW = "/new"
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("chat", help="talk with a model in the terminal", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
+    add_common(parser)
+    group = parser.add_argument_group("chat")
+    group.add_argument("--system", metavar="TEXT", help="the system message that each conversation begins with")
+    add_chat_template(group)
+    add_sampling(parser, max_new_tokens=1024)
+    add_device_options(parser, dtype="auto")
+    add_engine(parser)
+    parser.set_defaults(run=run, check=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Until standard input ends. Answers go to stdout, all else to stderr.
+
+    Raises:
+        ValueError: a setting out of range, or a model that can not be loaded or can not chat.
+    """
+    params, config = sampling_params(args), engine_config(args)
+    set_verbosity(args.verbose)
+    from paged_attn.chat.template import template_text
+    from paged_attn.cli.job import load, where_it_runs
+
+    llm = load(args.model, args.dtype, args.device, config).llm
+    use_template(llm, args.chat_template)
+    template_text(llm.tokenizer, None, has_tools=False)
+    print(f"{where_it_runs(llm)}. Ctrl-C stops an answer, Ctrl-D ends, {NEW} begins anew.", file=sys.stderr, flush=True)
+    Conversation(llm, params, args.system).run()
+    return 0
+
+
+class Conversation:
+    """Messages so far, and whoever goes on with them.
+
+    Args:
+        system: the first message of each conversation, if any.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm, self._params = llm, params
+        self._beginning: list[Any] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self._beginning)
+
+    def run(self) -> None:
+        """Read a line, answer it, and so on until there is none."""
+        while (line := _read_line()) is not None:
+            if line.strip() == NEW:
+                self.messages = list(self._beginning)
+            elif line.strip():
+                self.say(line)
+
+    def say(self, text: str) -> None:
+        """Print the answer as it comes. What was said when it was stopped stays said; a message that is refused was never said."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        try:
+            self.messages = [*asked, self._answer(asked)]
+        except ValueError as error:
+            print(f"paged-attn: error: {error}; {NEW} begins a new conversation", file=sys.stderr, flush=True)
+
+    def _answer(self, messages: list[Any]) -> ChatMessage:
+        from paged_attn.chat.parts import ChatMessage, Content, Part, ToolCall
+
+        parts: list[Part] = []
+        with _interrupts() as interrupted:
+            events = self._llm.stream_chat(messages, self._params)
+            for event in events:
+                if interrupted.is_set():
+                    break
+                if event.part is None:
+                    continue
+                parts.append(event.part)
+                if isinstance(event.part, Content):
+                    is_first = not any(isinstance(part, Content) for part in parts[:-1])
+                    print("\n" * (is_first and len(parts) > 1) + event.part.text, end="", flush=True)
+                elif isinstance(event.part, ToolCall):
+                    print(f"{event.part.name}({event.part.arguments})", end="", flush=True)
+                else:
+                    print(report.dim(event.part.text), end="", flush=True)
+            events.close()  # type: ignore[attr-defined]
+        print(" [stopped]" if interrupted.is_set() else "", flush=True)
+        return ChatMessage.of(parts)
+
+
+def _read_line() -> str | None:
+    """None at the end of standard input. Ctrl-C gives a new line."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            return input(prompt)
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print(flush=True)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Inside, Ctrl-C sets the event, and interrupts no step of the engine."""
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

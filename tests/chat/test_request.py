@@ -1,0 +1,316 @@
+"""From messages and tools to a prompt: what templates get, what is enforced, and what is refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from paged_attn import LLM, SamplingParams
+from paged_attn.chat.errors import ChatError
+from paged_attn.chat.formats.choose import FORMATS, format_of
+from paged_attn.chat.messages import MAX_ARGUMENT_VALUES, plain_messages
+from paged_attn.chat.parts import ChatMessage, ToolCall
+from paged_attn.chat.request import ChatPrompt, ChatRequest
+from paged_attn.chat.template import read_template
+from paged_attn.chat.tools import checked_tools
+from paged_attn.engine.requests.marked_decoder import MarkedDecoder
+from paged_attn.engine.sampling.structured.guides import Guides
+from tests.engine.models import make_llm
+from tests.server.serving import TEMPLATE, chat_tokenizer
+from tests.tiny_models import build
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome"]}},
+           "required": ["city"]}}}  # fmt: skip
+NOW = {"type": "function", "function": {"name": "now"}}
+SHOWS_TOOLS = TEMPLATE + "{% for t in tools or [] %}{{ t.function.name }},{% endfor %}"
+
+
+def tokenizer_with(template: str, *special: str, added: tuple[str, ...] = ()) -> Any:
+    own = copy.deepcopy(chat_tokenizer())
+    own.chat_template = template
+    own.add_tokens([AddedToken(text, special=True) for text in special] + [AddedToken(text) for text in added], special_tokens=False)
+    return own
+
+
+def prompt(messages: Any = HELLO, template: str = SHOWS_TOOLS + "{# <tool_call> #}", guide: Any = None, **settings: Any) -> ChatPrompt:
+    return ChatRequest(messages, **settings).prompt(tokenizer_with(template), guide)
+
+
+def test_messages_reach_the_template_as_it_expects_them() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": [1]}'}}
+    given = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ann", "audio": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "reasoning_content": "hm"},
+        {"role": "tool", "content": "12:00", "tool_call_id": "c1"},
+        ChatMessage(None, None, (ToolCall("c2", "now", "{}"),)),
+    ]
+    inner = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"a": [1]}}}
+    assert plain_messages(given) == [
+        {"role": "user", "name": "Ann", "content": "ab"},
+        {"role": "assistant", "reasoning_content": "hm", "tool_calls": [inner], "content": ""},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c2", "type": "function", "function": {"name": "now", "arguments": {}}}],
+            "content": "",
+        },
+    ]
+
+
+def with_arguments(arguments: Any) -> list[Any]:
+    return [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param", "words"),
+    [
+        (["Hello"], "messages.0", "allowed: a mapping with role and content"),
+        ([{"role": "assistant"}], "messages.0.content", "allowed: a text"),
+        ([{"role": "tool", "content": "a", "tool_call_id": 5}], "messages.0.tool_call_id", "got 5"),
+        ([{"role": "user", "content": "a", "reasoning_content": "b"}], "messages.0.reasoning_content", "of role 'assistant' only"),
+        ([{"role": "assistant", "tool_calls": [5]}], "messages.0.tool_calls.0", "got 5"),
+        ([{"role": "assistant", "tool_calls": "x"}], "messages.0.tool_calls", "a list of calls"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}] * 129}], "messages.0.tool_calls", "129 calls"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages.0.tool_calls.0.function.name", "got None"),
+        (with_arguments("{"), "messages.0.tool_calls.0.function.arguments", "no JSON"),
+        (with_arguments("[1]"), "messages.0.tool_calls.0.function.arguments", "allowed: a JSON object"),
+        (with_arguments("[" * 100_000), "messages.0.tool_calls.0.function.arguments", "more than 65,536 values"),
+        (with_arguments("[" * 50_000), "messages.0.tool_calls.0.function.arguments", "no JSON"),
+        (with_arguments("[" + "1," * MAX_ARGUMENT_VALUES), "messages.0.tool_calls.0.function.arguments", "leave old calls out"),
+    ],
+)
+def test_a_bad_message_is_refused_with_its_place(messages: Any, param: str, words: str) -> None:
+    with pytest.raises(ChatError, match=re.escape(words)) as raised:
+        plain_messages(messages)
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("settings", "param", "words"),
+    [
+        ({"tools": {"a": 1}}, "tools", "allowed: a list of tools"),
+        ({"tools": [5]}, "tools.0", "got 5"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "web_search"),
+        ({"tools": [{"function": {"name": 'a" b'}}]}, "tools.0.function.name", "letters, digits"),
+        ({"tools": [{"function": {"name": "a", "parameters": []}}]}, "tools.0.function.parameters", "a JSON schema"),
+        ({"tools": [NOW, NOW]}, "tools", "two of them are called 'now'"),
+        ({"tools": [NOW] * 129}, "tools", "129 tools"),
+        ({"tool_choice": "required"}, "tool_choice", "without tools"),
+        ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "got 'any'; allowed: none, auto, required"),
+        ({"tools": [NOW], "tool_choice": {"function": {"name": "x"}}}, "tool_choice", "no tool is called 'x'; tools given: now"),
+        ({"tools": [NOW], "tool_choice": "required", "guide": ("regex", "a")}, "tool_choice", "beside regex"),
+        ({"tools": [NOW], "tool_parser": "other"}, "tool_parser", "allowed: auto, none, hermes"),
+        ({"reasoning_parser": "other"}, "reasoning_parser", "allowed: auto, none, think"),
+        ({"tools": [NOW], "template": TEMPLATE}, "tools", "has no place for tools"),
+        ({"tools": [NOW], "template": SHOWS_TOOLS}, "tools", "does not show in which format the model calls tools"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "may not hold tools"),
+        ({"chat_template": "{{"}, "messages", "refuses the messages"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_name(settings: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(ChatError, match=re.escape(words)) as raised:
+        prompt(**settings)
+    assert raised.value.param == param
+
+
+def test_python_functions_are_tools() -> None:
+    def weather(city: str, days: int = 1) -> str:
+        """
+        The weather.
+
+        Args:
+            city: where
+            days: how many
+        """
+        return city
+
+    (tool,) = checked_tools([weather])
+    assert tool.name == "weather" and tool.parameters["required"] == ["city"]
+    with pytest.raises(ChatError, match="can not be described"):
+        checked_tools([lambda x: x])
+
+
+def test_none_shows_no_tools_and_reads_no_calls() -> None:
+    assert "now," in prompt(tools=[NOW]).text
+    hidden = prompt(tools=[NOW], tool_choice="none")
+    assert "now," not in hidden.text and hidden.form.format is None
+
+
+def test_the_end_of_the_prompt() -> None:
+    assert prompt().text.endswith("; assistant>")
+    assert prompt(add_generation_prompt=False).text.endswith("Hello; ")
+    answer = [*HELLO, {"role": "assistant", "content": "I am"}]
+    assert prompt(answer, continue_final_message=True).text.endswith("assistant> I am")
+    assert prompt(chat_template="{{ messages[0].content }}{{ mood }}", chat_template_kwargs={"mood": "!"}).text == "Hello!"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<tool_call>{}</tool_call>", "hermes"), ("<tool_call><function=x>", "qwen_coder"), ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS]x[ARGS]", "mistral_args"), ("<|python_tag|>", "llama3"), ('"parameters": dictionary of', "llama3"),
+        ("[func_name1(params)]", "pythonic"), ("nothing", None),
+    ],
+)  # fmt: skip
+def test_a_template_shows_its_format(template: str, name: str | None) -> None:
+    found = format_of(template, "auto", [])
+    assert (None if found is None else found.name) == name
+
+
+def test_reasoning_that_the_template_opens_and_that_it_closes() -> None:
+    opens, closes = TEMPLATE + "<think>\n{# </think> #}", TEMPLATE + "<think>\n\n</think>\n\n"
+    assert prompt(template=opens).form.starts_inside and not prompt(template=closes).form.starts_inside
+    assert not prompt(template=opens, guide=("regex", "a")).form.starts_inside  # what is guided is the answer
+    assert not prompt([{"role": "user", "content": "What is <think>?"}], template=closes).form.starts_inside
+    half = [*HELLO, {"role": "assistant", "content": "<think>so far"}]
+    assert prompt(half, template=closes + "{{ messages[-1].content }}", continue_final_message=True).form.starts_inside
+    assert prompt(template=opens, reasoning_parser="none").form.tags is None
+
+
+TAGGED = {"hermes": ("<tool_call>", "</tool_call>"), "mistral": ("[TOOL_CALLS]",), "mistral_args": ("[TOOL_CALLS]", "[ARGS]"), "llama3": ()}
+
+
+@pytest.mark.parametrize("kind", ["text", "added", "special"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_enforced_call_is_one_that_the_format_reads(name: str, kind: str) -> None:
+    """The grammar accepts a call as the format writes it, whether its marks are tokens or not, and what it accepts is read as that call."""
+    marks = (*TAGGED.get(name, ()), "<think>", "</think>") if kind != "text" else ()
+    tokenizer = tokenizer_with(
+        SHOWS_TOOLS + "</think>", *(marks if kind == "special" else ()), added=marks if kind == "added" else ()
+    )  # fmt: skip
+    request = ChatRequest(HELLO, [WEATHER, NOW], "required", tool_parser=name)
+    form = request.prompt(tokenizer).form
+    assert form.format is not None
+    body = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    text = {
+        "hermes": f"<tool_call>{body}</tool_call><tool_call>{body}</tool_call>", "mistral": f"[TOOL_CALLS][{body}, {body}]",
+        "mistral_args": '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+        "llama3": '{"name": "weather", "parameters": {"city": "Rome"}};{"name": "weather", "parameters": {"city": "Rome"}}',
+    }.get(name, f"[{body},{body}]")  # fmt: skip
+    text = f"<think>Let me see.</think> {text}"
+    guides = Guides(tokenizer, len(tokenizer), frozenset())
+    try:
+        guide = guides.guide(form.enforced(SamplingParams()))
+    finally:
+        guides.close()
+    assert guide is not None
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert guide.matcher.validate_tokens(ids) == len(ids)
+    message = form.read(MarkedDecoder(tokenizer, form.kept).decode(ids, skip_special_tokens=True))
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("weather", '{"city": "Rome"}')] * 2
+    assert message.reasoning_content == "Let me see." and message.content is None
+
+
+def test_a_guided_answer_beside_tools_is_json_or_calls() -> None:
+    tokenizer = tokenizer_with(SHOWS_TOOLS + "{# <tool_call> #}")
+    schema = ("json_schema", '{"type": "object", "properties": {"x": {"const": 1}}, "required": ["x"], "additionalProperties": false}')
+    form = ChatRequest(HELLO, [WEATHER]).prompt(tokenizer, schema).form
+    guides = Guides(tokenizer, len(tokenizer), frozenset())
+    try:
+        for text in ('{"x": 1}', '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'):
+            guide = guides.guide(form.enforced(SamplingParams(json_schema=schema[1])))
+            ids = tokenizer(text).input_ids
+            assert guide is not None and guide.matcher.validate_tokens(ids) == len(ids)
+    finally:
+        guides.close()
+
+
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<call:(?P<name>\w+)>", "close": "</call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<end>", "content": "text"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        ("<think>hm</think>\n Yes<end>", "hm", "Yes", []),
+        ('<think>hm</think>So <call:weather>{"city": "Rome"}</call><call:now>{}</call>', "hm", "So",
+         [("weather", '{"city": "Rome"}'), ("now", "{}")]),
+        ("So <call:now>{bad}</call> and on", None, "So <call:now>{bad}</call> and on", []),
+        ('<call:now>{"half": ', None, '<call:now>{"half": ', []),
+        ("<call:now>[1]</call>", None, "[1]", []),
+    ],
+)  # fmt: skip
+def test_the_tokenizers_own_response_template_reads_answers(
+    text: str, reasoning: str | None, content: str | None, calls: list[Any], size: int
+) -> None:
+    own = tokenizer_with(SHOWS_TOOLS)
+    own.response_template = RESPONSE
+    form = ChatRequest(HELLO, [WEATHER, NOW]).prompt(own).form
+    reader = form.reader()
+    parts = [part for i in range(0, len(text), size) for part in reader.feed(text[i : i + size])]
+    message = ChatMessage.of(parts + reader.finish())
+    assert (message.reasoning_content, [(call.name, call.arguments) for call in message.tool_calls]) == (reasoning, calls)
+    assert message.content == content or (content is not None and content in (message.content or ""))
+
+
+def test_a_template_from_a_file_and_from_text(tmp_path: Any) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
+    assert read_template(str(tmp_path / "t.jinja")) == read_template("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=r"can not be read.*give a file, or a Jinja template"):
+        read_template(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match="Jinja can not read it"):
+        read_template("{% if %}")
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make_llm(tokenizer=tokenizer_with(SHOWS_TOOLS + "{# <tool_call> </think> #}"))
+
+
+def test_several_conversations_have_their_own_params_and_errors_say_which(llm: LLM) -> None:
+    chats = [HELLO, [{"role": "user", "content": "Hi"}]]
+    first, second = llm.chat(chats, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=3)])
+    assert (len(first.token_ids), len(second.token_ids)) == (2, 3)
+    assert first.token_ids == llm.chat(HELLO, SamplingParams(max_tokens=2))[0].token_ids
+    with pytest.raises(ChatError) as raised:
+        llm.chat([HELLO, [{"role": "user"}]])
+    assert raised.value.__notes__ == ["(conversation 1 of 2)"]
+    for bad in ("Hello", [], [HELLO, []], [HELLO, HELLO[0]]):
+        with pytest.raises(ChatError, match="messages"):
+            llm.chat(bad)
+
+
+def test_special_tokens_that_mark_calls_stay_in_the_text_and_others_do_not() -> None:
+    own = tokenizer_with(SHOWS_TOOLS + "{# [TOOL_CALLS] [ARGS] #}", "[TOOL_CALLS]", "[ARGS]", "[OTHER]")
+    other = make_llm(build("qwen3", vocab_size=len(own)), own)
+    opening, args, rest = (own.convert_tokens_to_ids(text) for text in ("[TOOL_CALLS]", "[ARGS]", "[OTHER]"))
+    params = SamplingParams(grammar=f'start: <[{rest}]> "So " <[{opening}]> "now" <[{args}]> "{{}}"')
+    (completion,) = other.chat(HELLO, params, tools=[NOW])
+    assert completion.text == "So [TOOL_CALLS]now[ARGS]{}" and completion.finish_reason == "tool_calls"
+    assert (completion.message.content, completion.message.tool_calls[0].name) == ("So", "now")
+    parts = [event.part for event in other.stream_chat(HELLO, params, tools=[NOW]) if event.part is not None]
+    streamed = ChatMessage.of(parts)
+    assert (streamed.content, [call.name for call in streamed.tool_calls]) == ("So", ["now"])
+    assert other.generate([[5]], params)[0].text == "So now{}"
+
+
+def test_closing_a_streamed_chat_cancels_it(llm: LLM) -> None:
+    events = llm.stream_chat(HELLO, SamplingParams(max_tokens=100))
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+    assert not llm.engine.requests and not llm._inboxes
+
+
+def test_a_chat_without_a_template_says_what_to_do() -> None:
+    own = tokenizer_with(TEMPLATE)
+    own.chat_template = None
+    with pytest.raises(ChatError, match=r"no chat template.*chat_template="):
+        make_llm(tokenizer=own).chat(HELLO)
+    with pytest.raises(ChatError, match=r"no tokenizer.*LLM\(model, tokenizer=...\)"):
+        make_llm().chat(HELLO)
