@@ -297,8 +297,8 @@ class LLM:
         """Queue prompts; with `forms` they are texts of chats, which hold all special tokens that they need."""
         listed = _as_list(prompts)
         taken = self._params(params, len(listed))
-        if streamed and any(each.prompt_logprobs is not None for each in taken):
-            raise ValueError("prompt_logprobs in a stream, whose events are of new tokens; use generate")
+        if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):
+            raise ValueError(f"prompt_logprobs is {scores[0]} in a stream, whose events are of new tokens; use generate")
         ids = [self._token_ids(prompt, is_chat=forms is not None) for prompt in listed]
         kept = [frozenset[int]()] * len(listed) if forms is None else [form.kept for form in forms]
         requests: list[Request] = []
