@@ -27,7 +27,7 @@ import torch
 import transformers
 
 import paged_attn
-from paged_attn.bench.systems.model_source import SHAPES
+from paged_attn.bench.shapes import SHAPES
 
 SYSTEMS = ("static", "custom_generate", "compile")
 Generate = Callable[..., torch.Tensor]
@@ -35,7 +35,7 @@ Generate = Callable[..., torch.Tensor]
 
 def make_model(shape: str, device: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPES[shape])
+    config = transformers.AutoConfig.for_model(**SHAPES[shape])
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config.eos_token_id = None
