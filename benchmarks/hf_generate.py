@@ -42,9 +42,10 @@ def make_model(shape: str, device: str, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def batch_of(rows: int, prompt: int, vocab: int, device: str) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask [rows, prompt]: the first row whole, the others padded on the left."""
-    rng = random.Random(rows)
+def batch_of(rows: int, prompt: int, vocab: int, device: str, number: int) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask [rows, prompt]: the first row whole, the others padded on the left. Another number, other prompts, of
+    which no prefix cache knows anything."""
+    rng = random.Random(1000 * rows + number)
     lengths = [prompt, *(rng.randint(max(prompt // 8, 1), prompt) for _ in range(rows - 1))]
     ids = torch.zeros(rows, prompt, dtype=torch.int64)
     for row, length in zip(ids, lengths, strict=True):
@@ -97,10 +98,10 @@ def measure(args: argparse.Namespace, model: Any) -> list[dict[str, Any]]:
     for system in args.systems:
         generate = start(system, model, {"kv_memory_gib": args.kv_gib})
         for count in args.batch:
-            batch = batch_of(count, args.prompt, vocab, args.device)
-            first, tokens = timed(generate, batch, args.new)
-            timed(generate, batch, args.new)
-            seconds = [timed(generate, batch, args.new)[0] for _ in range(args.repeat)]
+            batches = [batch_of(count, args.prompt, vocab, args.device, number) for number in range(args.repeat + 2)]
+            first, tokens = timed(generate, batches[0], args.new)
+            timed(generate, batches[1], args.new)
+            seconds = [timed(generate, batch, args.new)[0] for batch in batches[2:]]
             best = statistics.median(seconds)
             same = (tokens == told.setdefault(count, tokens)).float().mean().item()
             rows.append({
