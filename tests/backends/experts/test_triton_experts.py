@@ -41,7 +41,8 @@ def operands(
         return torch.randn(*size, generator=numbers).to(DEVICE, dtype)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
-        return random(experts, columns, rows).transpose(1, 2) if transposed else random(experts, rows, columns)
+        size = columns**-0.5  # else float16 overflows at published widths
+        return size * random(experts, columns, rows).transpose(1, 2) if transposed else size * random(experts, rows, columns)
 
     rows = width * (1 + gating.gated)
     ids = torch.rand(tokens, experts, generator=numbers).topk(top_k, dim=1).indices.to(DEVICE)
