@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, architecture_words
 from paged_attn.backends.devices import devices_here
-from paged_attn.backends.selection.packages import requirement_words, unmet_requirement
+from paged_attn.backends.selection.packages import requirement_words, what_is_lacking
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from paged_attn.backends.selection.table import markdown_table, text_table
 
@@ -78,7 +78,10 @@ def matrix_rows() -> list[MatrixRow]:
 
 
 def matrix_text(width: int = 100) -> str:
-    """For a terminal: one table of what runs where, one of limits and features, and what the feature words mean."""
+    """For a terminal: tables of what runs where, of limits and of features, what the feature words mean, and what installs the rest.
+
+    The tables are at most `width` wide, and install lines, which are to be copied, are whole.
+    """
     rows = [row.cells for row in matrix_rows()]
     tables = []
     for names in (
@@ -90,7 +93,10 @@ def matrix_text(width: int = 100) -> str:
         columns = [HEADERS.index(name) for name in names]
         tables.append(text_table(names, [[row[i] for i in columns] for row in rows], width))
     legend = "\n".join(f"  {word:<15}{meaning}" for word, meaning in _legend())
-    return "\n\n".join([*tables, f"Features:\n{legend}", PAIRS])
+    parts = [*tables, f"Features:\n{legend}", PAIRS]
+    if lines := _install_lines():
+        parts.append("\n".join(["To install:", *lines]))
+    return "\n\n".join(parts)
 
 
 def matrix_markdown() -> str:
@@ -113,13 +119,27 @@ def available_here(capabilities: Capabilities) -> str:
     if capabilities.blocked:
         reasons.append(capabilities.blocked)
     else:
-        reasons += [missing for need in capabilities.requirements if (missing := unmet_requirement(need))]
+        reasons += [missing for need in capabilities.requirements if (missing := what_is_lacking(need))]
     return f"no: {'; '.join(reasons)}" if reasons else f"yes: {_listed(usable)}"
 
 
 def feature_word(feature: Feature) -> str:
     """`FP8_KV` -> "fp8-kv"."""
     return feature.name.lower().replace("_", "-")
+
+
+def _install_lines() -> list[str]:
+    """`  fa2, fa3: pip install ...` for each package that backends need and that is not here, or too old."""
+    names: dict[str, list[str]] = {}
+    for name in backend_names():
+        try:
+            needs = backend_class(name).capabilities.requirements
+        except ImportError:
+            continue
+        for need in needs:
+            if what_is_lacking(need):
+                names.setdefault(need.install, []).append(name)
+    return [f"  {', '.join(found)}: {line}" for line, found in names.items()]
 
 
 def _conflicts(capabilities: Capabilities) -> list[str]:

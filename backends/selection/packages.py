@@ -64,18 +64,24 @@ def installed_version(module: str, distributions: tuple[str, ...]) -> str | None
 
 def unmet_requirement(requirement: Requirement) -> str | None:
     """Why the requirement is not met here (found, needed and the install line), or None if it is."""
+    lacking = what_is_lacking(requirement)
+    return f"{lacking}: {requirement.install}" if lacking else None
+
+
+def what_is_lacking(requirement: Requirement) -> str | None:
+    """As `unmet_requirement`, without the install line, which is as long as the path of this installation."""
     module, needed = requirement.module, requirement.version
     found = installed_version(module, _distributions(module))
     if found is None:
-        return f"{requirement_words(requirement)} is not installed: {requirement.install}"
+        return f"{requirement_words(requirement)} is not installed"
     if not needed:
         return None
     try:
         if Version(found) >= Version(needed):
             return None
     except InvalidVersion:
-        return f"needs {module} {needed} or newer, and the version of the installed one is {found}: {requirement.install}"
-    return f"needs {module} {needed} or newer, found {found}: {requirement.install}"
+        return f"needs {module} {needed} or newer, and the version of the installed one is {found}"
+    return f"needs {module} {needed} or newer, found {found}"
 
 
 def requirement_words(requirement: Requirement) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -61,11 +61,10 @@ def test_a_row_in_words() -> None:
     assert (row.head_dims, row.phases, row.note) == ("64, 128, 192/128", "decode only", "a; b")
 
 
-def test_what_is_missing_here_is_said_with_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_here_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert available_here(FAST) == (
-        f"no: runs on cuda; this machine has {', '.join(devices_here())}; no_such_package 2.0 is not installed: pip install no-such-package"
-    )
+    here = ", ".join(devices_here())
+    assert available_here(FAST) == f"no: runs on cuda; this machine has {here}; no_such_package 2.0 is not installed"
     anywhere = dataclasses.replace(FAST, devices=frozenset({"cpu", "cuda"}), requirements=())
     assert available_here(anywhere).startswith("yes: cpu")
     assert available_here(dataclasses.replace(anywhere, blocked="not yet")) == "no: not yet"
@@ -86,7 +85,18 @@ def test_tables_fit_their_width_and_escape_pipes() -> None:
     table = text_table(("Name", "Words"), [("a", "one two three four"), ("b", "")], width=16)
     assert table.split("\n") == ["Name  Words", "----  ----------", "a     one two", "      three four", "b"]
     assert markdown_table(("A",), [("x|y",)]) == "| A |\n| --- |\n| x\\|y |"
-    assert max(map(len, matrix_text(90).split("\n"))) <= 90
+
+
+def test_install_lines_are_whole_below_tables_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = f"pip install '/{'long' * 30}/paged_attn[fast]'"
+    lacking = dataclasses.replace(FAST, requirements=(Requirement("no_such_package", "2.0", line),))
+    monkeypatch.setattr(matrix, "backend_names", lambda: ["fast", "faster"])
+    monkeypatch.setattr(matrix, "backend_class", lambda name: SimpleNamespace(capabilities=lacking))
+    tables, install = matrix_text(90).split("To install:\n")
+    assert max(map(len, tables.split("\n"))) <= 90
+    assert install == f"  fast, faster: {line}"
+    monkeypatch.undo()
+    assert max(map(len, matrix_text(90).split("To install:")[0].split("\n"))) <= 90
 
 
 def test_a_module_that_can_not_be_imported_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
