@@ -1,7 +1,7 @@
 """A layer of experts at published shapes, without its router: microseconds by number of tokens, ours beside transformers' grouped_mm and
 vLLM's, and beside what reading the chosen experts once takes.
 
-    python benchmarks/experts.py --json out.json                 every shape, as `experts_on_gpu` chooses
+    python benchmarks/experts.py --json out.json                 every shape, as the Triton backend chooses
     python benchmarks/experts.py --tune --shape qwen3-30b-a3b    every tiling, best first
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.ops.experts import experts_one_by_one
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.experts.on_gpu import experts_on_gpu
+from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from paged_attn.backends.experts.triton.few import FewTiling, few_experts
 from paged_attn.backends.experts.triton.grouped import GroupedTiling, grouped_experts
 
@@ -160,7 +160,7 @@ def compile_each(name: str, own: list[tuple[str, Any]]) -> None:
 def measured(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
     given = layer.several(tokens)
     expected = experts_one_by_one(*given[0])
-    ours = experts_on_gpu if torch.cuda.is_available() else experts_one_by_one
+    ours = TritonExpertsBackend().forward if torch.cuda.is_available() else experts_one_by_one
     systems: dict[str, list[Run]] = {
         "ours": [functools.partial(ours, *operands) for operands in given],
         "grouped_mm": [transformers_grouped(operands) for operands in given],

@@ -1,13 +1,13 @@
-"""Writes the two tables of docs/backends.md from the code, each between its marks: `make docs`."""
+"""Writes the tables of docs/backends.md from the code, each between its marks: `make docs`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from paged_attn.backends.attention.capabilities import architecture_words
+from paged_attn.backends.needs import architecture_words
 from paged_attn.backends.selection import table
-from paged_attn.backends.selection.matrix import matrix_markdown
+from paged_attn.backends.selection.matrix import experts_markdown, matrix_markdown
 from paged_attn.backends.selection.ranking import ROWS, Row
 from paged_attn.backends.selection.table import markdown_table
 
@@ -20,8 +20,9 @@ def orders_markdown() -> str:
 
 
 def with_tables(text: str) -> str:
-    """The page with both tables as the code has them now; ValueError without their marks."""
-    return table.with_tables(text, {"orders": orders_markdown(), "matrix": matrix_markdown()}, "docs/backends.md")
+    """The page with its tables as the code has them now; ValueError without their marks."""
+    tables = {"orders": orders_markdown(), "matrix": matrix_markdown(), "experts": experts_markdown()}
+    return table.with_tables(text, tables, "docs/backends.md")
 
 
 def main() -> None:

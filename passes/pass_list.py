@@ -3,6 +3,8 @@ graph before and after each."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -81,8 +83,8 @@ def _merge(graph: fx.Graph, facts: Facts) -> str:
 
 
 def _experts(graph: fx.Graph, facts: Facts) -> str:
-    facts.result.num_experts = sum(node.target is EXPERTS for node in graph.nodes)
-    return f"{facts.result.num_experts} layers"
+    facts.result.experts = dict(Counter(str(node.args[-1]) for node in graph.nodes if node.target is EXPERTS))
+    return f"{sum(facts.result.experts.values())} layers"
 
 
 def _routing(graph: fx.Graph, facts: Facts) -> str:

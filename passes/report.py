@@ -78,7 +78,7 @@ class Rewrite:
     merges: tuple[Merge, ...] = ()
     num_gathered: int = 0  # nodes that compute the wanted rows only
     num_gemv: int = 0  # linears with a kernel for a single row
-    num_experts: int = 0  # layers of experts that are one op
+    experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
     num_routed: int = 0  # routers that are one op
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest

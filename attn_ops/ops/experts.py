@@ -13,14 +13,15 @@ from torch import Tensor
 from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.attn_ops.specs.experts import Gating
 
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Gating], Tensor | None]
-_on_gpu: Experts | None = None
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Gating], Tensor]
+ONE_BY_ONE = "one_by_one"
+_backends: Callable[[str], Experts] | None = None
 
 
-def use_experts(experts: Experts) -> None:
-    """From now on `experts` computes what lies on a GPU; for what it does not serve it returns None."""
-    global _on_gpu
-    _on_gpu = experts
+def use_experts(backends: Callable[[str], Experts]) -> None:
+    """From now on `backends` gives what computes the op under a name; ONE_BY_ONE needs nobody."""
+    global _backends
+    _backends = backends
 
 
 def experts_one_by_one(
@@ -44,14 +45,14 @@ def experts_one_by_one(
 
 def _run(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
-    activation: str, gated: bool, interleaved: bool, limit: float, alpha: float,
+    activation: str, gated: bool, interleaved: bool, limit: float, alpha: float, backend: str,
 ) -> Tensor:  # fmt: skip
     gating = Gating(activation, gated, interleaved, limit, alpha)
-    if x.is_cuda and _on_gpu is not None:
-        result = _on_gpu(x, ids, weights, w1, w2, b1, b2, gating)
-        if result is not None:
-            return result
-    return experts_one_by_one(x, ids, weights, w1, w2, b1, b2, gating)
+    if backend == ONE_BY_ONE:
+        return experts_one_by_one(x, ids, weights, w1, w2, b1, b2, gating)
+    if _backends is None:
+        raise RuntimeError(f"the op names the backend {backend!r}, and nobody has called `use_experts` in this process")
+    return _backends(backend)(x, ids, weights, w1, w2, b1, b2, gating)
 
 
 def _fake(x: Tensor, *_: object) -> Tensor:
@@ -59,10 +60,11 @@ def _fake(x: Tensor, *_: object) -> Tensor:
 
 
 # x [T, H], ids [T, k] of experts, weights [T, k]; w1 [E, 2 I, H] (I without a gate), w2 [E, H, I], of any strides; b1 [E, 2 I], b2 [E, H]
-# -> [T, H] of x's dtype. What stands between the products: `Gating`.
+# -> [T, H] of x's dtype. What stands between the products: `Gating`. `backend` was
+# taken when the graph was made, so that the graph says what computes it.
 EXPERTS = define_op(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, "
-    "bool interleaved, float limit, float alpha) -> Tensor",
+    "bool interleaved, float limit, float alpha, str backend) -> Tensor",
     _run,
     _fake,
 )

@@ -57,3 +57,18 @@ class Gating:
         if self.alpha:
             return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
         return activation(gate) * up
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A layer of experts: how many, the widths of a token and between an expert's two products, and what stands there."""
+
+    experts: int
+    hidden: int
+    inner: int
+    gating: Gating = Gating()
+    has_bias: bool = False
+
+    def describe(self) -> str:
+        """`128 experts of 2048 x 768, silu(gate) * up`"""
+        return f"{self.experts} experts of {self.hidden} x {self.inner}, {self.gating.describe()}" + ", with biases" * self.has_bias

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
 
 
 class Feature(enum.Enum):
@@ -37,15 +38,6 @@ class GraphSupport(enum.Enum):
     NEVER = "never"
     UNIFORM_DECODE = "uniform decode"
     ALWAYS = "always"
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """An optional package: import name, lowest version ("" for any) and the line that installs it."""
-
-    module: str
-    version: str
-    install: str
 
 
 @dataclass(frozen=True)
@@ -97,40 +89,27 @@ Sizes: TypeAlias = Span | OneOf | Both
 ANY_SIZE = Span(1, 1 << 30)
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """Everything that `unmet` needs to know of a backend.
+@dataclass(frozen=True, kw_only=True)
+class Capabilities(Needs):
+    """Everything that `unmet` needs to know of an attention backend.
 
     Attributes:
-        devices: words of `device_word`: "cpu", "cuda", "hip", "npu", "xpu"; "cpu-amx" is a CPU with AMX, and "cpu" holds for it too.
-        architectures: of CUDA devices, 90 for SM90; empty means any.
         head_dims: both of q, k and of v. Layers whose two differ need Feature.UNEQUAL_DIMS, or their pair in `dim_pairs`.
         dim_pairs: the (qk, v) head dims that differ and run, for kernels that take a few such pairs only; they need not be in `head_dims`.
         phases: "extend" and "decode", or the one of them that the backend serves (see `HybridBackend`).
         graphs: what a captured graph may hold, per phase.
         conflicts: features of which it runs each, but not together.
-        blocked: why it can not run at all, however well the problem fits; empty if it can.
     """
 
-    devices: frozenset[str]
-    dtypes: frozenset[torch.dtype]
     kv_dtypes: frozenset[torch.dtype]
     features: frozenset[Feature]
-    architectures: frozenset[int] = frozenset()
     head_dims: Sizes = ANY_SIZE
     page_sizes: Sizes = ANY_SIZE
     group_sizes: Sizes = ANY_SIZE
     graphs: dict[str, GraphSupport] = field(default_factory=lambda: {"extend": GraphSupport.NEVER, "decode": GraphSupport.NEVER})
-    requirements: tuple[Requirement, ...] = ()
-    note: str = ""
     phases: frozenset[str] = PHASES
     dim_pairs: frozenset[tuple[int, int]] = frozenset()
     conflicts: frozenset[frozenset[Feature]] = frozenset()
-    blocked: str = ""
-
-    def runs_on(self, device: str) -> bool:
-        """Whether it runs on the device with that word, architectures apart."""
-        return device in self.devices or device.partition("-")[0] in self.devices
 
 
 @dataclass(frozen=True)
@@ -177,13 +156,13 @@ def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
     spec, features = problem.spec, problem.features
     reasons = list(filter(None, [wrong_device(capabilities, problem.device, problem.architecture)]))
     if missing := problem.phases - capabilities.phases:
-        reasons.append(f"serves {_names(capabilities.phases) or 'no phase'}, not {_names(missing)}")
+        reasons.append(f"serves {names_of(capabilities.phases) or 'no phase'}, not {names_of(missing)}")
     for what, dtype, allowed_dtypes in (
         ("dtype", problem.dtype, capabilities.dtypes),
         ("KV dtype", problem.kv_dtype, capabilities.kv_dtypes),
     ):
         if dtype not in allowed_dtypes:
-            reasons.append(f"{what} {_short(dtype)} is not among {_names(_short(d) for d in allowed_dtypes)}")
+            reasons.append(f"{what} {short_dtype(dtype)} is not among {names_of(short_dtype(d) for d in allowed_dtypes)}")
     dims, by_pair = (spec.qk_head_dim, spec.v_head_dim), False
     if dims[0] != dims[1] and Feature.UNEQUAL_DIMS not in capabilities.features and capabilities.dim_pairs:
         by_pair, features = True, features - {Feature.UNEQUAL_DIMS}
@@ -203,25 +182,3 @@ def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
     together = (sorted(f.value for f in group) for group in capabilities.conflicts if group <= features)
     reasons += sorted(f"no {' together with '.join(names)}" for names in together)
     return reasons + [capabilities.blocked] * bool(capabilities.blocked)
-
-
-def wrong_device(capabilities: Capabilities, device: str, architecture: int | None) -> str:
-    """Why it can not run on a device, or an empty text."""
-    if not capabilities.runs_on(device):
-        return f"runs on {_names(capabilities.devices) or 'no device'}, not on {device}"
-    if capabilities.architectures and architecture not in capabilities.architectures:
-        return f"needs {architecture_words(capabilities.architectures)}, this GPU is SM{architecture}"
-    return ""
-
-
-def architecture_words(architectures: Iterable[int]) -> str:
-    """`{100, 90}` -> "SM90, SM100"."""
-    return ", ".join(f"SM{a}" for a in sorted(architectures))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _names(values: Iterable[str]) -> str:
-    return ", ".join(sorted(values))

@@ -20,9 +20,10 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.alibi import slopes_of
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Requirement, Span
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
 from paged_attn.backends.attention.flash_style import finish, for_kernel, key_starts, window_of
 from paged_attn.backends.kv_write.store import store_kv
+from paged_attn.backends.needs import Requirement
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 

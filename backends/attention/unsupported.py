@@ -16,7 +16,8 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
-from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, OneOf, Requirement, Sizes
+from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, OneOf, Sizes
+from paged_attn.backends.needs import Requirement
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 BF16 = frozenset({torch.bfloat16})

@@ -1,12 +1,15 @@
-"""The support matrix: what each registered backend can run, generated from its `Capabilities`."""
+"""The support matrix: what each backend of attention and of experts can run, generated from what it says of itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, architecture_words
+from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature
 from paged_attn.backends.devices import devices_here
+from paged_attn.backends.needs import Needs, architecture_words, short_dtype
+from paged_attn.backends.selection.experts import BUILT_IN as EXPERTS
+from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.packages import requirement_words, what_is_lacking
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from paged_attn.backends.selection.table import markdown_table, text_table
@@ -15,6 +18,7 @@ HEADERS = (
     "Backend", "Devices", "Phases", "Dtypes", "KV dtypes", "Page sizes", "Head dims", "Group sizes", "Features", "Graphs", "Needs", "Note",
     "Here",
 )  # fmt: skip
+EXPERTS_HEADERS = ("Backend", "Devices", "Dtypes", "Needs", "Note", "Here")
 PAIRS = "Two names are one backend for prefill and one for decode: backend='fa3,flashinfer'."
 
 
@@ -43,8 +47,8 @@ class MatrixRow:
             backend=name,
             devices=_listed(capabilities.devices) + (f" ({architectures})" if architectures else ""),
             phases="both" if capabilities.phases == PHASES else f"{_listed(capabilities.phases)} only",
-            dtypes=_listed(str(dtype).removeprefix("torch.") for dtype in capabilities.dtypes),
-            kv_dtypes=_listed(str(dtype).removeprefix("torch.") for dtype in capabilities.kv_dtypes),
+            dtypes=_listed(map(short_dtype, capabilities.dtypes)),
+            kv_dtypes=_listed(map(short_dtype, capabilities.kv_dtypes)),
             page_sizes=_sizes(capabilities.page_sizes),
             head_dims=", ".join([_sizes(capabilities.head_dims), *(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))]),
             group_sizes=_sizes(capabilities.group_sizes),
@@ -93,7 +97,8 @@ def matrix_text(width: int = 100) -> str:
         columns = [HEADERS.index(name) for name in names]
         tables.append(text_table(names, [[row[i] for i in columns] for row in rows], width))
     legend = "\n".join(f"  {word:<15}{meaning}" for word, meaning in _legend())
-    parts = [*tables, f"Features:\n{legend}", PAIRS]
+    experts = text_table(EXPERTS_HEADERS, experts_cells(), width)
+    parts = [*tables, f"Features:\n{legend}", PAIRS, f"Experts, by experts_backend:\n\n{experts}"]
     if lines := _install_lines():
         parts.append("\n".join(["To install:", *lines]))
     return "\n\n".join(parts)
@@ -106,7 +111,22 @@ def matrix_markdown() -> str:
     return f"{markdown_table(HEADERS[:-1], rows)}\n\n{legend}"
 
 
-def available_here(capabilities: Capabilities) -> str:
+def experts_cells() -> list[list[str]]:
+    """The backends for experts: a cell per column of EXPERTS_HEADERS."""
+    rows = []
+    for name in EXPERTS:
+        needs = experts_backend(name).needs
+        dtypes, words = _listed(map(short_dtype, needs.dtypes)), ", ".join(map(requirement_words, needs.requirements)) or "nothing"
+        rows.append([name, _listed(needs.devices), dtypes, words, needs.note, available_here(needs)])
+    return rows
+
+
+def experts_markdown() -> str:
+    """For the documentation, without the column "Here"."""
+    return markdown_table(EXPERTS_HEADERS[:-1], [row[:-1] for row in experts_cells()])
+
+
+def available_here(capabilities: Needs) -> str:
     """`yes: cpu, cuda` with the devices of this machine that it can use, or `no: ` and every reason."""
     present = devices_here()
     if usable := [device for device in present if capabilities.runs_on(device)]:

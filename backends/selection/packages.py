@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from packaging.version import InvalidVersion, Version
 
 from paged_attn.attn_ops.install_line import install_line
-from paged_attn.backends.attention.capabilities import Requirement
+from paged_attn.backends.needs import Requirement
 
 
 @dataclass(frozen=True)

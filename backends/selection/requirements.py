@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.capabilities import PHASES, Capabilities, Feature, Problem, unmet, wrong_device
+from paged_attn.backends.attention.capabilities import PHASES, Capabilities, Feature, Problem, unmet
 from paged_attn.backends.devices import architecture_of, device_name, device_word
+from paged_attn.backends.needs import wrong_device
 from paged_attn.backends.selection.packages import unmet_requirement
 from paged_attn.backends.selection.ranking import Order, default_order, row_for
 from paged_attn.backends.selection.registry import backend_class, backend_names, third_party_names

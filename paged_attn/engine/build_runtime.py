@@ -14,6 +14,7 @@ from paged_attn.attn_ops.ops.experts import use_experts
 from paged_attn.attn_ops.ops.linear import use_one_row_kernel
 from paged_attn.attn_ops.ops.routing import use_route
 from paged_attn.backends.kv_write.store import has_triton
+from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.select import Selection, select_for_pool
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
 from paged_attn.check.runs.steps import ProbeSettings
@@ -38,20 +39,19 @@ logger = logging.getLogger("paged_attn")
 
 def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
     """Trace and rewrite the model, or hook its attention, as `config.compile` says; the config is resolved."""
-    options = CompileOptions(inductor=config.inductor, self_check=config.self_check)
+    options = CompileOptions(inductor=config.inductor, self_check=config.self_check, experts_backend=config.experts_backend)
     with served_locally(model) as ranks:
         if ranks is not None:
             ranks.check_same("the engine's settings", repr(config).encode())
         probe = ProbeSettings(config.backend, config.page_size, config.deterministic)
         if not config.compile:
             return PatchedRunner(model, options, config.follow_generate, probe)
+        use_experts(lambda name: experts_backend(name).forward)
         if only_device(model).type == "cuda" and has_triton():
-            from paged_attn.backends.experts.on_gpu import experts_on_gpu
             from paged_attn.backends.experts.triton.route import route
             from paged_attn.backends.linear.gemv import one_row_linear
 
             use_one_row_kernel(one_row_linear)
-            use_experts(experts_on_gpu)
             use_route(route)
         passes = OptionalPasses(
             experts=True,

@@ -53,7 +53,7 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "nodes": [found.nodes_before, found.nodes_after],
         "num_gathered": found.num_gathered,
         "num_gemv": found.num_gemv,
-        "num_experts": found.num_experts,
+        "experts": found.experts,
         "num_routed": found.num_routed,
         "positions_redirected": found.positions_redirected,
         "max_positions": found.max_positions,
@@ -102,7 +102,7 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
         nodes_before=before, nodes_after=after, positions_redirected=record["positions_redirected"],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
         num_gathered=record["num_gathered"], num_gemv=record["num_gemv"],
-        num_experts=record["num_experts"], num_routed=record["num_routed"],
+        experts=dict(record["experts"]), num_routed=record["num_routed"],
         max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
         modules=dict(record["modules"]),
     )  # fmt: skip

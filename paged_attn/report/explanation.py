@@ -231,7 +231,7 @@ def besides(found: Rewrite) -> tuple[str, ...]:
     done = (
         (found.num_gathered, f"{found.num_gathered} operations at the end compute the wanted rows only"),
         (linears, f"{linears} weights merged into {len(found.merges)}"),
-        (found.num_experts, f"{found.num_experts} layers of experts are one op each"),
+        *((count, f"{count} layers of experts are one op each, by {name}") for name, count in found.experts.items()),
         (found.num_routed, f"{found.num_routed} routers are one op each"),
         (found.num_gemv, f"{found.num_gemv} linears have a kernel for single rows"),
     )

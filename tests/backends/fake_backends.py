@@ -10,8 +10,9 @@ import torch
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, Requirement
+from paged_attn.backends.attention.capabilities import Capabilities, Feature
 from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection import registry, requirements
 from paged_attn.backends.selection.select import Selection, select
 

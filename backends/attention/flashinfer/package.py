@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 
 from paged_attn.attn_ops.install_line import install_line
-from paged_attn.backends.attention.capabilities import Requirement
+from paged_attn.backends.needs import Requirement
 
 REQUIREMENT = Requirement("flashinfer", "0.6.8", install_line("flashinfer"))
 

@@ -12,7 +12,8 @@ from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall, zero_padding
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Requirement, Span
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
+from paged_attn.backends.needs import Requirement
 
 if TYPE_CHECKING:
     from paged_attn.backends.attention.triton.launch import LayerLaunch

@@ -1,4 +1,4 @@
-"""`paged-attn backends`: the support matrix of all registered attention backends, or with flags for a layer, which of them would run it."""
+"""`paged-attn backends`: what each backend of attention and of experts can run, or with flags which would run a layer of attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAGS = ("window", "chunk", "softcap", "sinks", "deterministic", "on")
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("backends", help="which attention backend can run what, and here", description=__doc__, allow_abbrev=False)
+    parser = commands.add_parser("backends", help="which backend can run what, and here", description=__doc__, allow_abbrev=False)
     add_common(parser)
     parser.add_argument("--markdown", action="store_true", help="the table of the documentation, without this machine's availability")
     add_shape_options(parser)

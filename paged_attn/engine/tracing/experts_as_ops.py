@@ -10,13 +10,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.attn_ops.specs.experts import ACTIVATIONS, Gating
+from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
+from paged_attn.backends.devices import architecture_of, device_word
+from paged_attn.backends.experts.base import ExpertsProblem
+from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
 
 logger = logging.getLogger("paged_attn")
@@ -27,21 +31,26 @@ ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torc
 
 
 @contextmanager
-def experts_as_ops(model: nn.Module) -> Iterator[int]:
-    """Inside, while torch.compile traces, every module of experts that is proved is one op; the value is how many there are."""
+def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
+    """Inside, while torch.compile traces, every module of experts that is proved is one op; the value is how many there are.
+
+    Raises:
+        ValueError: `backend` is unknown.
+        UnsupportedError: it can not compute a layer of this model.
+    """
     with ExitStack() as undo:
-        proved: dict[tuple[Any, ...], Gating | None] = {}
+        proved: dict[tuple[Any, ...], ProvedExperts | None] = {}
         count = 0
         for name, module in model.named_modules():
             if not is_experts(module):
                 continue
             key = _kind(module)
             if key not in proved:
-                gating = proved[key] = proved_gating(module)
-                what = "stays as it is" if gating is None else f"is one op: {gating.describe()}"
+                found = proved[key] = proved_experts(module, backend)
+                what = "stays as it is" if found is None else f"is one op: {found.gating.describe()}, by {found.backend.describe()}"
                 logger.info("%s (%s) %s", name, type(module).__name__, what)
-            if (gating := proved[key]) is not None:
-                undo.enter_context(replaced_forward(module, _emitter(module, gating)))
+            if (found := proved[key]) is not None:
+                undo.enter_context(replaced_forward(module, _emitter(module, found)))
                 count += 1
         yield count
 
@@ -63,10 +72,28 @@ def operands(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]
     return w1, w2, getattr(module, f"{first}_bias") if module.has_bias else None, module.down_proj_bias if module.has_bias else None
 
 
-def proved_gating(module: Any) -> Gating | None:
-    """What the module does between its products, if the op gives its numbers; None if nothing that is known does."""
+@dataclass(frozen=True)
+class ProvedExperts:
+    """What a module does between its products, and which backend gives its numbers."""
+
+    gating: Gating
+    backend: ExpertsSelection
+
+
+def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
+    """What the op must be called with to give the module's numbers; None if nothing that is known does."""
     with torch.no_grad():
-        return next((gating for gating in _fitting_gates(module) if _computes_the_same(module, gating)), None)
+        for gating in _fitting_gates(module):
+            found = ProvedExperts(gating, select_experts(backend, _problem(module, gating)))
+            if _computes_the_same(module, found):
+                return found
+    return None
+
+
+def _problem(module: Any, gating: Gating) -> ExpertsProblem:
+    w1, w2, b1, _ = operands(module)
+    spec = ExpertsSpec(w1.shape[0], w1.shape[2], w2.shape[2], gating, b1 is not None)
+    return ExpertsProblem(spec, w1.dtype, device_word(w1.device), architecture_of(w1.device))
 
 
 def _fitting_gates(module: Any) -> Iterator[Gating]:
@@ -94,8 +121,8 @@ def _known(module: Any) -> Iterator[Gating]:
             yield from (Gating("silu", True, interleaved, limit, alpha) for alpha in alphas)
 
 
-def _computes_the_same(module: Any, gating: Gating) -> bool:
-    """On ragged loads, with experts that get nothing, and with one that gets every token; by the op, with whatever computes it here."""
+def _computes_the_same(module: Any, found: ProvedExperts) -> bool:
+    """On ragged loads, with experts that get nothing, and with one that gets every token; by the op, with what will compute it."""
     w1, w2, b1, b2 = operands(module)
     experts, hidden, device = w1.shape[0], w1.shape[2], w1.device
     numbers = torch.Generator().manual_seed(1)
@@ -108,7 +135,7 @@ def _computes_the_same(module: Any, gating: Gating) -> bool:
         weights = torch.rand(ids.shape, generator=numbers).to(device, w1.dtype)
         ids = ids.to(device)
         expected = module(x.clone(), ids.clone(), weights.clone())
-        if _apart(expected, _call(x, ids, weights, w1, w2, b1, b2, gating)) > ALLOWED.get(w1.dtype, 0.0):
+        if _apart(expected, _call(found, x, ids, weights, w1, w2, b1, b2)) > ALLOWED.get(w1.dtype, 0.0):
             return False
     return True
 
@@ -122,7 +149,7 @@ def _apart(expected: Tensor, given: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _emitter(module: Any, gating: Gating) -> Callable[..., Tensor]:
+def _emitter(module: Any, found: ProvedExperts) -> Callable[..., Tensor]:
     original = module.forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -132,15 +159,16 @@ def _emitter(module: Any, gating: Gating) -> Callable[..., Tensor]:
             return result
         ids, weights = given if not given[0].is_floating_point() else reversed(given)
         w1, w2, b1, b2 = operands(module)
-        return _call(hidden_states, ids, weights, w1, w2, b1, b2, gating)
+        return _call(found, hidden_states, ids, weights, w1, w2, b1, b2)
 
     return forward
 
 
-def _call(*given: Any) -> Tensor:
-    """The op, of tensors and a `Gating`."""
-    *tensors, gating = given
-    result: Tensor = EXPERTS(*tensors, gating.activation, gating.gated, gating.interleaved, gating.limit, gating.alpha)
+def _call(found: ProvedExperts, *tensors: Tensor | None) -> Tensor:
+    """The op, of tensors."""
+    gating = found.gating
+    between = (gating.activation, gating.gated, gating.interleaved, gating.limit, gating.alpha)
+    result: Tensor = EXPERTS(*tensors, *between, found.backend.name)
     return result
 
 

@@ -74,7 +74,7 @@ def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, posi
 
     while True:
         try:
-            experts = experts_as_ops(model) if options.passes.experts else nullcontext()
+            experts = experts_as_ops(model, options.experts_backend) if options.passes.experts else nullcontext()
             with as_served(model), experts, modules_as_ops(model, opaque, inputs), unknown.told() if unknown else nullcontext():
                 return _capture_all_lengths(model, options, positions)
         except UnsupportedError as refusal:

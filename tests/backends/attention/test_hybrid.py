@@ -13,10 +13,11 @@ from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
-from paged_attn.backends.attention.capabilities import ANY_SIZE, Feature, GraphSupport, OneOf, Requirement, Span, unmet
+from paged_attn.backends.attention.capabilities import ANY_SIZE, Feature, GraphSupport, OneOf, Span, unmet
 from paged_attn.backends.attention.hybrid import hybrid_of, shared_capabilities
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
+from paged_attn.backends.needs import Requirement
 from tests.backends.fake_backends import PLAIN, fake
 from tests.backends.problems import bits, close, copy_of, make, new_output, run, spec_of
 from tests.backends.selection.test_capabilities import CAN, capabilities, problems

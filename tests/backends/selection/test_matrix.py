@@ -10,14 +10,24 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Requirement, Span
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
 from paged_attn.backends.devices import devices_here
+from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection import matrix
-from paged_attn.backends.selection.matrix import HEADERS, MatrixRow, available_here, matrix_markdown, matrix_rows, matrix_text
+from paged_attn.backends.selection.matrix import (
+    HEADERS,
+    MatrixRow,
+    available_here,
+    experts_markdown,
+    matrix_markdown,
+    matrix_rows,
+    matrix_text,
+)
 from paged_attn.backends.selection.ranking import ROWS
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from paged_attn.backends.selection.table import markdown_table, text_table
 
+EXPERTS = "<!-- experts -->\n<!-- /experts -->\n"
 DOCS = Path(__file__).parents[3] / "docs"
 FAST = Capabilities(
     devices=frozenset({"cuda"}),
@@ -120,7 +130,8 @@ def test_the_documentation_holds_the_tables_as_they_are() -> None:
 
 
 def test_make_docs_writes_over_old_tables_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script, old = make_backends(), "One\n<!-- orders -->\nOUTDATED\n<!-- /orders -->\ntwo\n<!-- matrix -->\n<!-- /matrix -->\nthree\n"
+    script = make_backends()
+    old = f"One\n<!-- orders -->\nOUTDATED\n<!-- /orders -->\ntwo\n<!-- matrix -->\n<!-- /matrix -->\nthree\n{EXPERTS}"
     monkeypatch.setattr(script, "PAGE", tmp_path / "backends.md")
     script.PAGE.write_text(old)
     for _ in range(2):
@@ -129,6 +140,7 @@ def test_make_docs_writes_over_old_tables_and_nothing_else(monkeypatch: pytest.M
         assert text.startswith("One\n<!-- orders -->\n\n| device | order |\n| --- | --- |\n| Hopper (SM90) | fa3, ")
         assert "OUTDATED" not in text
         assert f"\ntwo\n<!-- matrix -->\n\n{matrix_markdown()}\n\n<!-- /matrix -->\nthree\n" in text
+        assert text.endswith(f"<!-- experts -->\n\n{experts_markdown()}\n\n<!-- /experts -->\n")
     with pytest.raises(ValueError, match="must hold <!-- orders --> and <!-- /orders --> once each"):
         script.with_tables("no marks")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paged_attn.backends.attention.capabilities import Requirement
+from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection.packages import PACKAGES, OptionalPackage, requirement_words, unmet_requirement
 from paged_attn.backends.selection.registry import BUILT_IN, UNSUPPORTED, backend_class
 

@@ -10,10 +10,11 @@ import paged_attn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.capabilities import OneOf, Requirement, Span
+from paged_attn.backends.attention.capabilities import OneOf, Span
 from paged_attn.backends.attention.hybrid import HybridBackend
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
+from paged_attn.backends.needs import Requirement
 from paged_attn.backends.selection import requirements as wanted_module
 from paged_attn.backends.selection.registry import BUILT_IN, UNSUPPORTED
 from paged_attn.backends.selection.requirements import reasons_against

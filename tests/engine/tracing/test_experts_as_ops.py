@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, proved_gating
+from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, proved_experts
 from tests.oracle import greedy, random_prompts
 from tests.zoo.build import build
 
@@ -27,7 +27,8 @@ def experts_of(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_module_computes_is_found_on_numbers(model_type: str, gating: Gating, dtype: torch.dtype) -> None:
     first, *_ = experts_of(build(model_type).to(dtype))
-    assert proved_gating(first) == gating
+    found = proved_experts(first)
+    assert found is not None and found.gating == gating and found.backend.name == "one_by_one"
 
 
 class Cosine(nn.Module):

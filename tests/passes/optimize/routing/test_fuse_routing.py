@@ -33,7 +33,7 @@ class Experts(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = (self.embed(input_ids) + torch.cos(position_ids[..., None] * 0.1).to(self.embed.weight.dtype))[0]
         weights, ids = self.route(self.gate(x), self.bias)
-        return EXPERTS(x, ids, weights, self.w1, self.w2, None, None, "silu", True, False, 0.0, 0.0)
+        return EXPERTS(x, ids, weights, self.w1, self.w2, None, None, "silu", True, False, 0.0, 0.0, "one_by_one")
 
 
 def softmax_first(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

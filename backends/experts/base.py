@@ -1,0 +1,54 @@
+"""The contract of a backend for experts, and what one is asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
+from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
+
+
+@dataclass(frozen=True)
+class ExpertsProblem:
+    """A layer of experts on a device: a word of `device_word`, and 90 for SM90, None off CUDA."""
+
+    spec: ExpertsSpec
+    dtype: torch.dtype
+    device: str
+    architecture: int | None = None
+
+
+class ExpertsBackend(ABC):
+    """Computes layers of experts. It keeps nothing, so that one object serves all layers and engines.
+
+    `forward` runs in captured graphs: it must neither wait for the device nor take a shape from data.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[Needs]
+
+    def unmet(self, problem: ExpertsProblem) -> list[str]:
+        """Every reason why it can not run this layer, packages apart; empty if it can."""
+        reasons = list(filter(None, [wrong_device(self.needs, problem.device, problem.architecture), self.needs.blocked]))
+        if problem.dtype not in self.needs.dtypes:
+            reasons.append(f"dtype {short_dtype(problem.dtype)} is not among {names_of(map(short_dtype, self.needs.dtypes))}")
+        return reasons
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+    ) -> Tensor:
+        """Of each token its experts' weighted sum.
+
+        Args:
+            x: [T, H]; ids: [T, k] integers, of which those beyond the experts count as none; weights: [T, k].
+            w1: [E, 2 I, H] (I where nothing is gated); w2: [E, H, I], of any strides; b1: [E, 2 I]; b2: [E, H].
+
+        Returns:
+            [T, H] in x's dtype.
+        """

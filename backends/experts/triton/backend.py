@@ -1,0 +1,34 @@
+"""Our own kernels: one for a few tokens, one for any number."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.experts.base import ExpertsBackend
+from paged_attn.backends.needs import Needs, Requirement
+
+FEW_TOKENS = 8  # beyond them tokens share experts, and a product reads each once
+
+
+class TritonExpertsBackend(ExpertsBackend):
+    name = "triton"
+    needs: ClassVar[Needs] = Needs(
+        devices=frozenset({"cuda", "hip"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
+        requirements=(Requirement("triton", "3.6", "pip install 'triton>=3.6'"),),
+        note="up to 8 tokens read each chosen expert once; more are sorted by expert",
+    )
+
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+    ) -> Tensor:
+        from paged_attn.backends.experts.triton.few import few_experts
+        from paged_attn.backends.experts.triton.grouped import grouped_experts
+
+        given = (x if x.stride(1) == 1 else x.contiguous()).to(w1.dtype)
+        kernel = few_experts if len(x) <= FEW_TOKENS and w1.stride(2) == 1 and w2.stride(2) == 1 else grouped_experts
+        return kernel(given, ids.contiguous(), weights.contiguous(), w1, w2, b1, b2, gating).to(x.dtype)

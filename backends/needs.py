@@ -1,0 +1,66 @@
+"""What every backend needs of a machine, whatever kind of operation it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """An optional package: import name, lowest version ("" for any) and the line that installs it."""
+
+    module: str
+    version: str
+    install: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Where a backend runs, and with what.
+
+    Attributes:
+        devices: words of `device_word`: "cpu", "cuda", "hip", "npu", "xpu"; "cpu-amx" is a CPU with AMX, and "cpu" holds for it too.
+        dtypes: of what is computed.
+        architectures: of CUDA devices, 90 for SM90; empty means any.
+        requirements: packages that are not always installed.
+        note: what else a reader of tables should know.
+        blocked: why it can not run at all, however well the problem fits; empty if it can.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    architectures: frozenset[int] = frozenset()
+    requirements: tuple[Requirement, ...] = ()
+    note: str = ""
+    blocked: str = ""
+
+    def runs_on(self, device: str) -> bool:
+        """Whether it runs on the device with that word, architectures apart."""
+        return device in self.devices or device.partition("-")[0] in self.devices
+
+
+def wrong_device(needs: Needs, device: str, architecture: int | None) -> str:
+    """Why it can not run on a device, or an empty text."""
+    if not needs.runs_on(device):
+        return f"runs on {names_of(needs.devices) or 'no device'}, not on {device}"
+    if needs.architectures and architecture not in needs.architectures:
+        return f"needs {architecture_words(needs.architectures)}, this GPU is SM{architecture}"
+    return ""
+
+
+def architecture_words(architectures: Iterable[int]) -> str:
+    """`{100, 90}` -> "SM90, SM100"."""
+    return ", ".join(f"SM{a}" for a in sorted(architectures))
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`bfloat16`"""
+    return str(dtype).removeprefix("torch.")
+
+
+def names_of(values: Iterable[str]) -> str:
+    """Sorted, with commas."""
+    return ", ".join(sorted(values))

@@ -1,0 +1,87 @@
+"""Which backends for experts exist, and which of them computes a layer."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
+from paged_attn.backends.selection.packages import unmet_requirement
+
+logger = logging.getLogger("paged_attn")
+BUILT_IN = {
+    "triton": "paged_attn.backends.experts.triton.backend:TritonExpertsBackend",
+    "grouped_mm": "paged_attn.backends.experts.grouped_mm:GroupedMmBackend",
+    "one_by_one": "paged_attn.backends.experts.one_by_one:OneByOneBackend",
+}
+# "auto" takes the first that fits. On a CPU torch's grouped products are a loop of its own, over all experts.
+ORDER = {"cpu": ("one_by_one", "grouped_mm"), "": tuple(BUILT_IN)}
+
+
+@dataclass(frozen=True)
+class ExpertsSelection:
+    """The backend that was taken, and why each other one was not."""
+
+    name: str
+    rejected: dict[str, str]
+
+    def describe(self) -> str:
+        others = "; ".join(f"{name}: {why}" for name, why in self.rejected.items())
+        return self.name + (f" (not taken: {others})" if others else "")
+
+
+@cache
+def experts_backend(name: str) -> ExpertsBackend:
+    """The backend of that name.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if name not in BUILT_IN:
+        raise ValueError(f"unknown experts_backend {name!r}; known are 'auto', {', '.join(map(repr, BUILT_IN))}")
+    module, _, cls = BUILT_IN[name].partition(":")
+    backend: ExpertsBackend = getattr(importlib.import_module(module), cls)()
+    return backend
+
+
+def reasons_against(name: str, problem: ExpertsProblem) -> list[str]:
+    """Everything that speaks against a backend, missing packages included; empty if it fits."""
+    backend = experts_backend(name)
+    missing = (unmet_requirement(need) for need in backend.needs.requirements)
+    return [*backend.unmet(problem), *filter(None, missing)]
+
+
+def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:
+    """The first that fits with "auto", or the one that is asked for.
+
+    Raises:
+        ValueError: an unknown name.
+        UnsupportedError: the named one, or every one, can not run the layer; the message holds every reason.
+    """
+    if name != "auto":
+        if reasons := reasons_against(name, problem):
+            raise UnsupportedError(_refusal(name, problem, {name: "; ".join(reasons)}))
+        return ExpertsSelection(name, {other: "asked for another by name" for other in BUILT_IN if other != name})
+    order, rejected = _order(problem), dict[str, str]()
+    for each in order:
+        if reasons := reasons_against(each, problem):
+            rejected[each] = "; ".join(reasons)
+            continue
+        later = {other: f"ranked after {each}" for other in order[order.index(each) + 1 :]}
+        return ExpertsSelection(each, rejected | later)
+    raise UnsupportedError(_refusal(name, problem, rejected))
+
+
+def _order(problem: ExpertsProblem) -> Sequence[str]:
+    return ORDER.get(problem.device.partition("-")[0], ORDER[""])
+
+
+def _refusal(name: str, problem: ExpertsProblem, against: dict[str, str]) -> str:
+    listed = "\n".join(f"  {backend}: {why}" for backend, why in against.items())
+    fits = [each for each in BUILT_IN if not reasons_against(each, problem)]
+    hint = f"What fits: {', '.join(fits)}. Try experts_backend='auto'." if fits else "Leave the pass out: disable_passes=('experts',)."
+    return f"no backend for {problem.spec.describe()} with experts_backend={name!r}:\n{listed}\n{hint}"

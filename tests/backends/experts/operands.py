@@ -1,0 +1,42 @@
+"""Random layers of experts for tests of what computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paged_attn.attn_ops.specs.experts import Gating
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GATINGS = {
+    "silu": Gating(),
+    "gelu": Gating("gelu"),
+    "gelu_tanh": Gating("gelu_tanh"),
+    "relu2 without a gate": Gating("relu2", gated=False),
+    "interleaved, clamped, alpha": Gating("silu", True, True, 7.0, 1.702),
+    "clamped": Gating("silu", limit=0.5),
+}
+
+
+def operands(
+    tokens: int, gating: Gating, *, experts: int = 6, top_k: int = 2, hidden: int = 48, width: int = 20, bias: bool = False,
+    transposed: bool = False, dtype: torch.dtype = torch.float32,
+) -> tuple[Any, ...]:  # fmt: skip
+    numbers = torch.Generator().manual_seed(tokens)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=numbers).to(DEVICE, dtype)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        size = columns**-0.5  # else float16 overflows at published widths
+        return size * random(experts, columns, rows).transpose(1, 2) if transposed else size * random(experts, rows, columns)
+
+    rows = width * (1 + gating.gated)
+    ids = torch.rand(tokens, experts, generator=numbers).topk(top_k, dim=1).indices.to(DEVICE)
+    biases = (random(experts, rows), random(experts, hidden)) if bias else (None, None)
+    return random(tokens, hidden), ids, random(tokens, top_k).abs(), weight(rows, hidden), weight(hidden, width), *biases, gating
+
+
+def close(given: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> bool:
+    return bool((given.double() - expected.double()).norm() <= limit * expected.double().norm())
