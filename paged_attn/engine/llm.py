@@ -22,6 +22,10 @@ from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.load_options import LoadOptions
+from paged_attn.engine.model.task import Task, checked_task, task_of_model
+from paged_attn.engine.pooling.calls import PoolingCalls
+from paged_attn.engine.pooling.pooler import Pooler
+from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import tells_names
@@ -33,13 +37,15 @@ Prompt = str | Sequence[int]
 Params: TypeAlias = "SamplingParams | GenerationConfig"
 
 
-class LLM:
+class LLM(PoolingCalls):
     """Serve a Hugging Face causal LM with paged KV, prefix sharing and continuous batching.
 
     Args:
         model: a loaded model (any dtype; left as it was found), a directory, a GGUF file, or a hub id. Of a model that reads images, too,
             the text is served. A compiled model counts as the model inside.
         tokenizer: for a loaded model, if prompts or stops are text; a path loads its own. It may be a path, too.
+        task: "generate", "embed" or "classify"; "auto": as the checkpoint says: sequence-classification heads classify, encoders (BERT)
+            and folders of sentence-transformers embed, all others generate.
         dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
         revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
@@ -57,6 +63,7 @@ class LLM:
         model: nn.Module | str | Path,
         *,
         tokenizer: Any = None,
+        task: Task = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         revision: str | None = None,
@@ -73,6 +80,8 @@ class LLM:
             raise TypeError(f"model is a {type(model).__name__}; allowed are a loaded model, a directory or a hub id")
         config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
         own = tokenizer if isinstance(tokenizer, (str, Path)) else None
+        task = checked_task(task)
+        defaults: EmbeddingDefaults | None = None
         options = LoadOptions(own, revision, trust_remote_code, gguf_file, quantization_config)
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
@@ -81,9 +90,10 @@ class LLM:
                 raise ValueError(f"{given[0]} is for loading from a path; give it to the from_pretrained that loads the model")
         with showing(progress):
             if isinstance(model, (str, Path)):
-                from paged_attn.engine.model.loading import load_model
+                from paged_attn.engine.model.loading import checkpoint_task, load_model
 
-                model, loaded_tokenizer = load_model(model, dtype, device, options=options)
+                task, defaults = checkpoint_task(model, task, options)
+                model, loaded_tokenizer = load_model(model, dtype, device, options=options, task=task)
                 tokenizer = loaded_tokenizer if tokenizer is None or own is not None else tokenizer
             elif own is not None:
                 from paged_attn.engine.model.loading import load_tokenizer
@@ -91,7 +101,8 @@ class LLM:
                 tokenizer = load_tokenizer(own, options)
             assert isinstance(model, nn.Module)
             self.tokenizer = tokenizer
-            self.engine = Engine(model, tokenizer, config)
+            task = task_of_model(model) if task == "auto" else task
+            self.engine = Engine(model if task == "generate" else Pooler.of(model, task, defaults), tokenizer, config)
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
 
@@ -332,7 +343,7 @@ class LLM:
             raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
         return taken
 
-    def _token_ids(self, prompt: Prompt, is_chat: bool) -> Sequence[int]:
+    def _token_ids(self, prompt: Prompt, is_chat: bool = False) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -358,6 +369,10 @@ class LLM:
             for request in requests:
                 self.engine.cancel(request.id)
                 self._inboxes.pop(request.id, None)
+
+    @staticmethod
+    def _listed(prompts: Any) -> list[Prompt]:
+        return _as_list(prompts)
 
     @staticmethod
     def _raise_errors(requests: list[Request]) -> None:
