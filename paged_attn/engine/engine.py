@@ -20,7 +20,7 @@ from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.build_runtime import make_runner, ready_to_step
+from paged_attn.engine.build_runtime import make_runner, ready_to_step, refuse_for_pooling
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.generation_config import default_params
@@ -84,6 +84,8 @@ class Engine:
         first = num_threads_to_start(model)
         with num_threads(self.config.threads or first):
             self.runner = make_runner(model, self.config)
+        if self.pooler is not None:
+            refuse_for_pooling(self.runner, self.pooler, self.config)
         traced = time.perf_counter()
         limits = ModelLimits.of(model, self.runner.max_positions)
         defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()

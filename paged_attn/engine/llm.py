@@ -49,6 +49,7 @@ class LLM(PoolingCalls):
         dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
         revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
+        embedding_defaults: how a model that embeds does so unless a call says otherwise; of a path as its folder says.
         progress: bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
 
     Raises:
@@ -72,6 +73,7 @@ class LLM(PoolingCalls):
         quantization_config: Any = None,
         config: EngineConfig | None = None,
         progress: bool | None = None,
+        embedding_defaults: EmbeddingDefaults | None = None,
         **settings: Any,
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
@@ -81,7 +83,7 @@ class LLM(PoolingCalls):
         config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
         own = tokenizer if isinstance(tokenizer, (str, Path)) else None
         task = checked_task(task)
-        defaults: EmbeddingDefaults | None = None
+        defaults = embedding_defaults
         options = LoadOptions(own, revision, trust_remote_code, gguf_file, quantization_config)
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
@@ -92,7 +94,8 @@ class LLM(PoolingCalls):
             if isinstance(model, (str, Path)):
                 from paged_attn.engine.model.loading import checkpoint_task, load_model
 
-                task, defaults = checkpoint_task(model, task, options)
+                task, found = checkpoint_task(model, task, options)
+                defaults = defaults or found
                 model, loaded_tokenizer = load_model(model, dtype, device, options=options, task=task)
                 tokenizer = loaded_tokenizer if tokenizer is None or own is not None else tokenizer
             elif own is not None:
@@ -264,6 +267,16 @@ class LLM(PoolingCalls):
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
         with self._lock:
             return 0 if self.engine.kv.tree is None else self.engine.kv.tree.clear()
+
+    def run_one_token(self) -> None:
+        """Warm up."""
+        pooler = self.engine.pooler
+        if pooler is None:
+            self.generate([[0]], SamplingParams(max_new_tokens=1))
+        elif pooler.head is None:
+            self.embed([[pooler.some_id]])
+        else:
+            self.classify([[pooler.some_id]])
 
     def close(self) -> None:
         """Cancel what runs and free the KV pages and graphs. The object can be used again, uncaptured; with compile=False it can not, as

@@ -159,7 +159,7 @@ def _refuse_random_head(model: Any, missing: Collection[str], config: Any, name:
         held = (getattr(config, "architectures", None) or ["a model"])[0]
         raise UnsupportedError(
             f"{name!r} holds {held} and no weights of {of_head[0]}: without a language-model head (an embedding model, a classifier) there "
-            "is nothing to choose tokens by. Nothing is made up in its place"
+            "is nothing to choose tokens by. Nothing is made up in its place; LLM(..., task='embed') embeds with it"
         )
 
 

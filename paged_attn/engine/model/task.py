@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, cast, get_args
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 from paged_attn.shown import shown
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Task: TypeAlias = Literal["auto", "generate", "embed", "classify"]
 TASKS = get_args(Task)

@@ -94,6 +94,7 @@ class PoolingCalls:
         pooler = self._pooler("score", heads=None)
         if pooler.head is None:
             return self._cosines(pooler, pairs, namespace, priority)
+        pooler.check_scores()
         tokens = [pair_tokens(self.tokenizer, *pair) for pair in pairs]
         params = [pooler.params(self.engine.is_causal, token_types=each.token_types) for each in tokens]
         with self._pooled([each.ids for each in tokens], params, namespace, priority) as requests:

@@ -52,6 +52,12 @@ class Pooler:
         labels: dict[int, str] = model.config.id2label  # type: ignore[union-attr, assignment]
         return cls(body, Head(model, body), labels=tuple(labels[index] for index in sorted(labels)))
 
+    @property
+    def some_id(self) -> int:
+        """A token id that any text may hold, for a text of one token."""
+        padding = {self.body.padding_id, None if self.head is None else self.head.padding_id}
+        return next(token for token in range(self.body.vocab_size) if token not in padding)
+
     def params(self, is_causal: bool, pooling: PoolingKind | None = None, token_types: Sequence[int] | None = None) -> PoolingParams:
         """Of a request, where `pooling` is what the caller wants."""
         if self.head is not None:
@@ -100,17 +106,16 @@ class Pooler:
         return logits.sigmoid() if problem == "multi_label_classification" or len(self.labels) == 1 else logits.softmax(-1)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """logits [N, 1] of pairs -> [N]: sigmoid, unless the config of a cross-encoder has the numbers themselves.
-
-        Raises:
-            UnsupportedError: a classifier of several labels: none of them says how well two texts go together.
-        """
-        if logits.shape[-1] != 1:
-            raise UnsupportedError(
-                f"{self.body.name} has {logits.shape[-1]} labels ({', '.join(self.labels[:4])}): none of them says how well two texts go "
-                "together. Models that score pairs have one label; classify gives the probabilities of all"
-            )
+        """logits [N, 1] of pairs -> [N]: sigmoid, unless the config of a cross-encoder has the numbers themselves."""
         config: Any = self.body.config
         own = getattr(config, "sentence_transformers", None)
         activation = own.get("activation_fn") if isinstance(own, dict) else getattr(config, "sbert_ce_default_activation_function", None)
         return logits[:, 0] if str(activation).endswith(_IDENTITY) else logits[:, 0].sigmoid()
+
+    def check_scores(self) -> None:
+        """Raises UnsupportedError for a classifier of several labels: none of them says how well two texts go together."""
+        if len(self.labels) != 1:
+            raise UnsupportedError(
+                f"{self.body.name} has {len(self.labels)} labels ({', '.join(self.labels[:4])}): none of them says how well two texts go "
+                "together. Models that score pairs have one label; classify gives the probabilities of all"
+            )
