@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
 import paged_attn
 from paged_attn import LLM, UnsupportedError
@@ -107,12 +107,11 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BERT with one label, which tells the two texts apart by their token types."""
     folder = tmp_path_factory.mktemp("cross")
     classifier("bert", 1).save_pretrained(folder)
-    joins = copy.deepcopy(tokenizer())
-    joins.backend_tokenizer.post_processor = TemplateProcessing(
-        single="! $A #", pair="! $A # $B:1 #:1", special_tokens=[("!", 2), ("#", 4)]
-    )
-    joins.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    joins.save_pretrained(folder)
+    joins = copy.deepcopy(tokenizer().backend_tokenizer)
+    special = [("!", 2), ("#", 4)]
+    joins.post_processor = TemplateProcessing(single="! $A #", pair="! $A # $B:1 #:1", special_tokens=special)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    PreTrainedTokenizerFast(tokenizer_object=joins, pad_token="<pad>", model_input_names=names).save_pretrained(folder)
     return folder
 
 
@@ -143,9 +142,8 @@ def test_a_cross_encoder_scores_and_ranks(cross_encoder: Path) -> None:
 
 def write_modules(folder: Path, kinds: list[str], pooling: dict[str, Any]) -> None:
     """As sentence-transformers writes them."""
-    modules = [
-        {"idx": i, "path": "" if i == 0 else f"{i}_{kind}", "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)
-    ]
+    names = [(kind, "" if kind == "Transformer" else f"{index}_{kind}") for index, kind in enumerate(kinds)]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for kind, path in names]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
@@ -187,5 +185,5 @@ def test_other_modules_are_refused(kinds: list[str], pooling: dict[str, Any], wo
 
 def test_no_weights_are_made_up(tmp_path: Path) -> None:
     embedder("bert").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="holds BertModel and no weights of classifier.bias: it is no model that classifies"):
+    with pytest.raises(UnsupportedError, match=r"holds BertModel and no weights of classifier\.bias: it is no model that classifies"):
         LLM(tmp_path, task="classify", device="cpu")
