@@ -35,7 +35,7 @@ class Body(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.name, config = type(model).__name__, getattr(model, "config", None)
-        body = getattr(model, "base_model", None)
+        body: Any = getattr(model, "base_model", None)
         if config is None or not isinstance(body, nn.Module):
             raise UnsupportedError(
                 f"{self.name} is no model of transformers: nothing says which of its values are the hidden states of its tokens, so that "
@@ -48,12 +48,16 @@ class Body(nn.Module):
         self._token = token_argument(body)
         self._fixed: dict[str, Any] = {"use_cache": False} if takes(body, "use_cache") else {}
         self._takes_positions = takes(body, POSITIONS)
-        self.vocab_size = int(body.get_input_embeddings().num_embeddings)
+        self.vocab_size = int(self.get_input_embeddings().num_embeddings)
         self.num_types = max(getattr(config, "type_vocab_size", None) or 1, 1) if "token_type_ids" in parameters else 1
-        embeddings = getattr(body, "embeddings", None)
+        embeddings: Any = getattr(body, "embeddings", None)
         numbers_without_padding = hasattr(embeddings, "create_position_ids_from_input_ids")
         self.padding_id: int | None = embeddings.padding_idx if numbers_without_padding else None
         self._first_position = 0 if self.padding_id is None else self.padding_id + 1
+
+    @property
+    def _own(self) -> Any:
+        return self.body
 
     @property
     def config(self) -> Any:
@@ -64,7 +68,7 @@ class Body(nn.Module):
     def width(self) -> int:
         """How many numbers a row has."""
         config = self.config.get_text_config()
-        return int(getattr(config, "hidden_size", None) or self.body.get_input_embeddings().embedding_dim)
+        return int(getattr(config, "hidden_size", None) or self.get_input_embeddings().embedding_dim)
 
     @property
     def num_ids(self) -> int:
@@ -79,11 +83,11 @@ class Body(nn.Module):
 
     def get_input_embeddings(self) -> Any:
         """The body's."""
-        return self.body.get_input_embeddings()  # type: ignore[operator]
+        return self._own.get_input_embeddings()
 
     def set_attn_implementation(self, name: str) -> None:
         """The body's."""
-        self.body.set_attn_implementation(name)  # type: ignore[operator]
+        self._own.set_attn_implementation(name)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, logits_to_keep: Tensor | None = None) -> Tensor:
         """input_ids, position_ids [1, T] and logits_to_keep [N], int64 -> [1, T or N, hidden] in the model's dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,11 +16,14 @@ from paged_attn.engine.pooling.texts import Text, pair_tokens, paired
 from paged_attn.engine.requests.pooling_params import PoolingKind, PoolingParams
 from paged_attn.engine.requests.request import Request
 
+if TYPE_CHECKING:
+    from paged_attn.engine.engine import Engine
+
 
 class PoolingCalls:
     """Mixed into `LLM`, which has the engine."""
 
-    engine: Any
+    engine: Engine
     tokenizer: Any
     _lock: Any
     _step: Callable[[], None]

@@ -62,7 +62,7 @@ def _mode(name: str, config: dict[str, Any]) -> PoolingKind:
 
 
 def _read(name: str, file: str, revision: str | None) -> Any:
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     path = cached_file(
         name, file, revision=revision, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,

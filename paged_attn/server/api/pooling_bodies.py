@@ -63,9 +63,10 @@ class RerankBody(PoolingBody):
         """
         given = self.documents if isinstance(self.documents, list) else []
         texts = [each.get("text") if isinstance(each, dict) else each for each in given]
-        if not texts or not all(isinstance(text, str) for text in texts):
+        found = [text for text in texts if isinstance(text, str)]
+        if not texts or len(found) < len(texts):
             raise ApiError(400, 'documents: allowed: a list of texts, or of {"text": ...}', param="documents")
-        return texts
+        return found
 
     @property
     def count(self) -> int | None:
