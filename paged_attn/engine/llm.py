@@ -23,9 +23,9 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.model.task import Task, checked_task, task_of_model
+from paged_attn.engine.pooling.calls import PoolingCalls
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
-from paged_attn.engine.pooling_calls import PoolingCalls
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import tells_names

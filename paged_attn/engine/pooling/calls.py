@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,14 +16,10 @@ from paged_attn.engine.pooling.texts import Text, pair_tokens, paired
 from paged_attn.engine.requests.pooling_params import PoolingKind, PoolingParams
 from paged_attn.engine.requests.request import Request
 
-if TYPE_CHECKING:
-    from paged_attn.engine.engine import Engine
-
 
 class PoolingCalls:
     """Mixed into `LLM`, which has the engine."""
 
-    engine: Engine
     tokenizer: Any
     _lock: Any
     _step: Callable[[], None]
@@ -59,7 +55,7 @@ class PoolingCalls:
         pooler = self._pooler("embed", heads=False)
         pooler.check_dimensions(dimensions)
         ids = [self._token_ids(prompt) for prompt in self._listed(prompts)]
-        params = pooler.params(self.engine.is_causal, pooling)
+        params = pooler.params(self._own_engine.is_causal, pooling)
         with self._pooled(ids, [params] * len(ids), namespace, priority) as requests:
             rows = [pooler.embedding(request.pooled_row(), normalize, dimensions) for request in requests]
             return [_output(i, EmbeddingValues(row.tolist()), r) for i, (row, r) in enumerate(zip(rows, requests, strict=True))]
@@ -76,7 +72,7 @@ class PoolingCalls:
         """
         pooler = self._pooler("classify", heads=True)
         ids = [self._token_ids(prompt) for prompt in self._listed(prompts)]
-        with self._pooled(ids, [pooler.params(self.engine.is_causal)] * len(ids), namespace, priority) as requests:
+        with self._pooled(ids, [pooler.params(self._own_engine.is_causal)] * len(ids), namespace, priority) as requests:
             logits = pooler.logits([request.pooled_row() for request in requests])
             values = map(ClassValues, pooler.probs(logits).tolist(), logits.tolist())
             return [_output(i, value, request) for i, (value, request) in enumerate(zip(values, requests, strict=True))]
@@ -99,15 +95,19 @@ class PoolingCalls:
             return self._cosines(pooler, pairs, namespace, priority)
         pooler.check_scores()
         tokens = [pair_tokens(self.tokenizer, *pair) for pair in pairs]
-        params = [pooler.params(self.engine.is_causal, token_types=each.token_types) for each in tokens]
+        params = [pooler.params(self._own_engine.is_causal, token_types=each.token_types) for each in tokens]
         with self._pooled([each.ids for each in tokens], params, namespace, priority) as requests:
             scores = pooler.scores(pooler.logits([request.pooled_row() for request in requests])).tolist()
             return [_output(i, ScoreValues(score), r) for i, (score, r) in enumerate(zip(scores, requests, strict=True))]
 
+    @property
+    def _own_engine(self) -> Any:
+        return vars(self)["engine"]
+
     def _cosines(self, pooler: Pooler, pairs: Sequence[tuple[str, str]], namespace: Any, priority: int) -> list[PoolingOutput[ScoreValues]]:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is embedded once
         ids = [self._token_ids(text) for text in texts]
-        with self._pooled(ids, [pooler.params(self.engine.is_causal)] * len(ids), namespace, priority) as requests:
+        with self._pooled(ids, [pooler.params(self._own_engine.is_causal)] * len(ids), namespace, priority) as requests:
             found: dict[str, tuple[Tensor, Request]] = {
                 text: (pooler.embedding(request.pooled_row()), request) for text, request in zip(texts, requests, strict=True)
             }
@@ -121,9 +121,9 @@ class PoolingCalls:
 
     def _pooler(self, call: str, heads: bool | None) -> Pooler:
         """heads: whether a classifier must or must not be there."""
-        pooler: Pooler | None = self.engine.pooler
+        pooler: Pooler | None = self._own_engine.pooler
         if pooler is None:
-            name = type(self.engine.runner.model).__name__
+            name = type(self._own_engine.runner.model).__name__
             raise UnsupportedError(
                 f"{call} needs a model that embeds or classifies, and this LLM of {name} generates: LLM(..., task='embed')"
             )
@@ -142,7 +142,9 @@ class PoolingCalls:
             with self._lock:
                 for index, (tokens, each) in enumerate(zip(ids, params, strict=True)):
                     try:
-                        requests.append(self.engine.add_request(tokens, each, namespace=namespace, priority=priority, text_at_end=True))
+                        requests.append(
+                            self._own_engine.add_request(tokens, each, namespace=namespace, priority=priority, text_at_end=True)
+                        )
                     except (ValueError, TypeError) as error:
                         error.add_note(f"(prompt {index} of {len(ids)})")
                         raise
