@@ -60,6 +60,7 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
             gives_lse=isinstance(site.scores, WrittenScores) and site.scores.lse is not None,
             kv_layer=layer_id if owner is None else owner[0],
             module=site.module,
+            window_ahead=proof.family.ahead,
         )
         dtype = value_of(site.value).dtype if model is None else model_dtype(model)
         traced = [operand_of(source, form) for source in (as_received(site.query, spec.num_q_heads), key, value)]

@@ -11,7 +11,8 @@ class AttentionSpec:
     """One attention layer, as proved from the graph. Token positions count from 0 within each request.
 
     Query i may see key j iff `j <= i` (causal) and `i - sliding_window < j` (Hugging Face's window: i itself counts)
-    and `i // chunk == j // chunk` (Llama 4's chunks). Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`,
+    and `i // chunk == j // chunk` (Llama 4's chunks) and, where it is not causal, `j < i + window_ahead` (ModernBERT).
+    Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`,
     plus `bias[h, i - j]` or `bias[h, j]` where the layer has a table of biases (an operand of the op, like sinks).
 
     Attributes:
@@ -19,7 +20,7 @@ class AttentionSpec:
         qk_head_dim, v_head_dim: last dims of q and k, and of v and the output.
         scale: multiplies q.k.
         causal: False means that a query sees the whole request.
-        sliding_window, chunk, softcap: None where the layer has none.
+        sliding_window, window_ahead, chunk, softcap: None where the layer has none.
         has_sinks: a learned logit per query head joins the softmax's denominator (GPT-OSS).
         alibi_slopes: one slope per query head, or None.
         bias_index: "distance" if a table [q_heads, N] is read at i - j (T5; distances past N - 1 read its last entry), "key" if it is
@@ -44,6 +45,7 @@ class AttentionSpec:
     gives_lse: bool = False
     kv_layer: int = 0
     module: str = ""
+    window_ahead: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
@@ -51,7 +53,7 @@ class AttentionSpec:
                 f"{self.module or 'attention'}: {self.num_q_heads} query heads over {self.num_kv_heads} KV heads; "
                 "the first must be a multiple of the second"
             )
-        for name in ("sliding_window", "chunk"):
+        for name in ("sliding_window", "window_ahead", "chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{self.module or 'attention'}: {name} is {value}; allowed are None and integers >= 1")
@@ -76,8 +78,8 @@ class AttentionSpec:
             dims,
             "causal" if self.causal else "bidirectional",
         ]
-        words += [f"{word} {value:g}" for word, value in
-                  (("window", self.sliding_window), ("chunk", self.chunk), ("softcap", self.softcap)) if value is not None]  # fmt: skip
+        limits = (("window", self.sliding_window), ("window ahead", self.window_ahead), ("chunk", self.chunk), ("softcap", self.softcap))
+        words += [f"{word} {value:g}" for word, value in limits if value is not None]
         words += ["sinks"] * self.has_sinks + ["ALiBi"] * (self.alibi_slopes is not None)
         words += ["log-sum-exp"] * self.gives_lse
         words += [f"bias by {self.bias_index}"] * (self.bias_index is not None)

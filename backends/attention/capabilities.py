@@ -21,6 +21,7 @@ class Feature(enum.Enum):
     ALIBI = "ALiBi"
     POSITION_BIAS = "biases by distance or key"
     BIDIRECTIONAL = "bidirectional attention"
+    WINDOW_AHEAD = "windows of later keys"
     CUSTOM_MASK = "custom mask"
     CROSS = "cross-attention"
     MLA = "multi-head latent attention"
@@ -142,6 +143,7 @@ class Problem:
             Feature.ALIBI: spec.alibi_slopes is not None,
             Feature.POSITION_BIAS: spec.bias_index is not None,
             Feature.BIDIRECTIONAL: not spec.causal,
+            Feature.WINDOW_AHEAD: spec.window_ahead is not None,
             Feature.LSE: spec.gives_lse,
             Feature.UNEQUAL_DIMS: spec.qk_head_dim != spec.v_head_dim,
         }

@@ -33,7 +33,7 @@ class ReferenceBackend(AttentionBackend):
         kv_dtypes=_DTYPES,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.LSE, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
+             Feature.WINDOW_AHEAD, Feature.LSE, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
         ),
         note="the float32 oracle of the tests; slow",
     )  # fmt: skip
@@ -84,5 +84,7 @@ def _sees(spec: AttentionSpec, i: int, j: int) -> bool:
     if spec.causal and j > i:
         return False
     if spec.sliding_window is not None and not i - spec.sliding_window < j:
+        return False
+    if spec.window_ahead is not None and not j < i + spec.window_ahead:
         return False
     return spec.chunk is None or i // spec.chunk == j // spec.chunk

@@ -21,7 +21,7 @@ from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature
 
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
-MaskKey = tuple[bool, int | None, int | None]
+MaskKey = tuple[bool, int | None, int | None, int | None]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_dtypes=_DTYPES,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.LSE, Feature.UNEQUAL_DIMS}
+             Feature.WINDOW_AHEAD, Feature.LSE, Feature.UNEQUAL_DIMS}
         ),
         note="PyTorch operations only",
     )  # fmt: skip
@@ -131,7 +131,7 @@ def _longest_view(length: int, spec: AttentionSpec) -> int:
 
 
 def _decode_gather(plan: Plan, spec: AttentionSpec) -> Gather:
-    cached = plan.decode.get(mask := (spec.causal, spec.sliding_window, spec.chunk))
+    cached = plan.decode.get(mask := (spec.causal, spec.sliding_window, spec.window_ahead, spec.chunk))
     if cached is None:
         last = plan.batch.seq_lens.to(torch.int64)[plan.decode_requests] - 1
         longest = max(_longest_view(length, spec) for length in plan.decode_lens_host)
@@ -146,7 +146,7 @@ def _decode_gather(plan: Plan, spec: AttentionSpec) -> Gather:
 
 
 def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
-    cached = plan.extend.get(key := (request, (spec.causal, spec.sliding_window, spec.chunk)))
+    cached = plan.extend.get(key := (request, (spec.causal, spec.sliding_window, spec.window_ahead, spec.chunk)))
     if cached is None:
         device = plan.batch.slots.device
         end = plan.batch.seq_lens_host[request]
@@ -157,6 +157,8 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
             visible = visible & (seen <= position)
         elif spec.chunk is not None:
             visible = visible & (seen < (position // spec.chunk + 1) * spec.chunk)
+        if spec.window_ahead is not None:
+            visible = visible & (seen < position + spec.window_ahead)
         pages = plan.batch.page_table[request].to(torch.int64)[seen // plan.batch.page_size]
         cached = plan.extend[key] = Gather(
             pages[None], (seen % plan.batch.page_size)[None], seen[None, None, None], visible[None, None], (seen - position)[None, None]

@@ -55,6 +55,8 @@ def _attention(spec: AttentionSpec, query: Tensor, keys: Tensor, values: Tensor,
         hidden = hidden | (j > i)
     if spec.sliding_window is not None:
         hidden = hidden | (j <= i - spec.sliding_window)
+    if spec.window_ahead is not None:
+        hidden = hidden | (j >= i + spec.window_ahead)
     if spec.chunk is not None:
         hidden = hidden | (i // spec.chunk != j // spec.chunk)
     scores = scores.masked_fill(hidden, float("-inf"))

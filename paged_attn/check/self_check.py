@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_attn.calling.body import Body
 from paged_attn.check.compare.against_model import check_against_model, check_rows
 from paged_attn.check.compare.diagnosis import refusal
 from paged_attn.check.compare.later_tokens import check_later_tokens
@@ -99,8 +100,11 @@ def check_served(
 def _num_ids(
     compiled: RewrittenGraph, inputs: GraphInputs, args: Sequence[Any], original: Original, model_logits: Callable[[Tensor], Tensor] | None
 ) -> int:
-    """How many token ids the model has: the vocabulary of its logits if some table has as many rows, else the largest id of the call."""
+    """How many token ids the model has: as a `Body` says; the vocabulary of its logits if some table has as many rows; else the
+    largest id of the call."""
     ids = next(a for a, role in zip(args, compiled.roles, strict=True) if role == "input_ids")
+    if isinstance(compiled.model, Body):
+        return compiled.model.num_ids
     vocabulary = (model_logits or (lambda prompt: original.run(prompt, lambda _, value: value)))(ids.flatten()[:2]).shape[-1]
     has_table = any(isinstance(t, Tensor) and t.dim() == 2 and t.shape[0] == vocabulary for t in inputs.owned)
     return vocabulary if has_table else int(ids.max()) + 1

@@ -14,7 +14,8 @@ from paged_attn.backends.devices import default_device, device_name
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.model.load_options import LoadOptions
-from paged_attn.engine.model.loading import PLAIN, load_model
+from paged_attn.engine.model.loading import PLAIN, checkpoint_task, load_model
+from paged_attn.engine.model.task import Task
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.torchrun import join, num_processes
@@ -57,7 +58,9 @@ class Run:
     numbers: Numbers
 
 
-def load(path: str | Path, dtype: str, device: str | None, config: EngineConfig, options: LoadOptions = PLAIN) -> Loaded:
+def load(
+    path: str | Path, dtype: str, device: str | None, config: EngineConfig, options: LoadOptions = PLAIN, task: Task = "generate"
+) -> Loaded:
     """Load, rewrite and warm up, so that what is timed later is generation only. Under torchrun each process loads its part.
 
     Raises:
@@ -67,11 +70,12 @@ def load(path: str | Path, dtype: str, device: str | None, config: EngineConfig,
     target, sharded = checked_device(device), num_processes() > 1
     if sharded:
         target = join(target)
-    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), target, sharded, options)
+    task, defaults = checkpoint_task(path, task, options)
+    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), target, sharded, options, task)
     loaded = time.perf_counter()
-    llm = LLM(model, tokenizer=tokenizer, config=config)
+    llm = LLM(model, tokenizer=tokenizer, config=config, task=task, embedding_defaults=defaults)
     rewritten = time.perf_counter()
-    llm.generate([[0]], SamplingParams(max_new_tokens=1))
+    llm.run_one_token()
     llm.engine.stats.reset()
     return Loaded(llm, loaded - started, rewritten - loaded, time.perf_counter() - rewritten)
 

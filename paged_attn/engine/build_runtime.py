@@ -16,10 +16,12 @@ from paged_attn.attn_ops.ops.routing import use_route
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.select import Selection, select_for_pool
+from paged_attn.calling.body import Body
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.runners.patched_runner import PatchedRunner
 from paged_attn.engine.runners.runner import Runner
@@ -45,6 +47,8 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             ranks.check_same("the engine's settings", repr(config).encode())
         probe = ProbeSettings(config.backend, config.page_size, config.deterministic)
         if not config.compile:
+            if isinstance(model, Body):
+                raise UnsupportedError(f"{model.name} embeds or classifies, which runs traced alone; leave compile=False out")
             return PatchedRunner(model, options, config.follow_generate, probe)
         use_experts(lambda name: experts_backend(name).forward)
         if only_device(model).type == "cuda" and has_triton():
@@ -68,6 +72,15 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             "tensor parallelism is known for attention alone. Run it whole on each device and share out the requests (data parallel)"
         )
     return runner
+
+
+def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> None:
+    """Raises UnsupportedError where models that embed are not known to run."""
+    if runner.ranks is not None:
+        runner.close()
+        raise UnsupportedError(
+            f"{pooler.body.name} is sharded over {runner.ranks.size} ranks; models that embed or classify run whole on each device"
+        )
 
 
 def ready_to_step(

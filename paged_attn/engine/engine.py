@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import RequestColumns
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.build_runtime import make_runner, ready_to_step
+from paged_attn.engine.build_runtime import make_runner, ready_to_step, refuse_for_pooling
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.generation_config import default_params
@@ -27,7 +28,10 @@ from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.output_processor import OutputProcessor
-from paged_attn.engine.requests.request import FinishReason, Request
+from paged_attn.engine.pooling.pooler import Pooler
+from paged_attn.engine.requests.pooled_rows import PooledRows
+from paged_attn.engine.requests.pooling_params import PoolingParams
+from paged_attn.engine.requests.request import NO_SCORES, FinishReason, Request
 from paged_attn.engine.runners.model_watch import STEPS_BETWEEN, ModelWatch
 from paged_attn.engine.sampling.prompt_scores import PromptScores, score_rows
 from paged_attn.engine.sampling.sampler import Sampler, on_device
@@ -51,11 +55,13 @@ class Engine:
 
     Args:
         model: a Hugging Face causal LM, or any module with forward(input_ids, position_ids); it is left as it was found. Of what
-            torch.compile returned, the model inside.
+            torch.compile returned, the model inside. Of a `Pooler` the engine embeds texts and continues none.
         tokenizer: decodes new tokens to text; None gives empty texts.
         recorder: captures graphs; by default CUDA graphs on a GPU and none elsewhere.
 
     Attributes:
+        pooler: of an engine that embeds; None of one that generates.
+        is_causal: no token sees later ones. Else prompts are computed whole, each in one step, and no prefix is kept.
         overlaps: a step is launched before the tokens of the one before it are known.
         last_scheduled: the requests of the last step that `step` launched or tried to.
 
@@ -67,9 +73,10 @@ class Engine:
 
     @in_plain_modes
     def __init__(
-        self, model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
+        self, model: nn.Module | Pooler, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
-        model = uncompiled(model)
+        self.pooler = model if isinstance(model, Pooler) else None
+        model = model.body if isinstance(model, Pooler) else uncompiled(model)
         cuda = model_device(model).type == "cuda"
         self.config = (config or EngineConfig.from_environment()).resolved(cuda=cuda, has_triton=cuda and has_triton())
         self.tokenizer = tokenizer
@@ -77,12 +84,17 @@ class Engine:
         first = num_threads_to_start(model)
         with num_threads(self.config.threads or first):
             self.runner = make_runner(model, self.config)
+        if self.pooler is not None:
+            refuse_for_pooling(self.runner, self.pooler, self.config)
         traced = time.perf_counter()
         limits = ModelLimits.of(model, self.runner.max_positions)
         defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
         device, layers = self.runner.device, self.runner.layers
+        self.is_causal = all(spec.causal for spec in layers if spec.by_backend)
+        if not self.is_causal:
+            self.config = self.config.with_(prefix_cache=False)
         recurrent = [layer.spec for layer in self.runner.recurrent]
         slots = num_state_slots(self.config, recurrent, device, all(layer.chunks for layer in self.runner.recurrent))
         self.states = StatePool(recurrent, slots.total, device) if recurrent else None
@@ -97,9 +109,11 @@ class Engine:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
         self.input_processor = InputProcessor(
-            limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None, defaults
-        )
-        self.scheduler = Scheduler(self.config, self.kv, score_rows(limits.vocab_size))
+            limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None, defaults,
+            None if self.is_causal else self.config.step_tokens,
+        )  # fmt: skip
+        width = limits.vocab_size if self.pooler is None else self.pooler.body.width
+        self.scheduler = Scheduler(self.config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal)
         every_step = torch.get_num_threads() if self.config.deterministic else None  # another number rounds otherwise
         self.threads = ThreadChoice(self.config.threads or every_step, first) if device.type == "cpu" else None
         self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
@@ -143,7 +157,7 @@ class Engine:
     def add_request(
         self,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         request_id: str | None = None,
         namespace: Hashable = None,
@@ -173,6 +187,7 @@ class Engine:
         if not self.requests:
             self.look_at_model()
         params = SamplingParams() if params is None else params
+        self._refuse_other_task(params, prompt_token_ids)
         arrival = next(self._arrivals)
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
@@ -182,11 +197,22 @@ class Engine:
             priority=priority, text_at_end=text_at_end, kept_tokens=kept_tokens,
         )  # fmt: skip
         self.output_processor.expect(request)
-        if request.max_new_tokens or request.wants_scores:
+        if request.max_new_tokens or request.wants_scores or request.pooled is not None:
             self.scheduler.waiting.append(request)
         else:
             self._nothing_to_do.append(request)
         return request
+
+    def _refuse_other_task(self, params: SamplingParams | PoolingParams, ids: Sequence[int]) -> None:
+        if self.pooler is None and isinstance(params, PoolingParams):
+            raise UnsupportedError(
+                f"this engine of {type(self.runner.model).__name__} generates and has no embeddings; LLM(model, task='embed') embeds"
+            )
+        if self.pooler is not None and not isinstance(params, PoolingParams):
+            does = "embeds texts (llm.embed)" if self.pooler.head is None else "classifies texts (llm.classify)"
+            raise UnsupportedError(f"this engine of {self.pooler.body.name} {does} and continues none; see the task of LLM")
+        if self.pooler is not None and isinstance(params, PoolingParams):
+            self.pooler.check(ids, params.pooling)
 
     def cancel(self, request_id: str) -> bool:
         """End a request now and free all that it holds; False if it is unknown or has finished."""
@@ -272,7 +298,7 @@ class Engine:
             return False
         running, requests = self.scheduler.running, scheduled.requests
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
-        parts, columns = build_step(scheduled, running.rows, running.indices(requests), under_way)
+        parts, columns = build_step(scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None)
         self.last_scheduled = requests
         step = self.steps.prepare(columns)
         before_model = time.perf_counter()
@@ -281,6 +307,7 @@ class Engine:
                 output = self.steps.run(step)
                 self.stats.model_seconds += time.perf_counter() - before_model
                 scores = PromptScores(output.logits, [tokens for _, tokens in parts.scored]) if parts.scored else None
+                pooled = PooledRows(output.logits, [part for _, part in parts.pooled]) if parts.pooled else None
                 chosen = self._choose(output, parts) if parts.sampling else None
         except BaseException:
             with self.kv.advanced_states(requests):
@@ -290,7 +317,7 @@ class Engine:
                     self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers), scores).begin())
+        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers), scores, pooled).begin())
         if self.states is not None:
             for request in requests:
                 self.kv.keep_state(request)

@@ -11,12 +11,16 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.memory.model_limits import ModelLimits
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, TokenDecoder, WholeText
 from paged_attn.engine.requests.marked_decoder import MarkedDecoder
+from paged_attn.engine.requests.pooled_rows import Pooled
+from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.sampling.forbidden import Forbidden, bad_words
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.shown import shown
+
+NO_TOKENS = SamplingParams(temperature=0.0, max_new_tokens=0)
 
 
 @dataclass
@@ -28,6 +32,7 @@ class InputProcessor:
         tokenizer: decodes new tokens to text; None gives empty texts.
         has_states: the model has recurrent state.
         defaults: what requests have that they do not state.
+        whole_tokens: how many tokens a prompt may have that is computed in one step; None where prompts are cut into chunks.
         guides: of what the params ask for.
     """
 
@@ -37,6 +42,7 @@ class InputProcessor:
     tokenizer: Any
     has_states: bool
     defaults: SamplingParams = field(default_factory=SamplingParams)
+    whole_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._bad_words = functools.lru_cache(64)(functools.partial(bad_words, tokenizer=self.tokenizer))
@@ -46,12 +52,12 @@ class InputProcessor:
     def room(self) -> int:
         """Tokens of the longest prompt that model and pool have room for."""
         tokens, limit = self.num_pages * self.page_size, self.limits.max_positions
-        return tokens if limit is None else min(tokens, limit)
+        return min(each for each in (tokens, limit, self.whole_tokens) if each is not None)
 
     def make(
         self,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival: int,
         request_id: str,
@@ -66,12 +72,17 @@ class InputProcessor:
         hash((namespace, tenant))
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise TypeError(f"priority is {shown(priority)}; allowed are whole numbers: a lower one is more urgent, 0 is usual")
+        pooled = None
+        if isinstance(params, PoolingParams):
+            pooled, params = Pooled(params), NO_TOKENS
         params = params.over(self.defaults)
         if params.n != 1:
             raise ValueError(f"n: got {params.n}; allowed: 1 for a request of the engine; LLM.generate makes one for each of n answers")
         only_scores = params.prompt_logprobs is not None and not params.max_new_tokens
         ids = self.limits.checked_prompt(prompt_token_ids, more=int(only_scores))
         tokens = ids[:-1] if only_scores and len(ids) > 1 else list(ids)  # nothing follows from the last one
+        if pooled is not None:
+            tokens = self._with_types(ids, pooled.params.token_types)
         max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)
         self._check_fits(len(tokens), max_new)
         stop = _union(params.stop_token_ids, frozenset() if params.ignore_eos else self.limits.eos_token_ids)
@@ -85,14 +96,27 @@ class InputProcessor:
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
             sampling=SamplingState(params, tokens, guide, forbidden), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
-            prompt=prompt, priority=priority,
+            prompt=prompt, priority=priority, pooled=pooled,
         )  # fmt: skip
         request.skips_host_work = text_at_end and params.logprobs is None and not self.has_states and guide is None
         return request
 
+    def _with_types(self, ids: list[int], types: Sequence[int] | None) -> list[int]:
+        """Ids as a `Body` reads them."""
+        if types is None or not any(types):
+            return list(ids)
+        vocab = self.limits.vocab_size
+        assert vocab is not None and len(types) == len(ids)
+        return [token + vocab * kind for token, kind in zip(ids, types, strict=True)]
+
     def _check_fits(self, prompt: int, new: int) -> None:
         # The last new token is sampled but never attended to, so that its KV needs no slot.
         total, size = prompt + max(new - 1, 0), self.page_size
+        if self.whole_tokens is not None and prompt > self.whole_tokens:
+            raise UnsupportedError(
+                f"the prompt has {prompt} tokens; the model reads a text in both directions, so that all of it is computed in one step, "
+                f"and a step has {self.whole_tokens}. Raise max_batch_tokens, or shorten the prompt."
+            )
         needed = -(-total // size)
         if needed > self.num_pages:
             raise UnsupportedError(

@@ -22,6 +22,10 @@ from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.load_options import LoadOptions
+from paged_attn.engine.model.task import Task, checked_task, task_of_model
+from paged_attn.engine.pooling.calls import PoolingCalls
+from paged_attn.engine.pooling.pooler import Pooler
+from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import tells_names
@@ -33,16 +37,19 @@ Prompt = str | Sequence[int]
 Params: TypeAlias = "SamplingParams | GenerationConfig"
 
 
-class LLM:
+class LLM(PoolingCalls):
     """Serve a Hugging Face causal LM with paged KV, prefix sharing and continuous batching.
 
     Args:
         model: a loaded model (any dtype; left as it was found), a directory, a GGUF file, or a hub id. Of a model that reads images, too,
             the text is served. A compiled model counts as the model inside.
         tokenizer: for a loaded model, if prompts or stops are text; a path loads its own. It may be a path, too.
+        task: "generate", "embed" or "classify"; "auto": as the checkpoint says: sequence-classification heads classify, encoders (BERT)
+            and folders of sentence-transformers embed, all others generate.
         dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
         revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
+        embedding_defaults: how a model that embeds does so unless a call says otherwise; of a path as its folder says.
         progress: bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
 
     Raises:
@@ -57,6 +64,7 @@ class LLM:
         model: nn.Module | str | Path,
         *,
         tokenizer: Any = None,
+        task: Task = "auto",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         revision: str | None = None,
@@ -65,6 +73,7 @@ class LLM:
         quantization_config: Any = None,
         config: EngineConfig | None = None,
         progress: bool | None = None,
+        embedding_defaults: EmbeddingDefaults | None = None,
         **settings: Any,
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
@@ -73,6 +82,8 @@ class LLM:
             raise TypeError(f"model is a {type(model).__name__}; allowed are a loaded model, a directory or a hub id")
         config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
         own = tokenizer if isinstance(tokenizer, (str, Path)) else None
+        task = checked_task(task)
+        defaults = embedding_defaults
         options = LoadOptions(own, revision, trust_remote_code, gguf_file, quantization_config)
         if isinstance(model, nn.Module):
             if dtype is not None or device is not None:
@@ -81,9 +92,11 @@ class LLM:
                 raise ValueError(f"{given[0]} is for loading from a path; give it to the from_pretrained that loads the model")
         with showing(progress):
             if isinstance(model, (str, Path)):
-                from paged_attn.engine.model.loading import load_model
+                from paged_attn.engine.model.loading import checkpoint_task, load_model
 
-                model, loaded_tokenizer = load_model(model, dtype, device, options=options)
+                task, found = checkpoint_task(model, task, options)
+                defaults = defaults or found
+                model, loaded_tokenizer = load_model(model, dtype, device, options=options, task=task)
                 tokenizer = loaded_tokenizer if tokenizer is None or own is not None else tokenizer
             elif own is not None:
                 from paged_attn.engine.model.loading import load_tokenizer
@@ -91,7 +104,8 @@ class LLM:
                 tokenizer = load_tokenizer(own, options)
             assert isinstance(model, nn.Module)
             self.tokenizer = tokenizer
-            self.engine = Engine(model, tokenizer, config)
+            task = task_of_model(model) if task == "auto" else task
+            self.engine = Engine(model if task == "generate" else Pooler.of(model, task, defaults), tokenizer, config)
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
 
@@ -254,6 +268,16 @@ class LLM:
         with self._lock:
             return 0 if self.engine.kv.tree is None else self.engine.kv.tree.clear()
 
+    def run_one_token(self) -> None:
+        """Warm up."""
+        pooler = self.engine.pooler
+        if pooler is None:
+            self.generate([[0]], SamplingParams(max_new_tokens=1))
+        elif pooler.head is None:
+            self.embed([[pooler.some_id]])
+        else:
+            self.classify([[pooler.some_id]])
+
     def close(self) -> None:
         """Cancel what runs and free the KV pages and graphs. The object can be used again, uncaptured; with compile=False it can not, as
         the model is given back unhooked."""
@@ -332,7 +356,7 @@ class LLM:
             raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
         return taken
 
-    def _token_ids(self, prompt: Prompt, is_chat: bool) -> Sequence[int]:
+    def _token_ids(self, prompt: Prompt, is_chat: bool = False) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -358,6 +382,10 @@ class LLM:
             for request in requests:
                 self.engine.cancel(request.id)
                 self._inboxes.pop(request.id, None)
+
+    @staticmethod
+    def _listed(prompts: Any) -> list[Prompt]:
+        return _as_list(prompts)
 
     @staticmethod
     def _raise_errors(requests: list[Request]) -> None:

@@ -62,6 +62,9 @@ class OutputProcessor:
                         pending(self._fail(request))
                     else:
                         request.add_scores(scored)
+            for request, part, row in in_flight.pooled():
+                if request.finish_reason is None and request.pooled is not None:
+                    request.pooled.add(part, row)
             for request, end, token_id, known, goes_on in in_flight.results():
                 if request.finish_reason is not None:
                     request.drop_pending_token()  # it ended while this step ran
@@ -82,7 +85,7 @@ class OutputProcessor:
     def accept(self, request: Request, token: SampledToken) -> TokenEvent:
         """Take in a token with all that it may mean."""
         token_id, detokenizer = token.token_id, request.detokenizer
-        if not request.max_new_tokens:  # it was to be scored, and that is done
+        if not request.max_new_tokens:  # it was to be scored or embedded, and that is done
             self.stats.cached_tokens += request.cached_tokens
             request.drop_pending_token()
             return self._finish(request, FinishReason.LENGTH)

@@ -87,4 +87,6 @@ def _says(family: MaskFamily, query: Tensor, key: Tensor) -> Tensor:
     seen = key <= query if family.causal else torch.ones_like(query, dtype=torch.bool)
     if family.window is not None:
         seen = seen & (query - family.window < key)
+    if family.ahead is not None:
+        seen = seen & (key < query + family.ahead)
     return seen & (query // family.chunk == key // family.chunk) if family.chunk is not None else seen

@@ -13,11 +13,12 @@ BoolMatrix = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class MaskFamily:
-    """`j <= i` if causal, and `i - window < j`, and `i // chunk == j // chunk`."""
+    """`j <= i` if causal, and `i - window < j`, and `i // chunk == j // chunk`, and `j < i + ahead`, which a causal one has no use for."""
 
     causal: bool
     window: int | None = None
     chunk: int | None = None
+    ahead: int | None = None
 
     def matrix(self, length: int) -> BoolMatrix:
         """[length, length], True where query i (row) sees key j."""
@@ -27,11 +28,14 @@ class MaskFamily:
             seen = seen & (i - self.window < j)
         if self.chunk is not None:
             seen = seen & (i // self.chunk == j // self.chunk)
+        if self.ahead is not None:
+            seen = seen & (j < i + self.ahead)
         return seen
 
     def describe(self) -> str:
         words = ["causal" if self.causal else "bidirectional"]
-        words += [f"{name} {value}" for name, value in (("window", self.window), ("chunk", self.chunk)) if value is not None]
+        limits = (("window", self.window), ("window ahead", self.ahead), ("chunk", self.chunk))
+        words += [f"{name} {value}" for name, value in limits if value is not None]
         return " & ".join(words)
 
 
@@ -47,12 +51,14 @@ def match_family(mask: BoolMatrix) -> MaskFamily | None:
     longest_view = int((index - first).max()) + 1
     own_start = np.flatnonzero((first == index) & (index > 0))
     window = longest_view if longest_view < length else None
+    ahead = int((length - mask[:, ::-1].argmax(axis=1) - index).max())  # of the last seen key, and one more
     chunk = int(own_start[0]) if len(own_start) else None
     for family in (
         MaskFamily(True),
         MaskFamily(True, window=window),
         MaskFamily(True, chunk=chunk),
         MaskFamily(True, window, chunk),
+        *([MaskFamily(False, window, ahead=ahead)] if window is not None and ahead < length else []),
     ):
         if np.array_equal(family.matrix(length), mask):
             return family

@@ -129,12 +129,14 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
             )
         return fits.pop()
 
-    return MaskFamily(first.causal, limit("window"), limit("chunk"))
+    return MaskFamily(first.causal, limit("window"), limit("chunk"), limit("ahead"))
 
 
 def _direct_length(probe: MaskProbe, family: MaskFamily) -> int:
     longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
-    length = max((limit + 97 for limit in (family.window, family.chunk) if limit is not None and limit + 97 <= longest), default=0)
+    length = max(
+        (limit + 97 for limit in (family.window, family.chunk, family.ahead) if limit is not None and limit + 97 <= longest), default=0
+    )
     return min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT)
 
 
@@ -143,7 +145,7 @@ def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None
 
     A bias has numbers of its own (T5's 128): those are shown by the direct probe, which is more than twice as long.
     """
-    limits = [limit for limit in (family.window, family.chunk) if limit is not None]
+    limits = [limit for limit in (family.window, family.chunk, family.ahead) if limit is not None]
     shown = len(direct.visible) // 2 if direct.bias is not None else 0
     limits += probe.literals if probe.scales is LIMITS else []
     unexplained = [literal for literal in probe.literals if literal > shown and not any(abs(limit - literal) <= 2 for limit in limits)]
@@ -217,5 +219,6 @@ def unproved(where: str, mask: BoolMatrix, why: str) -> UnsupportedError:
     """The error for a mask that no proof covers; it prints the mask."""
     return UnsupportedError(
         f"{where}: its attention mask can not be proved: {why}. Its first rows (query = line, key = column):\n{draw(mask)}\n"
-        "Known families: causal, sliding window, chunk, their intersections, and bidirectional. Run this model uncompiled, or report it."
+        "Known families: causal, sliding window, chunk, their intersections, and bidirectional, with a window or without. "
+        "Run this model uncompiled, or report it."
     )

@@ -191,10 +191,10 @@ def test_other_kinds_are_told_what_they_are(name: str, head: str, settings: dict
     model = getattr(transformers, head)(AutoConfig.for_model(name, **small)).eval()
     for compiled in (True, False):
         with pytest.raises(UnsupportedError, match=f"{head} is {what}"):
-            LLM(model, compile=compiled)
+            LLM(model, task="generate", compile=compiled)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=f"holds a {head}, which is {what}"):
-        LLM(tmp_path)
+        LLM(tmp_path, task="generate")
 
 
 def test_no_head_is_made_up(tmp_path: Path) -> None:

@@ -128,7 +128,9 @@ def test_other_models_routes_and_methods(running: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'a/b'"):
         running.client.models.retrieve("a/b")
     assert post(running, "/v1/completions", {"model": "\ud800", "prompt": "a"})[0] == 404
-    assert post(running, "/v1/embeddings", {"model": MODEL})[0] == 404
+    assert post(running, "/v1/images", {"model": MODEL})[0] == 404
+    status, error = post(running, "/v1/embeddings", {"input": "a"})
+    assert status == 400 and "generates and has no embeddings; serve it with --task embed" in error["message"]
     reply = running.http.get("/v1/completions")
     assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
 

@@ -61,7 +61,7 @@ def check_windows(served: Served, attention: Attention, truth: Truth, noise: Noi
 
 def tokens_to_show(spec: AttentionSpec) -> int:
     """How many tokens show where the window and the chunk of a layer end; 0 for a layer without."""
-    end = max(spec.sliding_window or 0, spec.chunk or 0)
+    end = max(spec.sliding_window or 0, spec.window_ahead or 0, spec.chunk or 0)
     return end + BEYOND if end else 0
 
 
@@ -104,7 +104,8 @@ def _check(served: Served, attention: Attention, truth: Truth, noise: Noise, lay
 def attend_in_steps(
     spec: AttentionSpec, given: dict[str, Tensor], chosen: Tensor, kv_dtype: torch.dtype, settings: ProbeSettings
 ) -> Tensor:
-    """The paged op on these rows [T] of its operands as one request, in two chunks and a decode step: [T, heads, v_dim]."""
+    """The paged op on these rows [T] of its operands as one request, in two chunks and a decode step, or whole if they see later ones:
+    [T, heads, v_dim]."""
     rows = [given[name][chosen] for name in ("query", "key", "value")]
     more = {name: given[name] for name in ("sinks", "bias") if name in given}
     tokens, page_size = len(chosen), settings.page_size
@@ -113,7 +114,9 @@ def attend_in_steps(
     pool.storage.fill_(float("nan"))
     backend = select_for_pool(settings.backend, pool, deterministic=settings.deterministic).backend
     table, results = list(range(pages + 1, 1, -1)), []
-    for start, end in ((0, tokens // 2), (tokens // 2, tokens - 1), (tokens - 1, tokens)):
+    halves = ((0, tokens // 2), (tokens // 2, tokens - 1), (tokens - 1, tokens))
+    parts = halves if spec.causal else ((0, tokens),)
+    for start, end in parts:
         batch = Batch.build([BatchRequest([1] * (end - start), table, start)], page_size, chosen.device)
         padded = [torch.cat([each[start:end], each[:1].expand(batch.num_rows - end + start, -1, -1)]) for each in rows]
         output = padded[0].new_empty((batch.num_rows, spec.num_q_heads, spec.v_head_dim))

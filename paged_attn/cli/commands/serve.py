@@ -26,6 +26,7 @@ from paged_attn.cli.options import (
 )
 from paged_attn.cli.serve_options import add_server_options, server_settings
 from paged_attn.engine.model.model_path import checked_model_path
+from paged_attn.engine.model.task import TASKS
 from paged_attn.parallel.torchrun import is_first, num_processes
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's routes", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
+    parser.add_argument("--task", default="auto", choices=TASKS, help="what the model is for (default: as the checkpoint says)")
     add_common(parser)
     add_server_options(parser)
     add_device_options(parser, dtype="auto")
@@ -113,7 +115,7 @@ def _follow(args: argparse.Namespace, config: EngineConfig) -> int:
 def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
     from paged_attn.cli.job import load, where_it_runs
 
-    llm = load(args.model, args.dtype, args.device, config, load_options(args)).llm
+    llm = load(args.model, args.dtype, args.device, config, load_options(args), args.task).llm
     use_template(llm, args.chat_template)
     print(where_it_runs(llm), file=sys.stderr, flush=True)
     gc.collect()

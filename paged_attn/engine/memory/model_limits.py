@@ -14,6 +14,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import page_elements
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, slot_bytes
+from paged_attn.calling.body import Body
 from paged_attn.engine.config import EngineConfig
 from paged_attn.passes.fx.model_facts import max_positions, text_config
 from paged_attn.shown import shown
@@ -37,6 +38,9 @@ class ModelLimits:
     def of(cls, model: Any, positions: int | None = None) -> ModelLimits:
         """`positions`: the limit that the model's graph shows, config included; without it the config's alone."""
         text = text_config(model)
+        if isinstance(model, Body):
+            limits = [limit for limit in (model.longest, positions) if limit is not None]
+            return cls(model.vocab_size, min(limits, default=None), frozenset())
         embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         vocab = getattr(embeddings, "num_embeddings", None) or getattr(text, "vocab_size", None)
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

@@ -10,7 +10,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.fx.model_facts import text_config
 
 ENCODER_DECODER = "is an encoder-decoder: what it says next depends on states of another text, which no page of this one's KV holds"
-ENCODER = "is an encoder, which reads a text in both directions: it gives embeddings or masked words, and no next token"
+ENCODER = "is an encoder, which reads a text in both directions: it gives embeddings (task='embed') or masked words, and no next token"
 READS_BOTH_WAYS = (
     "reads a prompt in both directions (use_bidirectional_attention in the config of its text model): the KV of each token depends on the "
     "whole prompt, so that no chunk of it can be computed alone and no prefix shared"

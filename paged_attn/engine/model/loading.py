@@ -18,6 +18,8 @@ from paged_attn.capture.graphs.progress import asked, bar
 from paged_attn.engine.model.auto_class import auto_class
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.model.model_path import checked_model_path, split_gguf
+from paged_attn.engine.model.task import Task, task_of_config
+from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, embedding_defaults, has_modules
 from paged_attn.parallel.plan import plan_of
 
 PLAIN = LoadOptions()
@@ -29,6 +31,7 @@ def load_model(
     device: torch.device | str | None,
     sharded: bool = False,
     options: LoadOptions = PLAIN,
+    task: Task = "generate",
 ) -> tuple[Any, Any]:
     """(model in evaluation mode, tokenizer or None if the checkpoint has none). Nothing is asked on stdin.
 
@@ -37,6 +40,7 @@ def load_model(
         dtype: None is the checkpoint's own.
         device: None is `default_device()`.
         sharded: read what the model's `tp_plan` gives to this rank of the process group, and no more.
+        task: as `checkpoint_task` says: which head is read.
 
     Raises:
         ValueError: nothing loadable is there; the message holds transformers' own words. Or it can not be sharded.
@@ -47,7 +51,7 @@ def load_model(
     device = default_device() if device is None else torch.device(device)
     with bar(total=3, what=f"loading {Path(gguf or name).name}", unit="part") as shown:
         shown.set_postfix_str("weights")
-        model = _model(name, gguf, dtype, device, sharded, options)
+        model = _model(name, gguf, dtype, device, sharded, options, task)
         if sharded and plan_of(model) is None:
             raise ValueError(f"{type(model).__name__} has no tensor-parallel plan; run it in one process, without torchrun")
         model.eval()
@@ -78,7 +82,9 @@ def load_tokenizer(path: str | Path, options: LoadOptions = PLAIN) -> Any:
     return _tokenizer(str(folder) if folder.is_dir() else name, None, options)
 
 
-def _model(name: str, gguf: str | None, dtype: torch.dtype | None, device: torch.device, sharded: bool, options: LoadOptions) -> Any:
+def _model(
+    name: str, gguf: str | None, dtype: torch.dtype | None, device: torch.device, sharded: bool, options: LoadOptions, task: Task
+) -> Any:
     from transformers import AutoConfig
 
     where = _where(gguf, options)
@@ -89,9 +95,12 @@ def _model(name: str, gguf: str | None, dtype: torch.dtype | None, device: torch
     try:
         with _their_bars():
             config = AutoConfig.from_pretrained(name, **where)
-            auto = auto_class(config, name)
+            auto = auto_class(config, name) if task == "generate" else _auto_class_of(task)
             model, info = auto.from_pretrained(name, dtype=dtype or "auto", output_loading_info=True, **where, **more)
-            _refuse_random_head(model, info["missing_keys"], config, name)
+            if task == "generate":
+                _refuse_random_head(model, info["missing_keys"], config, name)
+            else:
+                _refuse_random_weights(info["missing_keys"], config, name, task)
             return model
     except UnsupportedError:
         raise
@@ -104,6 +113,44 @@ def _model(name: str, gguf: str | None, dtype: torch.dtype | None, device: torch
         raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
 
 
+def checkpoint_task(path: str | Path, task: Task, options: LoadOptions = PLAIN) -> tuple[Task, EmbeddingDefaults | None]:
+    """What a checkpoint is for, if `task` is "auto", and how it embeds, if its folder says so.
+
+    Raises:
+        ValueError: nothing loadable is there.
+        UnsupportedError: it embeds in a way that is not known.
+    """
+    path, gguf = split_gguf(path, options.gguf_file)
+    name = checked_model_path(path, gguf)
+    if task in ("generate", "classify") or gguf is not None:
+        return ("generate" if task == "auto" else task), None
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name, **_where(gguf, options))
+    except (OSError, ValueError, ImportError):
+        return ("generate" if task == "auto" else task), None  # `load_model` says what is wrong
+    found = task_of_config(config, has_modules(name, options.revision)) if task == "auto" else task
+    return found, embedding_defaults(name, options.revision) if found == "embed" else None
+
+
+def _auto_class_of(task: Task) -> Any:
+    import transformers
+
+    return transformers.AutoModel if task == "embed" else transformers.AutoModelForSequenceClassification
+
+
+def _refuse_random_weights(missing: Collection[str], config: Any, name: str, task: Task) -> None:
+    """Raises UnsupportedError for a checkpoint that lacks weights, in whose place transformers puts random numbers."""
+    needed = [path for path in missing if task == "classify" or not path.startswith("pooler.")]  # of which no hidden state depends
+    if needed:
+        held = (getattr(config, "architectures", None) or ["a model"])[0]
+        does = "embeds" if task == "embed" else "classifies"
+        raise UnsupportedError(
+            f"{name!r} holds {held} and no weights of {sorted(needed)[0]}: it is no model that {does}. Nothing is made up in its place"
+        )
+
+
 def _refuse_random_head(model: Any, missing: Collection[str], config: Any, name: str) -> None:
     """Raises UnsupportedError for a checkpoint without a language-model head, in whose place transformers puts random numbers."""
     head = model.get_output_embeddings()
@@ -112,7 +159,7 @@ def _refuse_random_head(model: Any, missing: Collection[str], config: Any, name:
         held = (getattr(config, "architectures", None) or ["a model"])[0]
         raise UnsupportedError(
             f"{name!r} holds {held} and no weights of {of_head[0]}: without a language-model head (an embedding model, a classifier) there "
-            "is nothing to choose tokens by. Nothing is made up in its place"
+            "is nothing to choose tokens by. Nothing is made up in its place; LLM(..., task='embed') embeds with it"
         )
 
 

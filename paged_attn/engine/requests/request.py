@@ -7,7 +7,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, WholeText
+from paged_attn.engine.requests.pooled_rows import Pooled
 from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.sampling.sampler_output import SampledToken
 from paged_attn.engine.sampling.sampling_state import SamplingState
@@ -54,7 +57,8 @@ class Request:
         skips_host_work: 1 if a token is only one more token while it goes on: no text to decode at once, no log-probability, no
             state.
         is_argmax_only: 1 if `sampling` is.
-        scores_from: the first of `tokens` whose logits are still wanted to score the one after it; NO_SCORES if none is.
+        scores_from: the first of `tokens` whose logits are still wanted to score the one after it, or whose hidden state is wanted to the
+            end; NO_SCORES if none is.
         future_row: where the device has the last chosen token (see `FutureTokens`).
         produced_by: the number of the step that chose it; 0 before there is one.
         rows, row: where its numbers and pages lie.
@@ -68,6 +72,7 @@ class Request:
         known: its new tokens with their log-probabilities, if the params ask for these.
         scored: likewise its prompt's tokens from `first_scored` on, as far as their scores have come.
         index, answer: which prompt of the call it is for, and which of the answers to it.
+        pooled: what has come of its hidden states, if it is embedded and not continued.
     """
 
     id: str
@@ -97,6 +102,7 @@ class Request:
     error: Exception | None = None
     index: int = 0
     answer: int = 0
+    pooled: Pooled | None = None
 
     num_cached = _InRow()
     num_tokens = _InRow()
@@ -115,7 +121,10 @@ class Request:
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.is_argmax_only = int(self.sampling.is_argmax_only)
         self.scores_from = NO_SCORES
-        self.add_scores(())
+        if self.pooled is not None and self.pooled.params.wants_all_rows:
+            self.scores_from = 0
+        else:
+            self.add_scores(())
 
     def move_to(self, rows: RequestRows) -> None:
         """Keep numbers and pages in a row of another place from now on."""
@@ -142,6 +151,21 @@ class Request:
 
     def clear_pages(self) -> None:
         self.rows.clear_pages(self.row)
+
+    def pooled_row(self) -> Tensor:
+        """[W] float32 of a request that was embedded and has ended.
+
+        Raises:
+            ValueError: the model gave NaN or infinite hidden states.
+        """
+        assert self.pooled is not None
+        row = self.pooled.result(len(self.prompt_token_ids))
+        if not row.isfinite().all():
+            raise ValueError(
+                f"the model gave NaN or infinite hidden states for request {self.id!r}; check the weights, or run the model in bfloat16 or "
+                "float32 if it is in float16"
+            )
+        return row
 
     @property
     def first_scored(self) -> int:

@@ -16,6 +16,7 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
+from paged_attn.calling.body import Body
 from paged_attn.calling.call_signature import plain_inputs, positions_are_optional, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.capture.inductor.pdl import pdl
@@ -43,7 +44,8 @@ class ModelRunner:
     """Runs ragged batches through a model, which stays as it was.
 
     Args:
-        model: takes token ids [1, T], as input_ids or as its first parameter, and position_ids or not; on one device.
+        model: takes token ids [1, T], as input_ids or as its first parameter, and position_ids or not; on one device. Of a `Body`, which
+            may attend in both directions, the logits are hidden states.
         follow_generate: what the model computes with position_ids 0, 1, ... is the truth, and not what it computes without any.
         probe: with which backend and pages the self-check runs.
 
@@ -63,7 +65,7 @@ class ModelRunner:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
             self.dtype = model_dtype(model)
-            num_ids = check_output(model)
+            num_ids = model.num_ids if isinstance(model, Body) else check_output(model)
             try:
                 with pdl(options.pdl):
                     self._capture_as_it_counts(options)
@@ -136,7 +138,8 @@ class ModelRunner:
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
             raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
-        if acausal := [spec.module for spec in self.compiled.specs if not spec.causal]:
+        acausal = [spec.module for spec in self.compiled.specs if not spec.causal]
+        if acausal and not isinstance(self.model, Body):
             raise UnsupportedError(
                 f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
                 "this model can not generate token by token"

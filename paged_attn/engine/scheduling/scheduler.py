@@ -25,13 +25,14 @@ class Scheduler:
 
     Args:
         score_rows: tokens of scored prompts in a step at most; each has a row of logits.
+        whole_prompts: no prompt is cut into chunks; none is longer than a step.
 
     Attributes:
         wants_drain: the next `schedule` can do more if all steps are collected before it.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVManager, score_rows: int = NO_SCORES) -> None:
-        self.config, self.kv, self.score_rows = config, kv, score_rows
+    def __init__(self, config: EngineConfig, kv: KVManager, score_rows: int = NO_SCORES, whole_prompts: bool = False) -> None:
+        self.config, self.kv, self.score_rows, self.whole_prompts = config, kv, score_rows, whole_prompts
         self.waiting = WaitingQueue(policy_maker(config.policy, kv))
         self.running = RunningSet(config.max_requests)
         self.stats = SchedulerStats()
@@ -127,6 +128,8 @@ class Scheduler:
                 self.wants_drain = True
                 return
             if request.wants_scores and plan.score_budget <= 0:
+                return
+            if self.whole_prompts and len(request.tokens) > plan.budget:
                 return
             if self._blocked == (request, self.kv.version):
                 return

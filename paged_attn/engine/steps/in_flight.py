@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paged_attn.attn_ops.batch.requests import RequestColumns
+from paged_attn.engine.requests.pooled_rows import PooledPart, PooledRows
 from paged_attn.engine.requests.request import NO_SCORES, Request
 from paged_attn.engine.requests.request_rows import RequestRows
 from paged_attn.engine.sampling.prompt_scores import PromptScores, ScoredTokens
@@ -21,6 +23,7 @@ from paged_attn.engine.steps.future_tokens import future_token
 NONE_UNDER_WAY = -1
 
 StepResult = tuple[Request, int, int, SampledToken | None, bool]
+PooledResult = tuple[Request, PooledPart, Tensor]
 ScoreResult = tuple[Request, list[SampledToken] | None]
 
 
@@ -31,7 +34,7 @@ class StepLayout(NamedTuple):
     rows in `rows`, while the step is launched. `states`: of those sampling that are no mere argmax, by their index among them. Of the
     tokens `num_of_prompts` are of requests for which nothing was chosen yet.
     `scored`: requests whose prompts get scores, and which. Only where there are any, `sample_rows` [sampling] says which rows of logits
-    those sampling have; otherwise all rows are theirs.
+    those sampling have; otherwise all rows are theirs. `pooled`: requests whose rows are wanted themselves, and which.
     """
 
     requests: list[Request]
@@ -45,11 +48,14 @@ class StepLayout(NamedTuple):
     num_of_prompts: int
     scored: Sequence[tuple[Request, ScoredTokens]] = ()
     sample_rows: NDArray[np.int64] | None = None
+    pooled: Sequence[tuple[Request, PooledPart]] = ()
 
 
-def build_step(step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64], under_way: int) -> tuple[StepLayout, RequestColumns]:
+def build_step(
+    step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64], under_way: int, pools: bool = False
+) -> tuple[StepLayout, RequestColumns]:
     """What each request's share of a step is, and what the batch is made of; the requests are at `indices` [requests] in `rows`, and the
-    host has all tokens but those of the step that is `under_way` (its number)."""
+    host has all tokens but those of the step that is `under_way` (its number). With `pools` the requests are embedded."""
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[indices]
     ends = starts + counts
@@ -71,11 +77,29 @@ def build_step(step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64
     others = (rows.is_argmax_only[indices[picked]] == 0).nonzero()[0].tolist()
     states = {row: sampling[row].sampling for row in others}
     layout = StepLayout(requests, rows, indices, starts, ends, sampling, picked, states, num_of_prompts)
-    if (wanted < NO_SCORES).any():
-        past = num_logits.cumsum()
-        scored = _scored(requests, np.maximum(starts, wanted), ends, past - num_logits)
-        layout = layout._replace(scored=scored, sample_rows=past[picked] - 1)
+    past = num_logits.cumsum() if pools or (wanted < NO_SCORES).any() else None
+    if past is not None:
+        firsts, first_rows = np.maximum(starts, wanted), past - num_logits
+        if pools:
+            layout = layout._replace(pooled=_pooled(requests, starts, ends, samples, first_rows))
+        else:
+            layout = layout._replace(scored=_scored(requests, firsts, ends, first_rows))
+        layout = layout._replace(sample_rows=past[picked] - 1)
     return layout, columns
+
+
+def _pooled(
+    requests: Sequence[Request], starts: NDArray[np.int64], ends: NDArray[np.int64], samples: NDArray[np.bool_], rows: NDArray[np.int64]
+) -> list[tuple[Request, PooledPart]]:
+    """Of requests that are embedded what this step adds: of "last" the end, of "cls" the beginning."""
+    parts = []
+    columns = zip(requests, starts.tolist(), ends.tolist(), samples.tolist(), rows.tolist(), strict=True)
+    for request, start, end, is_last, row in columns:
+        assert request.pooled is not None
+        pooling = request.pooled.params.pooling
+        if pooling == "mean" or (is_last if pooling == "last" else start == 0):
+            parts.append((request, PooledPart(pooling, row, start, end)))
+    return parts
 
 
 def _scored(
@@ -114,16 +138,24 @@ class InFlightStep:
     Args:
         chosen: a row for each part that samples, in order; None if none does.
         number: above 0, and that of no other in_flight.
-        scores: of `parts.scored`; None if that is empty.
+        scores, pooled: of `parts.scored` and `parts.pooled`; None if that is empty.
     """
 
-    def __init__(self, parts: StepLayout, chosen: SamplerOutput | None, number: int, scores: PromptScores | None = None) -> None:
+    def __init__(
+        self,
+        parts: StepLayout,
+        chosen: SamplerOutput | None,
+        number: int,
+        scores: PromptScores | None = None,
+        pooled: PooledRows | None = None,
+    ) -> None:
         self.number = number
-        self.chosen, self.prompt_scores = chosen, scores
+        self.chosen, self.prompt_scores, self.pooled_rows = chosen, scores, pooled
         self.parts = parts
         self.requests = parts.requests
         self._results: Iterator[StepResult] | None = None
         self._scores: Iterator[ScoreResult] = iter(())
+        self._pooled: Iterator[PooledResult] = iter(())
         self._goes_on: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
     def begin(self) -> InFlightStep:
@@ -145,6 +177,9 @@ class InFlightStep:
             tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([], [])
             if self.prompt_scores is not None:
                 self._scores = zip((request for request, _ in self.parts.scored), self.prompt_scores.wait(), strict=True)
+            if self.pooled_rows is not None:
+                rows = self.pooled_rows.wait()
+                self._pooled = ((request, *row) for (request, _), row in zip(self.parts.pooled, rows, strict=True))
             ends = self.parts.ends[self.parts.samples]
             self._results = zip(self.parts.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
 
@@ -165,6 +200,11 @@ class InFlightStep:
         """Each request whose prompt got scores, once as above; with it the scored tokens, None where logits were not finite."""
         self.wait()
         return self._scores
+
+    def pooled(self) -> Iterator[PooledResult]:
+        """Each request whose hidden states are wanted, once as above; with it what the step adds: the part and its row [W] float32."""
+        self.wait()
+        return self._pooled
 
     def rollback(self) -> list[Request]:
         """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""

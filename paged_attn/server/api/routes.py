@@ -39,13 +39,13 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model(_state(request))]})
+    return JSONResponse({"object": "list", "data": [_model(state_of(request))]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
-    state = _state(request)
-    _check_model(state, name)
+    state = state_of(request)
+    check_model(state, name)
     return JSONResponse(_model(state))
 
 
@@ -53,8 +53,8 @@ async def model(request: Request, name: str) -> Response:
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete one or several prompts."""
     state, engine, texts = _ready(request, body)
-    _check_count(len(listed(body.prompt)) * body.num_answers, engine, state)
-    return await _answer(request, body, lambda: texts.prompts(body.prompt, _caller(request).tenant), CompletionReply)
+    check_count(len(listed(body.prompt)) * body.num_answers, engine, state)
+    return await _answer(request, body, lambda: texts.prompts(body.prompt, caller_of(request).tenant), CompletionReply)
 
 
 @router.post(CHATS, responses=ANSWERS)
@@ -64,7 +64,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     chat, guide = body.chat_request(state.settings.tool_parser, state.settings.reasoning_parser), body.wanted_guide()
 
     async def prompts() -> list[Prompt]:
-        return [await texts.chat(chat, guide, _caller(request).tenant)]
+        return [await texts.chat(chat, guide, caller_of(request).tenant)]
 
     return await _answer(request, body, prompts, ChatReply)
 
@@ -72,7 +72,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
 @router.post("/v1/requests/{request_id:path}/cancel")
 async def cancel(request: Request, request_id: str) -> Response:
     """End the requests that this key has sent with this x-request-id; each of them gets an error of status 499."""
-    count = _state(request).calls.cancel(_caller(request), request_id)
+    count = state_of(request).calls.cancel(caller_of(request), request_id)
     if not count:
         raise ApiError(404, f"there is no request {shown(request_id)} of this key under way", param="request_id")
     return JSONResponse({"id": request_id, "cancelled": count})
@@ -85,10 +85,7 @@ async def _answer(
     make_reply: Callable[[Job, Body, Texts, str], Reply],
 ) -> Response:
     """Run the job. It is cancelled when the client leaves, when its time is over, or by its id, however far it is."""
-    state, call = _state(request), _call(request)
-    call.caller = _caller(request)
-    state.calls.enter(call)
-    _set_deadline(call, body, state)
+    state, call = state_of(request), call_of(request)
 
     async def run() -> Response:
         job = call.job = await _job(await prompts(), body, request)
@@ -99,6 +96,22 @@ async def _answer(
             return EventStream(reply.lines(), lambda: state.thread.cancel(job))
         return JSONResponse(await reply.whole())
 
+    return await within_call(request, body.timeout_seconds, run)
+
+
+async def within_call(request: Request, timeout_seconds: float | None, run: Callable[[], Coroutine[Any, Any, Response]]) -> Response:
+    """What `run` answers, which sets the call's job; the job is cancelled as `_answer` says.
+
+    Args:
+        timeout_seconds: as the client wants it, if it does.
+
+    Raises:
+        ApiError: 400 for a timeout that is none; or as `run` does.
+    """
+    state, call = state_of(request), call_of(request)
+    call.caller = caller_of(request)
+    state.calls.enter(call)
+    _set_deadline(call, timeout_seconds, state)
     answer: Response | None = None
     try:
         answer = await call.unless_ended(request.receive, run())
@@ -109,10 +122,9 @@ async def _answer(
 
 
 async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
-    state, call, caller = _state(request), _call(request), _caller(request)
+    state, call, caller = state_of(request), call_of(request), caller_of(request)
     engine = state.thread.refuse_unless_ready()
-    if body.priority and not state.settings.allow_priority:
-        raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
+    check_priority(body.priority, state)
     body.check_scores(sum(len(prompt.token_ids) for prompt in prompts))
     params, form = body.sampling_params(_room(engine, prompts), engine.default_params), prompts[0].form
     if form is not None:
@@ -149,15 +161,21 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
         raise bad_request(error, params.guide[0]) from error
 
 
-def _set_deadline(call: Call, body: Body, state: ServerState) -> None:
-    given, most = body.timeout_seconds, state.settings.request_seconds
+def _set_deadline(call: Call, given: float | None, state: ServerState) -> None:
+    most = state.settings.request_seconds
     if given is not None and not 0 < given < float("inf"):
         raise ApiError(400, f"timeout_seconds: got {given}; allowed: a finite number above 0", param="timeout_seconds")
     if (seconds := min((each for each in (given, most) if each is not None), default=None)) is not None:
         call.fail_after(seconds, ApiError(504, f"the request did not end within {seconds:g} s and was cancelled", code="request_timeout"))
 
 
-def _check_count(count: int, engine: Engine, state: ServerState) -> None:
+def check_priority(priority: int | None, state: ServerState) -> None:
+    """Raises ApiError: 400 where requests may have none."""
+    if priority and not state.settings.allow_priority:
+        raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
+
+
+def check_count(count: int, engine: Engine, state: ServerState) -> None:
     """Before any of the prompts is tokenized."""
     most = engine.config.max_requests + state.settings.max_queue
     if count > most:
@@ -165,17 +183,20 @@ def _check_count(count: int, engine: Engine, state: ServerState) -> None:
         raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
 
 
-def _state(request: Request) -> ServerState:
+def state_of(request: Request) -> ServerState:
+    """Of the server."""
     state: ServerState = request.app.state.server
     return state
 
 
-def _call(request: Request) -> Call:
+def call_of(request: Request) -> Call:
+    """The HTTP call that the request is."""
     call: Call = request.state.call
     return call
 
 
-def _caller(request: Request) -> Caller:
+def caller_of(request: Request) -> Caller:
+    """Who sent it."""
     caller: Caller = request.state.caller
     return caller
 
@@ -187,15 +208,19 @@ def _texts(state: ServerState) -> Texts:
 
 def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
     """Raises ApiError: 503 while nothing is served, 404 for another model, 400 for a body that contradicts itself."""
-    state = _state(request)
+    state = state_of(request)
     engine = state.thread.refuse_unless_ready()
     if body.model is not None:
-        _check_model(state, body.model)
+        check_model(state, body.model)
+    if (pooler := engine.pooler) is not None:
+        where = "/v1/embeddings" if pooler.head is None else "/v1/score and /v1/rerank"
+        raise ApiError(400, f"this server's {pooler.body.name} continues no text; it has {where}", code="wrong_task")
     _ = body.includes_usage, body.num_answers
     return state, engine, _texts(state)
 
 
-def _check_model(state: ServerState, name: str) -> None:
+def check_model(state: ServerState, name: str) -> None:
+    """Raises ApiError: 404 for another model than the served one."""
     if name != (mine := state.settings.model_name):
         raise ApiError(404, f"there is no model {shown(name)}; this server has {mine!r}", param="model", code="model_not_found")
 

@@ -15,7 +15,7 @@ from paged_attn.server.http.errors import ApiError, told
 from paged_attn.server.settings import ServerSettings
 from paged_attn.shown import shown
 
-COUNTED = ("/v1/completions", "/v1/chat/completions")  # what limits of keys are about
+COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")  # what limits of keys are about
 
 
 class Guard:

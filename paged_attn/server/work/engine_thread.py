@@ -199,7 +199,7 @@ class EngineThread:
         try:
             for prompt, params in product(job.prompts, job.answers):
                 request = engine.add_request(
-                    prompt.token_ids, params, namespace=job.namespace, tenant=job.tenant, prompt=prompt.text,
+                    prompt.token_ids, prompt.params(params), namespace=job.namespace, tenant=job.tenant, prompt=prompt.text,
                     priority=job.priority, text_at_end=job.text_at_end, kept_tokens=prompt.kept_tokens,
                 )  # fmt: skip
                 self._owners[request.id] = (job, len(job.requests))
@@ -297,7 +297,11 @@ class EngineThread:
     def _probe(self, engine: Engine) -> None:
         """One token on an idle engine; what this raises ends the thread."""
         self._end_lost(engine)
-        request = engine.add_request([0], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        pooler = engine.pooler
+        if pooler is None:
+            request = engine.add_request([0], SamplingParams(max_new_tokens=1, ignore_eos=True))
+        else:
+            request = engine.add_request([pooler.some_id], pooler.params(engine.is_causal))
         while engine.has_work:
             engine.step()
         if request.finish_reason is not FinishReason.LENGTH:

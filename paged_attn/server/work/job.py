@@ -5,23 +5,33 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paged_attn.chat.answers.answer_form import AnswerForm
+from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling.structured.guides import Guide, GuideError
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.http.errors import ApiError
 
+Params = SamplingParams | PoolingParams
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, the text that they came from, if any, and how answers to a chat are read."""
+    """Token ids, the text that they came from, if any, how answers to a chat are read, and of a pair of texts which one a token is of."""
 
     token_ids: Sequence[int]
     text: str | None = None
     form: AnswerForm | None = None
+    token_types: Sequence[int] | None = None
+
+    def params(self, params: Params) -> Params:
+        """Of the request that it becomes."""
+        if self.token_types is None or not isinstance(params, PoolingParams):
+            return params
+        return replace(params, token_types=self.token_types)
 
     @property
     def kept_tokens(self) -> frozenset[int]:
@@ -59,7 +69,7 @@ class Job:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        answers: Sequence[SamplingParams],
+        answers: Sequence[Params],
         namespace: Hashable = None,
         *,
         tenant: Hashable = None,
@@ -134,6 +144,10 @@ class Job:
 
     async def completions(self) -> list[Completion]:
         """The results of all requests; raises as `events` does."""
+        return [Completion.of(request) for request in await self.finished()]
+
+    async def finished(self) -> list[Request]:
+        """The requests when all have ended; raises as `events` does."""
         async for _ in self.events():
             pass
-        return [Completion.of(request) for request in self.requests]
+        return self.requests

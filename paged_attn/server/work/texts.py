@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.request import ChatRequest
+from paged_attn.engine.pooling.texts import pair_tokens
 from paged_attn.server.http.errors import ApiError
 from paged_attn.server.work.fair_pool import FairPool
 from paged_attn.server.work.job import Prompt
@@ -47,15 +48,24 @@ class Texts:
     def close(self) -> None:
         self._pool.close()
 
-    async def prompts(self, given: object, client: Hashable) -> list[Prompt]:
-        """The prompts of a completion request, as `listed` gives them.
+    async def prompts(self, given: object, client: Hashable, param: str = "prompt") -> list[Prompt]:
+        """The prompts of a completion request, as `listed` gives them; `param` is the field that they came in.
 
         Raises:
             ApiError: 400 if it is anything else, or text that can not be tokenized, or longer than what can be served.
         """
-        listed_prompts = listed(given)
+        listed_prompts = listed(given, param)
         length = sum(map(len, listed_prompts))
-        return await self._in_thread(client, length, lambda own: [self._prompt(own, each) for each in listed_prompts])
+        return await self._in_thread(client, length, lambda own: [self._prompt(own, each, param) for each in listed_prompts])
+
+    async def pairs(self, pairs: Sequence[tuple[str, str]], client: Hashable) -> list[Prompt]:
+        """Two texts each, as the model's tokenizer joins them.
+
+        Raises:
+            ApiError: 400 for texts that can not be tokenized or are too long, or without a tokenizer.
+        """
+        length = sum(len(text) for pair in pairs for text in pair)
+        return await self._in_thread(client, length, lambda own: [self._pair(own, *pair) for pair in pairs])
 
     async def chat(self, request: ChatRequest, guide: tuple[str, str] | None, client: Hashable) -> Prompt:
         """Messages in the tokenizer's chat template, with the beginning of the answer, and how answers are read.
@@ -92,14 +102,23 @@ class Texts:
 
         return await self._pool.run(client, with_own_tokenizer, is_long=length > SHORT)
 
-    def _prompt(self, own: Any, given: str | list[int]) -> Prompt:
+    def _pair(self, own: Any, first: str, second: str) -> Prompt:
+        for text in (first, second):
+            self._check_length(text, "text")
+        try:
+            tokens = pair_tokens(own, first, second)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="text") from error
+        return Prompt(tokens.ids, None, token_types=tokens.token_types)
+
+    def _prompt(self, own: Any, given: str | list[int], param: str = "prompt") -> Prompt:
         if not isinstance(given, str):
             if len(given) > 2 * self.room:  # of one that is a little longer the engine says by how much
-                raise self._too_long(len(given), "prompt")
+                raise self._too_long(len(given), param)
             return Prompt(given)
         if own is None:
-            raise ApiError(400, "the prompt is text, but this model has no tokenizer; send token ids", param="prompt")
-        return Prompt(self._ids(own, given, "prompt"), given)
+            raise ApiError(400, "the prompt is text, but this model has no tokenizer; send token ids", param=param)
+        return Prompt(self._ids(own, given, param), given)
 
     def _chat(self, own: Any, request: ChatRequest, guide: tuple[str, str] | None) -> Prompt:
         try:
@@ -111,15 +130,18 @@ class Texts:
 
     def _ids(self, own: Any, text: str, param: str, **settings: Any) -> list[int]:
         """Of text that is far too long only the beginning is tokenized."""
-        if len(text) > self.max_characters:
-            most = f"{self.room:,} tokens, for which there is room, are {self.max_characters:,} at most"
-            raise ApiError(400, f"{param} has {len(text):,} characters; {most}; shorten it", param=param)
-        _check_text(text, param)
+        self._check_length(text, param)
         head = LIKELY_CHARACTERS * self.room
         if len(text) > head and (count := len(own(text[:head], **settings).input_ids) - SLACK) > self.room:
             raise self._too_long(count, param)
         ids: list[int] = own(text, **settings).input_ids
         return ids
+
+    def _check_length(self, text: str, param: str) -> None:
+        if len(text) > self.max_characters:
+            most = f"{self.room:,} tokens, for which there is room, are {self.max_characters:,} at most"
+            raise ApiError(400, f"{param} has {len(text):,} characters; {most}; shorten it", param=param)
+        _check_text(text, param)
 
     def _too_long(self, count: int, param: str) -> ApiError:
         return ApiError(400, f"{param} has {count:,} tokens or more; there is room for {self.room:,}; shorten it", param=param)
@@ -140,7 +162,7 @@ def _length(messages: Sequence[Any]) -> int:
     return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))
 
 
-def listed(given: object) -> Sequence[str | list[int]]:
+def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
     """A text, token ids, or a list of either, as a list. Only the form is looked at; the engine looks at each id.
 
     Raises:
@@ -157,7 +179,7 @@ def listed(given: object) -> Sequence[str | list[int]]:
     if isinstance(given, list):
         what = "a list of other things" if given else "an empty list"
     allowed = "a text, a list of texts, a list of token ids, or a list of such lists"
-    raise ApiError(400, f"prompt is {what}; allowed are {allowed}", param="prompt")
+    raise ApiError(400, f"{param} is {what}; allowed are {allowed}", param=param)
 
 
 def _is_id(value: object) -> bool:

@@ -215,7 +215,7 @@ def test_empty_exactly_if_every_condition_holds(pair):
         Feature.WINDOW: spec.sliding_window, Feature.CHUNK: spec.chunk, Feature.SOFTCAP: spec.softcap, Feature.SINKS: spec.has_sinks,
         Feature.LSE: spec.gives_lse,
         Feature.ALIBI: spec.alibi_slopes, Feature.POSITION_BIAS: spec.bias_index, Feature.BIDIRECTIONAL: not spec.causal,
-        Feature.UNEQUAL_DIMS: spec.qk_head_dim - spec.v_head_dim,
+        Feature.WINDOW_AHEAD: spec.window_ahead, Feature.UNEQUAL_DIMS: spec.qk_head_dim - spec.v_head_dim,
     }  # fmt: skip
     for feature in set(Feature) - ({Feature.UNEQUAL_DIMS} if by_pair else set()):
         conditions.append(not (needed.get(feature) or feature in problem.extra) or feature in able.features)
@@ -236,6 +236,7 @@ def test_built_in_backends_claim_what_the_tests_run(name):
         Feature.ALIBI,
         Feature.POSITION_BIAS,
         Feature.BIDIRECTIONAL,
+        Feature.WINDOW_AHEAD,
         Feature.LSE,
         Feature.UNEQUAL_DIMS,
     }

@@ -53,7 +53,7 @@ HOOKED = ("no head", "classes of tokens", "classes of texts")  # a hook takes mo
 def test_what_is_no_row_of_logits_for_each_token_is_refused(name: str, compiled: bool) -> None:
     model, words = REFUSED[name]
     with pytest.raises(UnsupportedError, match=words) as told:
-        LLM(model(), num_pages=20, compile=compiled)
+        LLM(model(), task="generate", num_pages=20, compile=compiled)
     assert "logits_to_keep" not in str(told.value)
 
 

@@ -26,6 +26,7 @@ def by_hand(length: int, sees: str) -> np.ndarray:
         (MaskFamily(True, chunk=4), "j <= i and i // 4 == j // 4", "causal & chunk 4"),
         (MaskFamily(True, 3, 4), "i - 3 < j <= i and i // 4 == j // 4", "causal & window 3 & chunk 4"),
         (MaskFamily(False), "True", "bidirectional"),
+        (MaskFamily(False, 3, ahead=5), "i - 3 < j < i + 5", "bidirectional & window 3 & window ahead 5"),
     ],
 )
 def test_each_family(family: MaskFamily, sees: str, words: str) -> None:
@@ -65,7 +66,7 @@ def test_one_flipped_entry_is_another_mask(family: MaskFamily, length: int, data
 @pytest.mark.parametrize(
     "sees",
     [
-        "j < i", "j <= i or j < 3", "j <= i and (i - j) % 2 == 0", "abs(i - j) < 3", "i // 4 == j // 4", "j >= i", "False",
+        "j < i", "j <= i or j < 3", "j <= i and (i - j) % 2 == 0", "abs(i - j) in (0, 2)", "i // 4 == j // 4", "j >= i", "False",
         "j <= i and j != 2", "j <= i and (i - j < 3 or j == 0)", "j <= i and (i // 4 == j // 4 or i == 11)", "j <= i and i - j < i % 4 + 2",
     ],
 )  # fmt: skip

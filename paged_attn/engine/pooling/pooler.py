@@ -1,0 +1,121 @@
+"""A model that embeds or classifies, as an engine runs it: its body, its head, and what becomes of a pooled row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.calling.body import Body
+from paged_attn.engine.pooling.head import Head
+from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
+from paged_attn.engine.requests.pooling_params import PoolingKind, PoolingParams
+from paged_attn.shown import shown
+
+_IDENTITY = "Identity"
+AS_USUAL = EmbeddingDefaults()
+
+
+@dataclass(frozen=True)
+class Pooler:
+    """One model.
+
+    Attributes:
+        body: what the engine runs.
+        head: of a classifier; None for a model that embeds.
+        defaults: how it embeds unless a caller says otherwise; `pooling` None: "last" for a causal model, else "mean".
+        labels: the names of a classifier's logits, in order.
+    """
+
+    body: Body
+    head: Head | None = None
+    defaults: EmbeddingDefaults = AS_USUAL
+    labels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, task: str, defaults: EmbeddingDefaults | None = None) -> Pooler:
+        """Of a loaded model, for the task "embed" or "classify".
+
+        Raises:
+            UnsupportedError: there is no body to embed by, or no head whose row is known.
+        """
+        body = Body(model)
+        if task == "embed":
+            return cls(body, None, defaults or AS_USUAL)
+        if not hasattr(model.config, "id2label"):
+            raise UnsupportedError(f"{type(model).__name__} has no labels: it is no classifier. LLM(model, task='embed') embeds")
+        labels: dict[int, str] = model.config.id2label  # type: ignore[assignment]
+        return cls(body, Head(model, body), labels=tuple(labels[index] for index in sorted(labels)))
+
+    @property
+    def some_id(self) -> int:
+        """A token id that any text may hold, for a text of one token."""
+        padding = {self.body.padding_id, None if self.head is None else self.head.padding_id}
+        return next(token for token in range(self.body.vocab_size) if token not in padding)
+
+    def params(self, is_causal: bool, pooling: PoolingKind | None = None, token_types: Sequence[int] | None = None) -> PoolingParams:
+        """Of a request, where `pooling` is what the caller wants."""
+        if self.head is not None:
+            return PoolingParams(self.head.pooling, token_types)
+        return PoolingParams(pooling or self.defaults.pooling or ("last" if is_causal else "mean"), token_types)
+
+    def check(self, ids: Sequence[int], pooling: PoolingKind) -> None:
+        """Raises ValueError for padding where the model would not count it: its own answer would be that of another text."""
+        if self.body.padding_id is not None and self.body.padding_id in ids:
+            raise ValueError(
+                f"the text holds the padding token {self.body.padding_id}, which {self.body.name} does not count when it numbers tokens; "
+                "leave padding out: texts of any lengths go together"
+            )
+        padding = None if self.head is None else self.head.padding_id
+        if padding is not None and pooling == "last" and len(ids) and ids[-1] == padding:
+            raise ValueError(
+                f"the text ends with the padding token {padding}, and {self.body.name} classifies by the token before it; leave padding "
+                "out: texts of any lengths go together"
+            )
+
+    def embedding(self, row: Tensor, normalize: bool | None = None, dimensions: int | None = None) -> Tensor:
+        """row [W] float32, pooled -> [W or dimensions]."""
+        if dimensions is not None:
+            row = row[:dimensions]
+        wanted = self.defaults.normalize if normalize is None else normalize
+        return F.normalize(row, dim=-1) if wanted else row
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        """Raises ValueError: more than there are, or none."""
+        if dimensions is not None and (isinstance(dimensions, bool) or not 1 <= dimensions <= self.body.width):
+            raise ValueError(
+                f"dimensions: got {shown(dimensions)}; allowed: 1 to {self.body.width}, the numbers of this model's embeddings"
+            )
+
+    def logits(self, rows: Sequence[Tensor]) -> Tensor:
+        """rows [W] float32, N of them -> [N, labels] float32, by the model's own head."""
+        assert self.head is not None
+        return self.head(torch.stack(list(rows)))
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """logits [N, labels] -> [N, labels]: sigmoid for one label and for several that may hold together, as they are for a regression,
+        else softmax."""
+        problem = getattr(self.body.config, "problem_type", None)
+        if problem == "regression":
+            return logits
+        return logits.sigmoid() if problem == "multi_label_classification" or len(self.labels) == 1 else logits.softmax(-1)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """logits [N, 1] of pairs -> [N]: sigmoid, unless the config of a cross-encoder has the numbers themselves."""
+        config: Any = self.body.config
+        own = getattr(config, "sentence_transformers", None)
+        activation = own.get("activation_fn") if isinstance(own, dict) else getattr(config, "sbert_ce_default_activation_function", None)
+        return logits[:, 0] if str(activation).endswith(_IDENTITY) else logits[:, 0].sigmoid()
+
+    def check_scores(self) -> None:
+        """Raises UnsupportedError for a classifier of several labels: none of them says how well two texts go together."""
+        if len(self.labels) != 1:
+            raise UnsupportedError(
+                f"{self.body.name} has {len(self.labels)} labels ({', '.join(self.labels[:4])}): none of them says how well two texts go "
+                "together. Models that score pairs have one label; classify gives the probabilities of all"
+            )

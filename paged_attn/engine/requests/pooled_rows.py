@@ -1,0 +1,68 @@
+"""Rows of hidden states on their way from a step to the texts that they stand for, added up over the steps of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_attn.engine.requests.pooling_params import PoolingKind, PoolingParams
+
+
+class PooledPart(NamedTuple):
+    """Tokens `start` to `end` of one text: what a step adds. Their rows are `first_row` and after; for "last" the one of `end` - 1 alone,
+    for "cls" the first one counts."""
+
+    pooling: PoolingKind
+    first_row: int
+    start: int
+    end: int
+
+
+class PooledRows:
+    """What the parts of one step come to; the copy to the host starts at once, and nothing here waits but `wait`.
+
+    Args:
+        rows: [N, W], any floating dtype; they may be overwritten afterwards.
+    """
+
+    def __init__(self, rows: Tensor, parts: Sequence[PooledPart]) -> None:
+        self._parts = parts
+        pooled = torch.stack([_pooled(rows.detach(), part) for part in parts])
+        self._host = torch.empty(pooled.shape, dtype=pooled.dtype, pin_memory=pooled.is_cuda).copy_(pooled, non_blocking=True)
+        self._event = None
+        if pooled.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[tuple[PooledPart, Tensor]]:
+        """Each part with its row [W] float32."""
+        if self._event is not None:
+            self._event.synchronize()
+        return list(zip(self._parts, self._host.unbind(), strict=True))
+
+
+def _pooled(rows: Tensor, part: PooledPart) -> Tensor:
+    if part.pooling != "mean":
+        return rows[part.first_row].float()
+    return rows[part.first_row : part.first_row + part.end - part.start].sum(0, dtype=torch.float32)
+
+
+class Pooled:
+    """Of one text what has come so far. A part that comes again, as its text was preempted, takes the place of those from its start on."""
+
+    def __init__(self, params: PoolingParams) -> None:
+        self.params = params
+        self._chunks: list[tuple[int, int, Tensor]] = []
+
+    def add(self, part: PooledPart, row: Tensor) -> None:
+        self._chunks = [*(chunk for chunk in self._chunks if chunk[0] < part.start), (part.start, part.end, row)]
+
+    def result(self, num_tokens: int) -> Tensor:
+        """[W] float32 of a text of so many tokens, all of which have come."""
+        if self.params.pooling != "mean":
+            return self._chunks[-1 if self.params.pooling == "last" else 0][2]
+        assert sum(end - start for start, end, _ in self._chunks) == num_tokens, "the parts of a mean do not cover the text"
+        return (torch.stack([row for *_, row in self._chunks]).sum(0, dtype=torch.float64) / num_tokens).float()

@@ -1,0 +1,37 @@
+"""What is wanted of a text that is embedded or scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from paged_attn.shown import shown
+
+PoolingKind: TypeAlias = Literal["last", "mean", "cls"]
+KINDS: tuple[PoolingKind, ...] = get_args(PoolingKind)
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """Of one text.
+
+    Attributes:
+        pooling: "last" and "cls" take the hidden state of the last and of the first token, "mean" the mean over all of them.
+        token_types: of each token, for models that read two texts at once; None: 0 for all.
+
+    Raises:
+        ValueError: another pooling.
+    """
+
+    pooling: PoolingKind
+    token_types: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.pooling not in KINDS:
+            raise ValueError(f"pooling: got {shown(self.pooling)}; allowed: {', '.join(map(repr, KINDS))}")
+
+    @property
+    def wants_all_rows(self) -> bool:
+        """Whether rows before the last one are needed, which the prefix cache does not have."""
+        return self.pooling != "last"
