@@ -112,7 +112,8 @@ class ModelRunner:
         with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
         with replaced_by_ops(self.recurrent), as_served(self.model):
-            kept = CachedGraphs.of(self.model, options, positions)
+            # A graph from disk has no example values, from which its variant with adapters is made.
+            kept = None if options.max_loras else CachedGraphs.of(self.model, options, positions)
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
             found = None  # ranks trace together, or none does
