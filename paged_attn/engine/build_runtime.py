@@ -104,7 +104,7 @@ def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
         return None
     assert isinstance(runner, ModelRunner) and runner.compiled.lora is not None
     graph = runner.compiled.lora
-    return LoraRunner(runner, graph, LoraPool(graph.sites, config.max_loras, config.max_lora_rank, runner.device))
+    return LoraRunner(runner, graph, LoraPool(runner.model, graph.sites, config.max_loras, config.max_lora_rank, runner.device))
 
 
 def ready_to_step(

@@ -17,6 +17,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.shown import shown
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+ALONE = "Alone it may be served as part of the model: LLM(peft_model), and with compile=False if that can not be traced"
 _READ = ("peft_type", "r", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights")
 # What has done its work when the weights are there, or is for training.
 _WITHOUT_EFFECT = frozenset({
@@ -26,6 +27,7 @@ _WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's own weights when peft loads them
 _FACTOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
+_CARRIED = re.compile(r"^(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.(weight|bias)$")
 
 
 class Factors(NamedTuple):
@@ -38,10 +40,12 @@ class Factors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Factors by the path of the linear layer that they belong to; `source` for messages."""
+    """Factors by the path of the linear layer that they belong to; `source` for messages. `carried`: parameters of the model itself that
+    peft saved with them, by name, as it does for embeddings and lm_head: they must be those that the model has."""
 
     factors: dict[str, Factors]
     source: str
+    carried: dict[str, Tensor]
 
 
 def read_adapter(source: Any, name: str) -> Adapter:
@@ -74,7 +78,7 @@ def _from_folder(folder: Path) -> Adapter:
         weights = torch.load(folder / PICKLED, map_location="cpu", weights_only=True)
     else:
         raise ValueError(f"there is neither {WEIGHTS} nor {PICKLED} in {shown(str(folder))}; save the adapter anew")
-    return Adapter(_factors(config, weights, str(folder)), str(folder))
+    return _adapter(config, weights, str(folder))
 
 
 def _from_model(model: Any, name: str) -> Adapter:
@@ -89,7 +93,7 @@ def _from_model(model: Any, name: str) -> Adapter:
     config["peft_type"] = getattr(config["peft_type"], "value", config["peft_type"])
     _check(config, source)
     weights = get_peft_model_state_dict(model, adapter_name=chosen, save_embedding_layers=False)
-    return Adapter(_factors(config, weights, source), source)
+    return _adapter(config, weights, source)
 
 
 def _check(config: Mapping[str, Any], source: str) -> None:
@@ -99,27 +103,27 @@ def _check(config: Mapping[str, Any], source: str) -> None:
         ("bias", config.get("bias", "none"), "'none'"),
     ):
         if repr(got) != allowed:
-            raise UnsupportedError(f"{source}: {setting} is {got!r}; allowed: {allowed}. {_ALONE}")
+            raise UnsupportedError(f"{source}: {setting} is {got!r}; allowed: {allowed}. {ALONE}")
     if (start := config.get("init_lora_weights", True)) not in _PLAIN_STARTS:
         raise UnsupportedError(
             f"{source}: init_lora_weights is {start!r}, which changes the model's own weights; convert the adapter with peft's "
-            f"save_pretrained(..., path_initial_model_for_weight_conversion=...). {_ALONE}"
+            f"save_pretrained(..., path_initial_model_for_weight_conversion=...). {ALONE}"
         )
     for setting, value in config.items():
         if value and setting not in _READ and setting not in _WITHOUT_EFFECT:
-            raise UnsupportedError(f"{source}: {setting} is {value!r}, which is not served for adapters chosen by request. {_ALONE}")
+            raise UnsupportedError(f"{source}: {setting} is {value!r}, which is not served for adapters chosen by request. {ALONE}")
 
 
-_ALONE = "Alone it may be served as part of the model: LLM(peft_model), and with compile=False if that can not be traced"
-
-
-def _factors(config: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> dict[str, Factors]:
+def _adapter(config: Mapping[str, Any], weights: Mapping[str, Tensor], source: str) -> Adapter:
     found: dict[str, dict[str, Tensor]] = {}
+    carried: dict[str, Tensor] = {}
     for key, tensor in weights.items():
-        match = _FACTOR.match(key)
-        if match is None or tensor.dim() != 2:
-            raise UnsupportedError(f"{source}: {key} {list(tensor.shape)} is no factor of a linear layer (lora_A or lora_B). {_ALONE}")
-        found.setdefault(match[1], {})[match[2]] = tensor
+        if (match := _FACTOR.match(key)) is not None and tensor.dim() == 2:
+            found.setdefault(match[1], {})[match[2]] = tensor
+        elif "lora_" not in key and (match := _CARRIED.match(key)) is not None:
+            carried[f"{match[1]}.{match[2]}"] = tensor
+        else:
+            raise UnsupportedError(f"{source}: {key} {list(tensor.shape)} is no factor of a linear layer (lora_A or lora_B). {ALONE}")
     if not found:
         raise ValueError(f"{source} holds no weights")
     factors = {}
@@ -130,7 +134,7 @@ def _factors(config: Mapping[str, Any], weights: Mapping[str, Tensor], source: s
         rank = pair["A"].shape[0]
         alpha = _of_pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8))
         factors[module] = Factors(pair["A"], pair["B"], alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-    return factors
+    return Adapter(factors, source, carried)
 
 
 def _of_pattern(pattern: Mapping[str, Any], module: str, otherwise: Any) -> Any:

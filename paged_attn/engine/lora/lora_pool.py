@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.lora import LoraSite
-from paged_attn.engine.lora.adapter_files import Adapter, Factors, read_adapter
+from paged_attn.engine.lora.adapter_files import ALONE, Adapter, Factors, read_adapter
 from paged_attn.shown import shown
 
 logger = logging.getLogger("paged_attn")
@@ -42,14 +42,15 @@ class Loaded:
 
 
 class LoraPool:
-    """Room for `slots` adapters of rank `rank` at most.
+    """Room for `slots` adapters of a model, of rank `rank` at most.
 
     Attributes:
         tensors: a, b and scales of each site, as the graph takes them; unused slots hold zeros.
         loaded: by name.
     """
 
-    def __init__(self, sites: Sequence[LoraSite], slots: int, rank: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, sites: Sequence[LoraSite], slots: int, rank: int, device: torch.device) -> None:
+        self._model = model
         self.sites, self.slots, self.rank = tuple(sites), slots, rank
         self.loaded: dict[str, Loaded] = {}
         self.tensors: list[Tensor] = []
@@ -117,6 +118,13 @@ class LoraPool:
                 f"{adapter.source} changes {', '.join(unknown[:NAMED])}{more}, where the graph of this model has no linear layer of its own "
                 f"that adapters can be added to; those that it has are named {kinds}"
             )
+        for name, carried in adapter.carried.items():
+            mine = self._parameters().get(name)
+            if mine is None or mine.shape != carried.shape or not torch.equal(mine, carried.to(mine.device, mine.dtype)):
+                raise UnsupportedError(
+                    f"{adapter.source} brings {name} {list(carried.shape)} of its own (modules_to_save, or embeddings that were trained or "
+                    f"resized), which is not what the model has; only factors of linear layers can be chosen by request. {ALONE}"
+                )
         for module, factors in adapter.factors.items():
             place = self._places[module][0]
             site = self.sites[place.site]
@@ -128,6 +136,9 @@ class LoraPool:
                     f"{adapter.source}: {module} has {inputs} inputs and {outputs} outputs, that of the model {site.columns} and "
                     f"{site.rows[place.part]}; the adapter is of another model"
                 )
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._model.named_parameters(remove_duplicate=False))
 
     def _write(self, slot: int, place: _Place, factors: Factors) -> None:
         a, b, scales = self.tensors[3 * place.site : 3 * place.site + 3]
