@@ -20,6 +20,7 @@ from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.lora.lora_check import check_adapters
 from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.lora.lora_runner import LoraRunner
 from paged_attn.engine.lora.lora_slots import LoraSlots
@@ -88,9 +89,9 @@ def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -
         why = "compile=False calls the model itself, and adapters by request are part of its graph; leave compile on"
     elif is_sharded:
         why = f"{type(model).__name__} is sharded over ranks, and adapters are not; run it whole on each device"
-    elif mine := next((path for path, module in model.named_modules() if type(module).__module__.startswith("peft.")), None):
+    elif mine := [path for path, module in model.named_modules() if path and type(module).__module__.startswith("peft.")]:
         why = (
-            f"{type(model).__name__} has adapters of peft in it already ({mine or 'the model itself'}). Without max_loras and loras it is "
+            f"{type(model).__name__} has adapters of peft in it already ({mine[0]} is one of them). Without max_loras and loras it is "
             "served with its active one; for adapters by request save them (save_pretrained), and give LLM the model without (model.unload())"
         )
     else:
@@ -156,6 +157,8 @@ def ready_to_step(
             kept_free += each.full_bytes()
     pool = KVPool(runner.layers, num_pages(kept_free), config.page_size, runner.dtype, runner.device)
     selection = select(pool)
+    if with_adapters is not None and config.self_check:
+        check_adapters(with_adapters, pool, selection.backend)
     for each in both:
         each.use(pool, selection.backend)
         if each.graphs is not None:

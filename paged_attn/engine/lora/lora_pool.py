@@ -70,6 +70,21 @@ class LoraPool:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the linear layers that adapters can be added to."""
+        return tuple(self._places)
+
+    def factors(self, module: str, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """a [rank, inputs], b [outputs, rank] and the scale [] of a slot at a linear layer, as views."""
+        place = self._places[module][0]
+        a, b, scales = (tensor[slot] for tensor in self._tensors_of(place))
+        first, rows = place.part * self.rank, self.sites[place.site].rows[place.part]
+        return a[first : first + self.rank], b[place.start : place.start + rows], scales[place.part]
+
+    def _tensors_of(self, place: _Place) -> list[Tensor]:
+        return self.tensors[3 * place.site : 3 * place.site + 3]
+
     def of(self, name: str) -> Loaded:
         """Raises ValueError: there is no adapter of that name."""
         if name not in self.loaded:
@@ -95,11 +110,9 @@ class LoraPool:
         adapter = read_adapter(source, name)
         self._check(adapter)
         with torch.inference_mode(False), torch.no_grad():
-            for tensor in self.tensors:
-                tensor[free[0]].zero_()
+            self.clear(free[0])
             for module, factors in adapter.factors.items():
-                for place in self._places[module]:
-                    self._write(free[0], place, factors)
+                self.write(free[0], module, factors)
         self._count += 1
         self.loaded[name] = Loaded(name, free[0], self._count, adapter.source)
         logger.info("loaded the adapter %s from %s: %d linear layers", name, adapter.source, len(adapter.factors))
@@ -140,9 +153,16 @@ class LoraPool:
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._model.named_parameters(remove_duplicate=False))
 
-    def _write(self, slot: int, place: _Place, factors: Factors) -> None:
-        a, b, scales = self.tensors[3 * place.site : 3 * place.site + 3]
-        rank, first = factors.a.shape[0], place.part * self.rank
-        a[slot, first : first + rank] = factors.a.to(a.device, a.dtype)
-        b[slot, place.start : place.start + factors.b.shape[0], :rank] = factors.b.to(b.device, b.dtype)
-        scales[slot, place.part] = factors.scale
+    def write(self, slot: int, module: str, factors: Factors) -> None:
+        """Put the factors of a linear layer into a slot, wherever the graph has that layer."""
+        for place in self._places[module]:
+            a, b, scales = self._tensors_of(place)
+            rank, first = factors.a.shape[0], place.part * self.rank
+            a[slot, first : first + rank] = factors.a.to(a.device, a.dtype)
+            b[slot, place.start : place.start + factors.b.shape[0], :rank] = factors.b.to(b.device, b.dtype)
+            scales[slot, place.part] = factors.scale
+
+    def clear(self, slot: int) -> None:
+        """A slot adds nothing from now on."""
+        for tensor in self.tensors:
+            tensor[slot].zero_()

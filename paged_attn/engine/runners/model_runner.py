@@ -152,9 +152,9 @@ class ModelRunner:
         rows = torch.arange(TRACE_TOKENS, device=self.device)
         args, traced = (inputs.fill(rows, rows, rows) for inputs in (self.inputs, self._traced))
         with as_served(self.model):
-            self.compiled.check(args, lambda prompt: self._logits_alone(prompt, self.follow_generate), self.probe, traced, again)
+            self.compiled.check(args, lambda prompt: self.logits_alone(prompt, self.follow_generate), self.probe, traced, again)
 
-    def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
+    def logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
         try:
             return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
@@ -173,9 +173,9 @@ class ModelRunner:
             return False
         prompt = torch.arange(1, 5, device=self.device) % TRACE_TOKENS
         with as_served(self.model):
-            without = self._logits_alone(prompt)
+            without = self.logits_alone(prompt)
             try:
-                given = self._logits_alone(prompt, positions=True)
+                given = self.logits_alone(prompt, positions=True)
             except (TypeError, ValueError, RuntimeError):
                 return True  # **kwargs that lead to something that takes none
         error, limit = logits_apart(without, given, self.dtype)
