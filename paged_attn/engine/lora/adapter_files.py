@@ -49,13 +49,16 @@ class Adapter:
 
 
 def read_adapter(source: Any, name: str) -> Adapter:
-    """An adapter from the folder that `save_pretrained` wrote, or from a live PeftModel: the one of that name, else the active one.
+    """An adapter from the folder that `save_pretrained` wrote, or from a live PeftModel: the one of that name, else the active one. What was
+    read before stays as it is.
 
     Raises:
         ValueError: no such folder, or no adapter in it.
         UnsupportedError: a setting or a weight that would not be served right, by its name.
         TypeError: neither a path nor a model of peft.
     """
+    if isinstance(source, Adapter):
+        return source
     if isinstance(source, str | Path):
         return _from_folder(Path(source))
     if isinstance(source, nn.Module) and hasattr(source, "peft_config"):

@@ -46,7 +46,7 @@ class LoraPool:
 
     Attributes:
         tensors: a, b and scales of each site, as the graph takes them; unused slots hold zeros.
-        loaded: by name.
+        loaded: by name; another dict after each change, for other threads to read.
     """
 
     def __init__(self, model: nn.Module, sites: Sequence[LoraSite], slots: int, rank: int, device: torch.device) -> None:
@@ -114,14 +114,14 @@ class LoraPool:
             for module, factors in adapter.factors.items():
                 self.write(free[0], module, factors)
         self._count += 1
-        self.loaded[name] = Loaded(name, free[0], self._count, adapter.source)
+        self.loaded = {**self.loaded, name: Loaded(name, free[0], self._count, adapter.source)}
         logger.info("loaded the adapter %s from %s: %d linear layers", name, adapter.source, len(adapter.factors))
         return self.loaded[name]
 
     def unload(self, name: str) -> None:
         """Raises ValueError: there is none of that name. Nobody may use it any more."""
-        self.of(name)
-        del self.loaded[name]
+        gone = self.of(name)
+        self.loaded = {each: adapter for each, adapter in self.loaded.items() if adapter is not gone}
 
     def _check(self, adapter: Adapter) -> None:
         if unknown := [module for module in adapter.factors if module not in self._places]:
