@@ -55,7 +55,7 @@ def _fake(y: Tensor, *_: object) -> Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
 
 
-# y [..., N] and x [..., K] of T rows each; of S adapters of a rank R at most a [S, P R, K], b [S, N, R] and scales [S, P] float32, where the
-# P parts of y have `rows` outputs, N together; slots [T] int32, of each row its adapter or -1 for none -> y plus, in a row of adapter s and
-# a part p, scales[s, p] * b[s, outputs of p] @ (a[s, p R : (p + 1) R] @ x).
+# y [..., N] and x [..., K] of T rows each; of S adapters of a rank R at most a [S, P R, K], b [S, N, R] and scales [S, P] float32, where
+# the P parts of y have `rows` outputs, N together; slots [T] int32, a row's adapter or -1 for none -> y plus, in a row
+# of adapter s and a part p, scales[s, p] * b[s, outputs of p] @ (a[s, p R : (p + 1) R] @ x).
 LORA = define_op("lora(Tensor y, Tensor x, Tensor a, Tensor b, Tensor scales, Tensor slots, int[] rows) -> Tensor", _run, _fake)

@@ -85,7 +85,8 @@ def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings
     limits = {name: getattr(args, name) for flag, *_ in LIMITS for name in [flag.removeprefix("--").replace("-", "_")]}
     return ServerSettings(
         args.served_model_name or model_name, host=args.host, port=args.port, api_keys=tuple(keys), share_prefixes=args.share_prefixes,
-        allow_priority=args.allow_priority, lora_folder=args.lora_folder, allow_origins=tuple(args.allow_origin), allow_hosts=tuple(args.allow_host),
+        allow_priority=args.allow_priority, lora_folder=args.lora_folder,
+        allow_origins=tuple(args.allow_origin), allow_hosts=tuple(args.allow_host),
         log_requests=not args.no_log_requests,
         tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser, otlp_endpoint=args.otlp_endpoint, **limits,
     )  # fmt: skip

@@ -92,7 +92,8 @@ def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -
     elif mine := [path for path, module in model.named_modules() if path and type(module).__module__.startswith("peft.")]:
         why = (
             f"{type(model).__name__} has adapters of peft in it already ({mine[0]} is one of them). Without max_loras and loras it is "
-            "served with its active one; for adapters by request save them (save_pretrained), and give LLM the model without (model.unload())"
+            "served with its active one; for adapters by request save them (save_pretrained), and give LLM the model without "
+            "(model.unload())"
         )
     else:
         return
@@ -144,9 +145,7 @@ def ready_to_step(
     if with_adapters is not None:
         settings = capture_settings(config, with_adapters.one_row)
         slots = LoraSlots(max(settings.max_rows, settings.max_requests), settings.max_requests, runner.device)
-        lora_steps = StepRunner(
-            with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, slots
-        )
+        lora_steps = StepRunner(with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, slots)
     both = [steps] if lora_steps is None else [steps, lora_steps]
     kept_free = 0
     for each in both:

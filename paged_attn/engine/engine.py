@@ -170,8 +170,8 @@ class Engine:
             lora: the name of a loaded adapter; None: the model as it is.
 
         Raises:
-            ValueError: an adapter that is not loaded, an empty prompt, a token id out of range, a prompt beyond the model's positions, an id in use, or a schema, regular
-                expression or grammar that can not be read.
+            ValueError: an adapter that is not loaded, an empty prompt, a token id out of range, a prompt beyond the model's positions, an
+                id in use, or a schema, regular expression or grammar that can not be read.
             TypeError: a prompt that is not token ids, a namespace or tenant that does not hash, or a priority that is no whole number.
             UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
                 there. Or the model is no longer what the engine runs; see `ModelWatch`.
@@ -228,7 +228,8 @@ class Engine:
         adapter = self._adapters().of(name)
         if users := [request.id for request in self.requests.values() if request.lora == name]:
             raise ValueError(
-                f"the adapter {name!r} is used by {len(users)} requests that have not finished ({users[0]} is one); wait for them, or cancel them"
+                f"the adapter {name!r} is used by {len(users)} requests that have not finished ({users[0]} is one); wait for them, or "
+                "cancel them"
             )
         self._adapters().unload(adapter.name)
 

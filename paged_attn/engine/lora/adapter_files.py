@@ -1,4 +1,4 @@
-"""Reading LoRA adapters of peft, from a folder or a live PeftModel. What would not be served right is refused by the name of its setting."""
+"""Reading LoRA adapters of peft, from a folder or a live PeftModel. What would not be served right is refused by its name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ALONE = "Alone it may be served as part of the model: LLM(peft_model), and with 
 _READ = ("peft_type", "r", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights")
 # What has done its work when the weights are there, or is for training.
 _WITHOUT_EFFECT = frozenset({
-    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "target_modules", "exclude_modules",
-    "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern", "rank_pattern", "megatron_config", "megatron_core",
-    "loftq_config", "eva_config", "qalora_group_size", "ensure_weight_tying",
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "target_modules",
+    "exclude_modules", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern", "rank_pattern", "megatron_config",
+    "megatron_core", "loftq_config", "eva_config", "qalora_group_size", "ensure_weight_tying",
 })  # fmt: skip
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's own weights when peft loads them
 _FACTOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight$")
@@ -49,8 +49,8 @@ class Adapter:
 
 
 def read_adapter(source: Any, name: str) -> Adapter:
-    """An adapter from the folder that `save_pretrained` wrote, or from a live PeftModel: the one of that name, else the active one. What was
-    read before stays as it is.
+    """An adapter from the folder that `save_pretrained` wrote, or from a live PeftModel: the one of that name, else the active one.
+    What was read before stays as it is.
 
     Raises:
         ValueError: no such folder, or no adapter in it.
@@ -63,7 +63,9 @@ def read_adapter(source: Any, name: str) -> Adapter:
         return _from_folder(Path(source))
     if isinstance(source, nn.Module) and hasattr(source, "peft_config"):
         return _from_model(source, name)
-    raise TypeError(f"the adapter {shown(name)} is a {type(source).__name__}; allowed: the folder that save_pretrained wrote, or a PeftModel")
+    raise TypeError(
+        f"the adapter {shown(name)} is a {type(source).__name__}; allowed: the folder that save_pretrained wrote, or a PeftModel"
+    )
 
 
 def _from_folder(folder: Path) -> Adapter:

@@ -102,7 +102,9 @@ class LoraPool:
         if not isinstance(name, str) or not name:
             raise ValueError(f"an adapter's name is {shown(name)}; allowed: a text that is not empty")
         if name in self.loaded:
-            raise ValueError(f"an adapter {shown(name)} is loaded from {self.loaded[name].source}; unload_lora it first, or choose another name")
+            raise ValueError(
+                f"an adapter {shown(name)} is loaded from {self.loaded[name].source}; unload_lora it first, or choose another name"
+            )
         taken = {each.slot for each in self.loaded.values()}
         free = [slot for slot in range(self.slots) if slot not in taken]
         if not free:
@@ -128,8 +130,8 @@ class LoraPool:
             more = f" (and {len(unknown) - NAMED} more)" if len(unknown) > NAMED else ""
             kinds = ", ".join(sorted({module.rpartition(".")[2] for module in self._places})) or "none"
             raise UnsupportedError(
-                f"{adapter.source} changes {', '.join(unknown[:NAMED])}{more}, where the graph of this model has no linear layer of its own "
-                f"that adapters can be added to; those that it has are named {kinds}"
+                f"{adapter.source} changes {', '.join(unknown[:NAMED])}{more}, where the graph of this model has no linear layer of its "
+                f"own that adapters can be added to; those that it has are named {kinds}"
             )
         for name, carried in adapter.carried.items():
             mine = self._parameters().get(name)

@@ -182,7 +182,8 @@ class EngineThread:
         while True:
             with self._condition:
                 while not (
-                    self._adds or self._cancels or self._questions or self._everything or self._stopping or engine.has_work or self._probe_due
+                    self._adds or self._cancels or self._questions or self._everything or self._stopping
+                    or engine.has_work or self._probe_due
                 ):  # fmt: skip
                     self._condition.wait()
                 cancels, self._cancels = list(self._cancels), deque()

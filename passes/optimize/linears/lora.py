@@ -9,7 +9,7 @@ adapter for such a layer is refused when it is loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,10 +47,10 @@ def insert_lora(
     tokens = symbol(shape_of(by_role["input_ids"])[-1])
     wanted = by_role.get("logits_rows")
     logits = None if wanted is None else symbol(shape_of(wanted)[0])
-    found = [site for node in graph.nodes if (site := _site(node, owned, tokens, logits)) is not None]
+    found = [product for node in graph.nodes if (product := _product(node, owned, tokens, logits)) is not None]
     if not found:
         return ()
-    inputs = _Inputs(placeholders[-1], value_of(found[0][1]))
+    inputs = _Inputs(placeholders[-1], value_of(found[0].given))
     step_slots = inputs.add("lora_slots", (shape_of(by_role["input_ids"])[-1],), torch.int32)
     logits_slots = inputs.add("lora_logits_slots", (shape_of(wanted)[0],) if wanted is not None else (2,), torch.int32)
     for index, (node, given, site) in enumerate(found):
@@ -65,9 +65,16 @@ def insert_lora(
         added.meta["example_value"] = value.new_empty(value.shape)
         if "nn_module_stack" in node.meta:
             added.meta["nn_module_stack"] = node.meta["nn_module_stack"]
-        node.replace_all_uses_with(added, delete_user_cb=lambda user, added=added: user is not added)
+        for user in [user for user in node.users if user is not added]:
+            user.replace_input_with(node, added)
     graph.lint()
-    return tuple(site for _, _, site in found)
+    return tuple(product.site for product in found)
+
+
+class _Product(NamedTuple):
+    node: fx.Node
+    given: fx.Node
+    site: LoraSite
 
 
 class _Inputs:
@@ -91,11 +98,9 @@ def _parts(index: int, merges: Sequence[Merge], modules: Mapping[int, str]) -> l
     return [(modules[each], rows) for each, rows in parts] if all(each in modules for each, _ in parts) else []
 
 
-def _site(
-    node: fx.Node, owned: Mapping[fx.Node, list[tuple[str, int | None]]], tokens: Any, logits: Any
-) -> tuple[fx.Node, fx.Node, LoraSite] | None:
+def _product(node: fx.Node, owned: Mapping[fx.Node, list[tuple[str, int | None]]], tokens: Any, logits: Any) -> _Product | None:
     """A product with a linear layer's weight, what is multiplied, and where that is."""
-    names = _OPERANDS.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
+    names = _OPERANDS.get(node.target) if node.op == "call_function" else None
     if names is None:
         return None
     operands = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -109,7 +114,7 @@ def _site(
         return None
     outputs, columns = int(shape_of(node)[-1]), int(shape_of(given)[-1])
     parts = tuple(LoraPart(module, outputs if rows is None else rows) for module, rows in owned[weight])
-    return node, given, LoraSite(parts, columns, value_of(node).dtype, of_logits)
+    return _Product(node, given, LoraSite(parts, columns, value_of(node).dtype, of_logits))
 
 
 def _rows(node: fx.Node) -> Any:

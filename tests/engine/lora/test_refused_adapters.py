@@ -82,7 +82,7 @@ def test_weights_of_another_model(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_no_adapter_there(llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no adapter_config.json in"):
+    with pytest.raises(ValueError, match=r"there is no adapter_config\.json in"):
         llm.load_lora("a", tmp_path)
     with pytest.raises(TypeError, match="the adapter 'a' is a int; allowed: the folder"):
         llm.load_lora("a", 3)
@@ -99,12 +99,14 @@ def test_where_adapters_can_not_be_chosen(folder: Path) -> None:
 def test_a_graph_that_adds_them_elsewhere_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     from paged_attn.passes.optimize.linears import lora
 
-    found = lora._site
-    monkeypatch.setattr(lora, "_site", lambda node, *more: None if "mlp" in str(node.meta.get("nn_module_stack")) else found(node, *more))
+    found = lora._product
+    monkeypatch.setattr(
+        lora, "_product", lambda node, *more: None if "mlp" in str(node.meta.get("nn_module_stack")) else found(node, *more)
+    )
     with LLM(base(), max_loras=1, num_pages=20) as llm:
         assert not any("mlp" in module for module in llm.engine.adapters.modules)  # no place, so nothing can be loaded there
     swapped = lora._parts
-    monkeypatch.setattr(lora, "_site", found)
+    monkeypatch.setattr(lora, "_product", found)
     monkeypatch.setattr(lora, "_parts", lambda index, merges, modules: swapped(index, merges, {**modules, **_swapped(modules)}))
     with pytest.raises(UnsupportedError, match="with random adapters in all linear layers the graph of LlamaForCausalLM gives logits"):
         LLM(base(), max_loras=1, num_pages=20)
