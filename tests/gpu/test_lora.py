@@ -1,4 +1,4 @@
-"""Adapters on a GPU: the kernels' numbers at published widths, that captured steps serve adapters which come later, and that nothing waits."""
+"""Adapters on a GPU: the kernels at published widths, and captured steps that serve adapters which come later."""
 
 from __future__ import annotations
 

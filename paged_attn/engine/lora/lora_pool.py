@@ -19,7 +19,7 @@ logger = logging.getLogger("paged_attn")
 NAMED = 3
 
 
-class _Place(NamedTuple):
+class _PartOfSite(NamedTuple):
     """Of a linear layer in a site: which part it is, and where its outputs begin."""
 
     site: int
@@ -55,14 +55,14 @@ class LoraPool:
         self.loaded: dict[str, Loaded] = {}
         self.tensors: list[Tensor] = []
         self._count = 0
-        self._places: dict[str, list[_Place]] = {}
+        self._parts_of: dict[str, list[_PartOfSite]] = {}
         with torch.inference_mode(False):
             for index, site in enumerate(self.sites):
                 for shape, dtype in zip(site.shapes(slots, rank), (site.dtype, site.dtype, torch.float32), strict=True):
                     self.tensors.append(torch.zeros(shape, dtype=dtype, device=device))
                 start = 0
                 for number, part in enumerate(site.parts):
-                    self._places.setdefault(part.module, []).append(_Place(index, number, start))
+                    self._parts_of.setdefault(part.module, []).append(_PartOfSite(index, number, start))
                     start += part.rows
         logger.info("room for %d adapters of rank %d: %.0f MiB", slots, rank, self.nbytes / 2**20)
 
@@ -73,16 +73,16 @@ class LoraPool:
     @property
     def modules(self) -> tuple[str, ...]:
         """Paths of the linear layers that adapters can be added to."""
-        return tuple(self._places)
+        return tuple(self._parts_of)
 
     def factors(self, module: str, slot: int) -> tuple[Tensor, Tensor, Tensor]:
         """a [rank, inputs], b [outputs, rank] and the scale [] of a slot at a linear layer, as views."""
-        place = self._places[module][0]
+        place = self._parts_of[module][0]
         a, b, scales = (tensor[slot] for tensor in self._tensors_of(place))
         first, rows = place.part * self.rank, self.sites[place.site].rows[place.part]
         return a[first : first + self.rank], b[place.start : place.start + rows], scales[place.part]
 
-    def _tensors_of(self, place: _Place) -> list[Tensor]:
+    def _tensors_of(self, place: _PartOfSite) -> list[Tensor]:
         return self.tensors[3 * place.site : 3 * place.site + 3]
 
     def of(self, name: str) -> Loaded:
@@ -126,9 +126,9 @@ class LoraPool:
         self.loaded = {each: adapter for each, adapter in self.loaded.items() if adapter is not gone}
 
     def _check(self, adapter: Adapter) -> None:
-        if unknown := [module for module in adapter.factors if module not in self._places]:
+        if unknown := [module for module in adapter.factors if module not in self._parts_of]:
             more = f" (and {len(unknown) - NAMED} more)" if len(unknown) > NAMED else ""
-            kinds = ", ".join(sorted({module.rpartition(".")[2] for module in self._places})) or "none"
+            kinds = ", ".join(sorted({module.rpartition(".")[2] for module in self._parts_of})) or "none"
             raise UnsupportedError(
                 f"{adapter.source} changes {', '.join(unknown[:NAMED])}{more}, where the graph of this model has no linear layer of its "
                 f"own that adapters can be added to; those that it has are named {kinds}"
@@ -141,7 +141,7 @@ class LoraPool:
                     f"resized), which is not what the model has; only factors of linear layers can be chosen by request. {ALONE}"
                 )
         for module, factors in adapter.factors.items():
-            place = self._places[module][0]
+            place = self._parts_of[module][0]
             site = self.sites[place.site]
             inputs, outputs, rank = factors.a.shape[1], factors.b.shape[0], factors.a.shape[0]
             if rank > self.rank:
@@ -157,7 +157,7 @@ class LoraPool:
 
     def write(self, slot: int, module: str, factors: Factors) -> None:
         """Put the factors of a linear layer into a slot, wherever the graph has that layer."""
-        for place in self._places[module]:
+        for place in self._parts_of[module]:
             a, b, scales = self._tensors_of(place)
             rank, first = factors.a.shape[0], place.part * self.rank
             a[slot, first : first + rank] = factors.a.to(a.device, a.dtype)
