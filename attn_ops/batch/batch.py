@@ -38,6 +38,7 @@ class Batch:
     logits_rows [N] int64, the rows whose logits are wanted, of which the first `num_logits` are real.
     A slot is `page * page_size + offset`; padding writes to slot 0, in the reserved page 0.
     page_table_host mirrors the columns of page_table that this step fills, where the batch was built here; do not write to it.
+    lora_slots [T] and lora_logits_slots [N] int32, of each row and of each row of logits its adapter or -1, where the graph has adapters.
     The last `num_dummies` requests are padding: token 0 at position 0 in slot 0, seq_len 1; `num_tokens` and `num_logits` count them.
     """
 
@@ -58,6 +59,8 @@ class Batch:
     state_slots_host: tuple[int, ...] = ()
     page_table_host: NDArray[np.int32] | None = None
     num_dummies: int = 0
+    lora_slots: Tensor | None = None
+    lora_logits_slots: Tensor | None = None
 
     @property
     def num_requests(self) -> int:

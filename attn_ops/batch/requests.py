@@ -38,9 +38,10 @@ class RequestColumns:
         tokens: [sum(num_new)] int64, of one request after another.
         page_table: [R, width] int32, zeros past the `num_pages` of a row.
         num_pages, num_cached, num_new, num_logits, state_slots: [R] int64.
+        lora_slots: [R] int64, of each request its adapter or -1; None if none has any.
     """
 
-    __slots__ = ("num_cached", "num_logits", "num_new", "num_pages", "page_table", "state_slots", "tokens")
+    __slots__ = ("lora_slots", "num_cached", "num_logits", "num_new", "num_pages", "page_table", "state_slots", "tokens")
 
     def __init__(
         self,
@@ -51,9 +52,10 @@ class RequestColumns:
         num_new: NDArray[np.int64],
         num_logits: NDArray[np.int64],
         state_slots: NDArray[np.int64],
+        lora_slots: NDArray[np.int64] | None = None,
     ) -> None:
         self.tokens, self.page_table, self.num_pages, self.num_cached = tokens, page_table, num_pages, num_cached
-        self.num_new, self.num_logits, self.state_slots = num_new, num_logits, state_slots
+        self.num_new, self.num_logits, self.state_slots, self.lora_slots = num_new, num_logits, state_slots, lora_slots
 
     @classmethod
     def of(cls, requests: Sequence[BatchRequest] | RequestColumns) -> RequestColumns:

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.lora import LORA
 from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
@@ -41,4 +42,5 @@ KINDS = (
     OpKind(EXPERTS, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(ROUTE, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR, splits=False, in_full_graphs=True, on_disk=True),
+    OpKind(LORA, splits=False, in_full_graphs=True, on_disk=True),
 )

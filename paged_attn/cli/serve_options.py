@@ -46,6 +46,11 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--share-prefixes", action="store_true", help="share cached prefixes between API keys: a key can then find out what others ask")
     add("--allow-priority", action="store_true", help="let requests have a priority; without it nobody may jump the queue")
+    add(
+        "--lora", action="append", default=[], metavar="NAME=FOLDER", type=_named_folder,
+        help="an adapter of peft, which requests choose by model=NAME; may be given many times",
+    )  # fmt: skip
+    add("--lora-folder", metavar="DIR", help="let clients load adapters from this folder and unload them; without it they may not")
     add("--allow-origin", action="append", default=[], metavar="URL", help="let web pages of this origin use the server (CORS); * is all")
     add("--allow-host", action="append", default=[], metavar="NAME", help="what the header Host may say, as in *.example.com")
     add("--no-log-requests", action="store_true", help="no line of JSON on stdout for each request")
@@ -55,6 +60,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     for flag, kind, metavar, default, what in LIMITS:
         shown = "no limit" if default is None else f"{default:g}"
         limits(flag, type=kind, metavar=metavar, default=default, help=f"{what} (default: {shown})")
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    name, is_given, folder = text.partition("=")
+    if not name or not is_given or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=FOLDER")
+    return name, folder
 
 
 def _add_chat_options(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +85,8 @@ def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings
     limits = {name: getattr(args, name) for flag, *_ in LIMITS for name in [flag.removeprefix("--").replace("-", "_")]}
     return ServerSettings(
         args.served_model_name or model_name, host=args.host, port=args.port, api_keys=tuple(keys), share_prefixes=args.share_prefixes,
-        allow_priority=args.allow_priority, allow_origins=tuple(args.allow_origin), allow_hosts=tuple(args.allow_host),
+        allow_priority=args.allow_priority, lora_folder=args.lora_folder,
+        allow_origins=tuple(args.allow_origin), allow_hosts=tuple(args.allow_host),
         log_requests=not args.no_log_requests,
         tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser, otlp_endpoint=args.otlp_endpoint, **limits,
     )  # fmt: skip

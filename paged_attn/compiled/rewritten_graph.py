@@ -17,6 +17,7 @@ from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces
 from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.lora_graph import LoraGraph
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.hashing.code_files import traced_files
 from paged_attn.passes.fx.graph_tools import value_of
@@ -41,6 +42,7 @@ class RewrittenGraph:
         max_positions: the longest sequence, as the model's config or its tables of positions say; None if neither does.
         split: the rewritten graph in pieces, or None if the call is not a paged one.
         pieces: how the pieces were compiled, or None if they run as they are.
+        lora: the variant with adapters, where the options ask for it.
         files: those whose Python code the trace went through; None where that is not known.
         recurrent: the layers that the graph's recurrent ops stand for, by layer id, set by who captured it; None if nobody has looked.
     """
@@ -52,6 +54,7 @@ class RewrittenGraph:
     traced_from: InitVar[nn.Module | None]
     options: CompileOptions
     files: frozenset[str] | None = None
+    lora: LoraGraph | None = None
 
     def __post_init__(self, traced_from: nn.Module | None) -> None:
         limits = [limit for limit in (max_positions(traced_from), self.rewrite.max_positions) if limit is not None]
@@ -82,6 +85,7 @@ class RewrittenGraph:
         found = rewrite(gm, example_inputs, model, limited, options.passes)
         split: SplitGraph | None = None
         pieces: PieceReport | None = None
+        lora: LoraGraph | None = None
         if found.gm is None:
             logger.info("this call runs as written and not paged: %s", found.not_paged)
         else:
@@ -89,7 +93,9 @@ class RewrittenGraph:
             if wants_inductor(options, example_inputs):
                 traced = [value_of(node) for node in found.gm.graph.nodes if node.op == "placeholder"]
                 pieces = compile_pieces(split, traced, ArtifactCache.of_user())
-        return cls(gm, found, split, pieces, model, options, traced_files())
+            if options.max_loras and model is not None:
+                lora = LoraGraph.of(found, example_inputs, model, options.max_loras, options.max_lora_rank, pieces is not None)
+        return cls(gm, found, split, pieces, model, options, traced_files(), lora)
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:

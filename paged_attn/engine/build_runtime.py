@@ -12,6 +12,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.experts import use_experts
 from paged_attn.attn_ops.ops.linear import use_one_row_kernel
+from paged_attn.attn_ops.ops.lora import use_lora
 from paged_attn.attn_ops.ops.routing import use_route
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.selection.experts import experts_backend
@@ -21,6 +22,10 @@ from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.lora.lora_check import check_adapters
+from paged_attn.engine.lora.lora_pool import LoraPool
+from paged_attn.engine.lora.lora_runner import LoraRunner
+from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.runners.patched_runner import PatchedRunner
@@ -41,8 +46,13 @@ logger = logging.getLogger("paged_attn")
 
 def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
     """Trace and rewrite the model, or hook its attention, as `config.compile` says; the config is resolved."""
-    options = CompileOptions(inductor=config.inductor, self_check=config.self_check, experts_backend=config.experts_backend)
+    options = CompileOptions(
+        inductor=config.inductor, self_check=config.self_check, experts_backend=config.experts_backend,
+        max_loras=config.max_loras, max_lora_rank=config.max_lora_rank,
+    )  # fmt: skip
     with served_locally(model) as ranks:
+        if config.max_loras:
+            _refuse_adapters(model, config, ranks is not None)
         if ranks is not None:
             ranks.check_same("the engine's settings", repr(config).encode())
         probe = ProbeSettings(config.backend, config.page_size, config.deterministic)
@@ -57,6 +67,10 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
 
             use_one_row_kernel(one_row_linear)
             use_route(route)
+            if config.max_loras:
+                from paged_attn.backends.lora.on_gpu import lora_on_gpu
+
+                use_lora(lora_on_gpu)
         passes = OptionalPasses(
             experts=True,
             routing=True,
@@ -81,18 +95,52 @@ def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> 
         raise UnsupportedError(
             f"{pooler.body.name} is sharded over {runner.ranks.size} ranks; models that embed or classify run whole on each device"
         )
+    if config.max_loras:
+        runner.close()
+        raise UnsupportedError(
+            f"max_loras={config.max_loras}: {pooler.body.name} embeds or classifies, and adapters by request are for models "
+            "that generate; leave max_loras and loras out, or merge one into the weights (model.merge_and_unload())"
+        )
+
+
+def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:
+    """Raises UnsupportedError, which says why adapters can not be chosen by request here."""
+    if not config.compile:
+        why = "compile=False calls the model itself, and adapters by request are part of its graph; leave compile on"
+    elif is_sharded:
+        why = f"{type(model).__name__} is sharded over ranks, and adapters are not; run it whole on each device"
+    elif mine := [path for path, module in model.named_modules() if path and type(module).__module__.startswith("peft.")]:
+        why = (
+            f"{type(model).__name__} has adapters of peft in it already ({mine[0]} is one of them). Without max_loras and loras it is "
+            "served with its active one; for adapters by request save them (save_pretrained), and give LLM the model without "
+            "(model.unload())"
+        )
+    else:
+        return
+    raise UnsupportedError(f"max_loras={config.max_loras}: {why}")
+
+
+def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
+    """What runs steps with adapters, with room for them; None if the settings ask for none."""
+    if not config.max_loras:
+        return None
+    assert isinstance(runner, ModelRunner) and runner.compiled.lora is not None
+    graph = runner.compiled.lora
+    return LoraRunner(runner, graph, LoraPool(runner.model, graph.sites, config.max_loras, config.max_lora_rank, runner.device))
 
 
 def ready_to_step(
     runner: Runner,
+    with_adapters: LoraRunner | None,
     config: EngineConfig,
     num_pages: Callable[[int], int],
     recurrent: RecurrentRunner | None,
     recorder: Recorder | None,
-) -> tuple[StepRunner, KVPool, Selection]:
+) -> tuple[StepRunner, StepRunner | None, KVPool, Selection]:
     """Capture the pieces, measure what full graphs will take, make the pool from what is left, and capture the full graphs on it.
 
     Args:
+        with_adapters: what runs steps in which a request has an adapter; it gets graphs of its own, under a budget of its own.
         num_pages: how many pages the pool has if so many bytes are kept free.
         recorder: None makes CUDA graphs on a GPU and nothing elsewhere.
     """
@@ -113,20 +161,30 @@ def ready_to_step(
 
     settings, max_pages = capture_settings(config, runner.one_row), _max_pages(runner, config, num_pages)
     steps = StepRunner(runner, settings, recorder, config.page_size, max_pages, recurrent, tail)
+    lora_steps = None
+    if with_adapters is not None:
+        settings = capture_settings(config, with_adapters.one_row)
+        slots = LoraSlots(max(settings.max_rows, settings.max_requests), settings.max_requests, runner.device)
+        lora_steps = StepRunner(with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, slots)
+    both = [steps] if lora_steps is None else [steps, lora_steps]
     kept_free = 0
-    if steps.graphs is not None:
-        scratch = KVPool(runner.layers, SCRATCH_PAGES, config.page_size, runner.dtype, runner.device)
-        steps.use(scratch, select(scratch).backend)
-        steps.capture_pieces(show_progress(steps.graphs, "piecewise"))
-        kept_free = steps.full_bytes()
+    for each in both:
+        if each.graphs is not None:
+            scratch = KVPool(runner.layers, SCRATCH_PAGES, config.page_size, runner.dtype, runner.device)
+            each.use(scratch, select(scratch).backend)
+            each.capture_pieces(show_progress(each.graphs, "piecewise" if each is steps else "piecewise, with adapters"))
+            kept_free += each.full_bytes()
     pool = KVPool(runner.layers, num_pages(kept_free), config.page_size, runner.dtype, runner.device)
     selection = select(pool)
-    steps.use(pool, selection.backend)
-    if steps.graphs is not None:
-        steps.capture_full(show_progress(steps.graphs, "decode steps"))
-        for line in steps.report().lines():
-            logger.info("%s", line.strip())
-    return steps, pool, selection
+    if with_adapters is not None and config.self_check:
+        check_adapters(with_adapters, pool, selection.backend)
+    for each in both:
+        each.use(pool, selection.backend)
+        if each.graphs is not None:
+            each.capture_full(show_progress(each.graphs, "decode steps" if each is steps else "decode steps, with adapters"))
+            for line in each.report().lines():
+                logger.info("%s", line.strip())
+    return steps, lora_steps, pool, selection
 
 
 def capture_settings(config: EngineConfig, one_row: bool) -> CaptureSettings:

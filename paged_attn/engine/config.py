@@ -110,6 +110,8 @@ class EngineConfig:
         "what a request does not state: auto is as the checkpoint's generation_config says, ours leaves that out (its end tokens count)",
         choices=("auto", "ours"),
     )
+    max_loras: int = _advanced(0, "adapters that may be loaded at the same time, for requests to choose from; 0: none", 0)
+    max_lora_rank: int = _advanced(16, "the largest rank of such an adapter; memory is taken for max_loras of them", 1)
     self_check: bool = _setting(True, "compare the rewritten model with the original before the first batch")
 
     def __post_init__(self) -> None:

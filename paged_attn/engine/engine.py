@@ -20,11 +20,12 @@ from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder
-from paged_attn.engine.build_runtime import make_runner, ready_to_step, refuse_for_pooling
+from paged_attn.engine.build_runtime import lora_runner, make_runner, ready_to_step, refuse_for_pooling
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
+from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.output_processor import OutputProcessor
@@ -104,7 +105,11 @@ class Engine:
         def num_pages(kept_free: int) -> int:
             return pool_pages(self.config, layers, self.runner.dtype, device, state_bytes, kept_free)
 
-        self.steps, self.pool, self.selection = ready_to_step(self.runner, self.config, num_pages, states, recorder)
+        with_adapters = lora_runner(self.runner, self.config)
+        self.adapters = None if with_adapters is None else with_adapters.adapters
+        self.steps, self.lora_steps, self.pool, self.selection = ready_to_step(
+            self.runner, with_adapters, self.config, num_pages, states, recorder
+        )
         if self.states and self.config.prefix_cache and not slots.snapshots:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
@@ -166,6 +171,7 @@ class Engine:
         priority: int = 0,
         text_at_end: bool = False,
         kept_tokens: frozenset[int] = frozenset(),
+        lora: str | None = None,
     ) -> Request:
         """Queue a request; `step` will run it.
 
@@ -175,10 +181,11 @@ class Engine:
             priority: a lower value is more urgent: admitted first and preempted last.
             text_at_end: decode the text when the request ends, which costs less, and not token by token (unless there are stop strings).
             kept_tokens: special tokens that stay in the text.
+            lora: the name of a loaded adapter; None: the model as it is.
 
         Raises:
-            ValueError: an empty prompt, a token id out of range, a prompt beyond the model's positions, an id in use, or a schema, regular
-                expression or grammar that can not be read.
+            ValueError: an adapter that is not loaded, an empty prompt, a token id out of range, a prompt beyond the model's positions, an
+                id in use, or a schema, regular expression or grammar that can not be read.
             TypeError: a prompt that is not token ids, a namespace or tenant that does not hash, or a priority that is no whole number.
             UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
                 there. Or the model is no longer what the engine runs; see `ModelWatch`.
@@ -192,10 +199,14 @@ class Engine:
         request_id = request_id if request_id is not None else f"request-{arrival}"
         if request_id in self.requests:
             raise ValueError(f"request id {shown(request_id)} is in use by an unfinished request; choose another or cancel that one")
+        adapter = None if lora is None else self._adapters().of(lora)
         request = self.input_processor.make(
-            prompt_token_ids, params, arrival=arrival, request_id=request_id, namespace=namespace, tenant=tenant, prompt=prompt,
+            prompt_token_ids, params, arrival=arrival, request_id=request_id,
+            namespace=namespace if adapter is None else adapter.namespace(namespace), tenant=tenant, prompt=prompt,
             priority=priority, text_at_end=text_at_end, kept_tokens=kept_tokens,
         )  # fmt: skip
+        if adapter is not None:
+            request.lora, request.adapter = adapter.name, adapter.slot + 1
         self.output_processor.expect(request)
         if request.max_new_tokens or request.wants_scores or request.pooled is not None:
             self.scheduler.waiting.append(request)
@@ -221,6 +232,37 @@ class Engine:
             return False
         self.output_processor.cancel(request)
         return True
+
+    @in_plain_modes
+    def load_lora(self, name: str, source: Any) -> None:
+        """Let requests choose an adapter by this name from now on; steps that run meanwhile are not held up.
+
+        Args:
+            source: the folder that `save_pretrained` of a PeftModel wrote, or a PeftModel.
+
+        Raises:
+            ValueError, UnsupportedError, TypeError: see `LoraPool.load`; or there is no room for adapters at all.
+        """
+        self._adapters().load(name, source)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter; its place is free for another.
+
+        Raises:
+            ValueError: it is not loaded, or requests that have not finished use it.
+        """
+        adapter = self._adapters().of(name)
+        if users := [request.id for request in self.requests.values() if request.lora == name]:
+            raise ValueError(
+                f"the adapter {name!r} is used by {len(users)} requests that have not finished ({users[0]} is one); wait for them, or "
+                "cancel them"
+            )
+        self._adapters().unload(adapter.name)
+
+    def _adapters(self) -> LoraPool:
+        if self.adapters is None:
+            raise ValueError("this engine has no room for adapters; make it with max_loras=8, or with loras={name: folder}")
+        return self.adapters
 
     @in_plain_modes
     def step(self) -> TokenEvents:
@@ -264,7 +306,9 @@ class Engine:
         if self.kv.tree is not None:
             self.kv.tree.clear()
         self.input_processor.guides.close()
-        self.steps.close()
+        for steps in (self.steps, self.lora_steps):
+            if steps is not None:
+                steps.close()
         self.watch = None
         self.runner.close()
 
@@ -300,11 +344,14 @@ class Engine:
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
         parts, columns = build_step(scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None)
         self.last_scheduled = requests
-        step = self.steps.prepare(columns)
+        steps = self.steps
+        if self.lora_steps is not None and columns.lora_slots is not None and columns.lora_slots.max() >= 0:
+            steps = self.lora_steps
+        step = steps.prepare(columns)
         before_model = time.perf_counter()
         try:
             with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
-                output = self.steps.run(step)
+                output = steps.run(step)
                 self.stats.model_seconds += time.perf_counter() - before_model
                 scores = PromptScores(output.logits, [tokens for _, tokens in parts.scored]) if parts.scored else None
                 pooled = PooledRows(output.logits, [part for _, part in parts.pooled]) if parts.pooled else None

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 Prompt = str | Sequence[int]
+LORAS = 8  # room for adapters where some are given and max_loras is not
 Params: TypeAlias = "SamplingParams | GenerationConfig"
+Loras: TypeAlias = "str | Sequence[str | None] | None"
 
 
 class LLM(PoolingCalls):
@@ -50,6 +52,8 @@ class LLM(PoolingCalls):
         revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
         embedding_defaults: how a model that embeds does so unless a call says otherwise; of a path as its folder says.
+        loras: adapters of peft that requests may choose, by name: the folder that `save_pretrained` wrote, or a PeftModel. Without
+            max_loras there is room for eight, or for as many as are given. Others come and go: `load_lora`, `unload_lora`.
         progress: bars on stderr while it loads, compiles and captures; None shows them on a terminal only.
 
     Raises:
@@ -72,6 +76,7 @@ class LLM(PoolingCalls):
         gguf_file: str | None = None,
         quantization_config: Any = None,
         config: EngineConfig | None = None,
+        loras: Mapping[str, Any] | None = None,
         progress: bool | None = None,
         embedding_defaults: EmbeddingDefaults | None = None,
         **settings: Any,
@@ -81,6 +86,8 @@ class LLM(PoolingCalls):
         if not isinstance(model, (nn.Module, str, Path)):
             raise TypeError(f"model is a {type(model).__name__}; allowed are a loaded model, a directory or a hub id")
         config = EngineConfig.from_environment(**settings) if config is None else config.with_(**settings)
+        if loras and not config.max_loras:
+            config = config.with_(max_loras=max(LORAS, len(loras)))
         own = tokenizer if isinstance(tokenizer, (str, Path)) else None
         task = checked_task(task)
         defaults = embedding_defaults
@@ -108,6 +115,8 @@ class LLM(PoolingCalls):
             self.engine = Engine(model if task == "generate" else Pooler.of(model, task, defaults), tokenizer, config)
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
+        for name, source in (loras or {}).items():
+            self.load_lora(name, source)
 
     @tells_names("LLM.generate", INTO_PARAMS)
     def generate(
@@ -116,6 +125,7 @@ class LLM(PoolingCalls):
         params: Params | Sequence[Params] | None = None,
         *,
         sampling_params: Params | Sequence[Params] | None = None,
+        lora: Loras = None,
         namespace: Any = None,
         priority: int = 0,
         progress: bool | None = None,
@@ -127,6 +137,7 @@ class LLM(PoolingCalls):
                 {"prompt": text}, token ids as {"prompt_token_ids": ids}, and what a tokenizer returned as it is, padding and all.
             params: for all prompts, or one for each; also as `sampling_params`. A `GenerationConfig` of transformers will do. With `n`
                 above 1 there are so many completions of a prompt, which share its KV; `index` and `answer` tell them apart.
+            lora: the name of a loaded adapter, for all prompts, or one for each; None: the model as it is.
             namespace, priority: see `Engine.add_request`.
             progress: a bar on stderr that counts finished prompts; None shows it on a terminal, if it takes longer than a second.
 
@@ -134,7 +145,7 @@ class LLM(PoolingCalls):
             ValueError, UnsupportedError: a prompt that `Engine.add_request` refuses (then none of them runs), or logits that are not
                 finite (then the others of this call are cancelled).
         """
-        requests = self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=False)
+        requests = self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=False, lora=lora)
         return self._completions(requests, progress)
 
     def chat(
@@ -152,6 +163,7 @@ class LLM(PoolingCalls):
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora: Loras = None,
         namespace: Any = None,
         priority: int = 0,
         progress: bool | None = None,
@@ -161,7 +173,7 @@ class LLM(PoolingCalls):
         Args:
             messages: of one conversation, or a list of conversations: [{"role": "user", "content": "Hello"}, ...]. Answers of earlier calls
                 (`completion.message`) may stand among them.
-            params, sampling_params, namespace, priority, progress: as of `generate`.
+            params, sampling_params, lora, namespace, priority, progress: as of `generate`.
             tools, tool_choice and the rest: see `ChatRequest`.
 
         Raises:
@@ -174,7 +186,7 @@ class LLM(PoolingCalls):
             "continue_final_message": continue_final_message, "tool_parser": tool_parser, "reasoning_parser": reasoning_parser,
         }  # fmt: skip
         chats = self._chats(messages, settings, _one_of(params, sampling_params))
-        requests = self._add(chats.texts, chats.params, namespace, priority, streamed=False, forms=chats.forms)
+        requests = self._add(chats.texts, chats.params, namespace, priority, streamed=False, forms=chats.forms, lora=lora)
         completions = self._completions(requests, progress)
         return [ChatCompletion.read(completion, chats.forms[completion.index]) for completion in completions]
 
@@ -183,6 +195,7 @@ class LLM(PoolingCalls):
         messages: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora: Loras = None,
         namespace: Any = None,
         priority: int = 0,
         **settings: Any,
@@ -193,7 +206,7 @@ class LLM(PoolingCalls):
         Messages are checked and queued at the call, not at the first `next`.
         """
         chats = self._chats(messages, settings, params)
-        events = self._events(self._add(chats.texts, chats.params, namespace, priority, streamed=True, forms=chats.forms))
+        events = self._events(self._add(chats.texts, chats.params, namespace, priority, streamed=True, forms=chats.forms, lora=lora))
         next(events)
         return chat_events(events, chats.forms)  # type: ignore[arg-type]
 
@@ -221,6 +234,7 @@ class LLM(PoolingCalls):
         params: Params | Sequence[Params] | None = None,
         *,
         sampling_params: Params | Sequence[Params] | None = None,
+        lora: Loras = None,
         namespace: Any = None,
         priority: int = 0,
     ) -> Iterator[TokenEvent]:
@@ -229,7 +243,7 @@ class LLM(PoolingCalls):
 
         Prompts are checked and queued at the call, not at the first `next`.
         """
-        events = self._events(self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=True))
+        events = self._events(self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=True, lora=lora))
         next(events)  # from here on closing it cancels, even if nothing was read
         return events  # type: ignore[return-value]
 
@@ -247,6 +261,29 @@ class LLM(PoolingCalls):
         if self.tokenizer is None:
             raise ValueError("this LLM has no tokenizer; give LLM(model, tokenizer=...) one, or the path of one")
         return self.tokenizer
+
+    def load_lora(self, name: str, source: Any) -> None:
+        """Let requests choose an adapter by this name: `generate(..., lora=name)`; also while others run.
+
+        Args:
+            source: the folder that `save_pretrained` of a PeftModel wrote, or a PeftModel.
+
+        Raises:
+            ValueError: the name is in use, there is no room for it or for its rank, or no adapter in the folder.
+            UnsupportedError: a setting of it, or a layer that it changes, is not served; the message names it.
+        """
+        with self._lock:
+            self.engine.load_lora(name, source)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget an adapter. Raises ValueError: it is not loaded, or requests that have not finished use it."""
+        with self._lock:
+            self.engine.unload_lora(name)
+
+    @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return () if self.engine.adapters is None else tuple(self.engine.adapters.loaded)
 
     def cancel(self, request_id: str) -> bool:
         """End one prompt of a stream now, by the `request_id` of its events; False if it has ended."""
@@ -317,6 +354,7 @@ class LLM(PoolingCalls):
         priority: int,
         streamed: bool,
         forms: Sequence[AnswerForm] | None = None,
+        lora: Loras = None,
     ) -> list[Request]:
         """Queue prompts; with `forms` they are texts of chats, which hold all special tokens that they need."""
         listed = _as_list(prompts)
@@ -324,17 +362,20 @@ class LLM(PoolingCalls):
         if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):
             raise ValueError(f"prompt_logprobs is {scores[0]} in a stream, whose events are of new tokens; use generate")
         ids = [self._token_ids(prompt, is_chat=forms is not None) for prompt in listed]
+        loras = [lora] * len(listed) if lora is None or isinstance(lora, str) else list(lora)
+        if len(loras) != len(listed):
+            raise ValueError(f"{len(loras)} names of adapters in lora for {len(listed)} prompts; give one for all or one for each")
         kept = [frozenset[int]()] * len(listed) if forms is None else [form.kept for form in forms]
         requests: list[Request] = []
         with self._lock, ExitStack() as undo:
             undo.callback(self._drop, requests)
             try:
-                for index, (prompt, tokens, each, kept_tokens) in enumerate(zip(listed, ids, taken, kept, strict=True)):
+                for index, (prompt, tokens, each, kept_tokens, name) in enumerate(zip(listed, ids, taken, kept, loras, strict=True)):
                     text = prompt if isinstance(prompt, str) else None
                     for number, answer in enumerate(each.answers()):
                         added = self.engine.add_request(
                             tokens, answer, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed,
-                            kept_tokens=kept_tokens,
+                            kept_tokens=kept_tokens, lora=name,
                         )  # fmt: skip
                         added.index, added.answer = index, number
                         requests.append(added)

@@ -34,7 +34,7 @@ OTHER_SETTING = {
     "swap_space": "a request that loses its pages computes them again; nothing is swapped",
     "seed": "each request has a seed of its own: SamplingParams(seed=...)",
     "disable_log_stats": "llm.engine.stats has the numbers; nothing is logged",
-    "enable_lora": "give LLM a model of peft with its adapter active; several adapters in one batch are not served yet",
+    "enable_lora": "max_loras says how many adapters there is room for, loras={name: folder} loads them",
 }
 SAME_PARAM = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_new_tokens": "min_tokens",

@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from paged_attn import __version__
 from paged_attn.engine.engine import Engine
-from paged_attn.server.api import health, pooling_routes, routes
+from paged_attn.server.api import health, lora_routes, pooling_routes, routes
 from paged_attn.server.http import errors
 from paged_attn.server.http.guard import Guard
 from paged_attn.server.logs.call_log import CallLog
@@ -41,7 +41,8 @@ def create_app(make_engine: Callable[[], Engine], settings: ServerSettings, trac
     app = FastAPI(title="paged_attn", version=__version__, lifespan=lifespan)
     app.state.server = state
     known = set[str]()
-    for router in (health.router, routes.router, pooling_routes.router):
+    adapters = [lora_routes.router] if settings.lora_folder is not None else []
+    for router in (health.router, routes.router, pooling_routes.router, *adapters):
         app.include_router(router)
         known |= {path for route in router.routes if "{" not in (path := str(getattr(route, "path", "")))}
     errors.add_handlers(app)

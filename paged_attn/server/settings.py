@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from paged_attn.chat.answers.reasoning import REASONING_PARSERS
 from paged_attn.chat.formats.choose import TOOL_PARSERS
@@ -21,7 +22,7 @@ class ServerSettings:
     """Settings of a server, checked on construction. None turns a limit off.
 
     Attributes:
-        model_name: the one model name that requests may give.
+        model_name: the name of the model; requests may give it, or that of an adapter.
         host, port: where to listen; port 0 takes a free one.
         api_keys: any of them opens /v1; none: /v1 is open. /health and /metrics always are. Each is a tenant of its own; on an open
             server each address is.
@@ -38,6 +39,7 @@ class ServerSettings:
         allow_origins: web pages of these origins may use the server from browsers (CORS); "*" is all.
         allow_hosts: what the header Host may say, "*.example.com" too; none: anything.
         allow_priority: whether requests may say how urgent they are.
+        lora_folder: clients may load adapters that lie in this folder, and unload them; None: they may not.
         tool_parser, reasoning_parser: how answers of chats are read; see `ChatRequest`.
         log_requests: a line of JSON on stdout for each request.
         otlp_endpoint: where OpenTelemetry traces go, such as http://localhost:4318/v1/traces.
@@ -67,6 +69,7 @@ class ServerSettings:
     allow_hosts: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     allow_priority: bool = False
+    lora_folder: str | None = None
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     log_requests: bool = False
@@ -75,6 +78,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.model_name:
             raise ValueError("model_name is empty; clients name the model by it")
+        if self.lora_folder is not None and not Path(self.lora_folder).is_dir():
+            raise ValueError(f"lora_folder is {self.lora_folder!r}, which is no folder; give the one that adapters may be loaded from")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; allowed are 0 (any free port) to 65535")
         for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paged_attn.engine.engine import Engine
     from paged_attn.engine.llm import LLM
 
+LORAS = 8  # room for adapters where some may come and --max-loras is not given
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 
@@ -58,12 +59,16 @@ def run(args: argparse.Namespace) -> int:
     """
     config = engine_config(args)
     config = config.with_(max_batch_tokens=config.step_tokens)  # long prompts must not hold up the tokens of others for long
+    if (args.lora or args.lora_folder) and not config.max_loras:
+        config = config.with_(max_loras=max(LORAS, len(args.lora)))
     if not is_first():
         return _follow(args, config)
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"the server needs {', '.join(missing)}; install the extra: {install_line('serve')}")
     checked_model_path(args.model, args.gguf_file)
     settings = server_settings(args, model_name(args.model))
+    if settings.model_name in dict(args.lora):
+        raise ValueError(f"--lora {settings.model_name}=...: that is the name of the model itself; choose another")
     set_verbosity(args.verbose)
     from paged_attn.server.run import Server, allow_files, listen
 
@@ -117,6 +122,8 @@ def _load(args: argparse.Namespace, config: EngineConfig) -> LLM:
 
     llm = load(args.model, args.dtype, args.device, config, load_options(args), args.task).llm
     use_template(llm, args.chat_template)
+    for name, folder in args.lora:
+        llm.load_lora(name, folder)
     print(where_it_runs(llm), file=sys.stderr, flush=True)
     gc.collect()
     gc.freeze()  # else Python looks through all of torch every now and then, and for 0.2 s no token comes; the engine stays to the end

@@ -59,6 +59,7 @@ class Request:
         is_argmax_only: 1 if `sampling` is.
         scores_from: the first of `tokens` whose logits are still wanted to score the one after it, or whose hidden state is wanted to the
             end; NO_SCORES if none is.
+        adapter: 1 more than the slot of its adapter; 0 if it has none. `lora` is its name.
         future_row: where the device has the last chosen token (see `FutureTokens`).
         produced_by: the number of the step that chose it; 0 before there is one.
         rows, row: where its numbers and pages lie.
@@ -103,6 +104,7 @@ class Request:
     index: int = 0
     answer: int = 0
     pooled: Pooled | None = None
+    lora: str | None = None
 
     num_cached = _InRow()
     num_tokens = _InRow()
@@ -115,6 +117,7 @@ class Request:
     skips_host_work = _InRow()
     is_argmax_only = _InRow()
     scores_from = _InRow()
+    adapter = _InRow()
 
     def __post_init__(self) -> None:
         self.row = self.rows.take()

@@ -114,7 +114,8 @@ class ModelRunner:
         with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
         with replaced_by_ops(self.recurrent), as_served(self.model):
-            kept = CachedGraphs.of(self.model, options, positions)
+            # A graph from disk has no example values, from which its variant with adapters is made.
+            kept = None if options.max_loras else CachedGraphs.of(self.model, options, positions)
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
             found = None  # ranks trace together, or none does
@@ -154,9 +155,9 @@ class ModelRunner:
         rows = torch.arange(TRACE_TOKENS, device=self.device)
         args, traced = (inputs.fill(rows, rows, rows) for inputs in (self.inputs, self._traced))
         with as_served(self.model):
-            self.compiled.check(args, lambda prompt: self._logits_alone(prompt, self.follow_generate), self.probe, traced, again)
+            self.compiled.check(args, lambda prompt: self.logits_alone(prompt, self.follow_generate), self.probe, traced, again)
 
-    def _logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
+    def logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
         try:
             return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
@@ -175,9 +176,9 @@ class ModelRunner:
             return False
         prompt = torch.arange(1, 5, device=self.device) % TRACE_TOKENS
         with as_served(self.model):
-            without = self._logits_alone(prompt)
+            without = self.logits_alone(prompt)
             try:
-                given = self._logits_alone(prompt, positions=True)
+                given = self.logits_alone(prompt, positions=True)
             except (TypeError, ValueError, RuntimeError):
                 return True  # **kwargs that lead to something that takes none
         error, limit = logits_apart(without, given, self.dtype)

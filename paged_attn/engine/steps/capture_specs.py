@@ -18,6 +18,7 @@ from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import GraphSupport
 from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
+from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_settings import CaptureSettings
 from paged_attn.engine.steps.forward import Tail, forward
@@ -59,6 +60,7 @@ class CaptureSpecs:
     recurrent: RecurrentRunner | None
     tail: Tail | None
     future_tokens: FutureTokens
+    lora_slots: LoraSlots | None = None
 
     @property
     def why_not_full(self) -> str:
@@ -88,7 +90,7 @@ class CaptureSpecs:
         """Any step of `key.size` rows: attention between the graphs, on a made-up prompt."""
         size, ops = key.size, split_ops()
         shape = extend_shape(size, self.settings)
-        batch = Batch.build(self._prompts(size), self.pool.page_size, self.runner.device, shape, self.buffers)
+        batch = self._with_slots(Batch.build(self._prompts(size), self.pool.page_size, self.runner.device, shape, self.buffers))
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
             yield CaptureSpec(
                 lambda: forward(self.runner, batch, self.tail, self.future_tokens),
@@ -102,7 +104,7 @@ class CaptureSpecs:
         size, device = key.size, self.runner.device
         if size == 1:
             check_one_row(self.runner.served(), self.pool, self.backend)
-        batch = Batch.build([], self.pool.page_size, device, full_shape(size), self.buffers)
+        batch = self._with_slots(Batch.build([], self.pool.page_size, device, full_shape(size), self.buffers))
         length = self.backend.graph_lengths(size, self._max_context, self.pool)[key.variant]
         backend = self.backend.for_graph(size, size * self.buffers.max_pages)
         planned = replace(batch, seq_lens_host=(length,) * size)
@@ -115,6 +117,9 @@ class CaptureSpecs:
         with ForwardContext(batch, self.pool, backend, self.recurrent, plan):
             yield CaptureSpec(run, lambda op: is_split_op(op, ops), self._kept(batch), FullState(backend, plan, batch))
 
+    def _with_slots(self, batch: Batch) -> Batch:
+        return batch if self.lora_slots is None else self.lora_slots.given(batch, None)
+
     def _kept(self, batch: Batch) -> list[Tensor]:
         return [
             *self.runner.owned.values(),
@@ -124,6 +129,7 @@ class CaptureSpecs:
             batch.logits_rows,
             self.pool.storage,
             self.future_tokens.tokens,
+            *(slots for slots in (batch.lora_slots, batch.lora_logits_slots) if slots is not None),
         ]
 
     def _prompts(self, tokens: int) -> list[BatchRequest]:

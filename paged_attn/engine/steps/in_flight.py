@@ -70,6 +70,7 @@ def build_step(
         num_new=counts,
         num_logits=num_logits,
         state_slots=rows.state_slot[indices],
+        lora_slots=rows.adapter[indices] - 1,
     )
     num_of_prompts = int(counts[is_prompt].sum())
     picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples

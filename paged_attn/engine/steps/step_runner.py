@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from paged_attn.capture.graphs.buckets import BucketSizes
 from paged_attn.capture.graphs.graph_set import Captured, GraphKey, GraphSet
 from paged_attn.capture.graphs.pointer_check import PointerCheck
 from paged_attn.capture.graphs.recorder import Recorder
+from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_report import CaptureReport
 from paged_attn.engine.steps.capture_settings import CaptureSettings
@@ -50,6 +51,8 @@ class StepRunner:
     Args:
         recorder: makes the graphs; None captures nothing.
         page_size, max_pages: of the pool, and of one request.
+        future_tokens: those of another runner of the same engine; None makes some.
+        lora_slots: where the slots of a step's adapters lie, if `runner` is one with adapters.
         tail: chooses a token for each row of logits [N, vocabulary], -1 for none, in the graphs, too; they go to `future_tokens`.
 
     Attributes:
@@ -71,6 +74,8 @@ class StepRunner:
         max_pages: int,
         recurrent: RecurrentRunner | None = None,
         tail: Tail | None = None,
+        future_tokens: FutureTokens | None = None,
+        lora_slots: LoraSlots | None = None,
     ) -> None:
         if settings.verify and recurrent is not None:
             raise UnsupportedError(
@@ -79,7 +84,8 @@ class StepRunner:
             )
         self.runner, self.settings, self.recurrent, self.tail = runner, settings, recurrent, tail
         self.page_size = page_size
-        self.future_tokens = FutureTokens(max(settings.max_requests, MIN_ROWS), runner.device)
+        self.future_tokens = future_tokens or FutureTokens(max(settings.max_requests, MIN_ROWS), runner.device)
+        self.lora_slots = lora_slots
         self.pool: KVPool | None = None
         self.backend: AttentionBackend | None = None
         self.graphs: GraphSet | None = None
@@ -143,6 +149,8 @@ class StepRunner:
         num_logits = int(columns.num_logits.sum())
         step = self._prepared(columns, num_logits) if self.graphs is not None and self.graphs.captured else None
         step = step or Step(Batch.build(columns, self.page_size, self.runner.device), None, num_logits)
+        if self.lora_slots is not None:
+            step = replace(step, batch=self.lora_slots.given(step.batch, columns))
         if agree is not None:
             agree()
         return step
@@ -193,8 +201,9 @@ class StepRunner:
     def _capture_specs(self) -> CaptureSpecs:
         assert self.pool is not None and self.backend is not None and self.buffers is not None
         return CaptureSpecs(
-            self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.future_tokens
-        )
+            self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.future_tokens,
+            self.lora_slots,
+        )  # fmt: skip
 
     def _replay(self, batch: Batch, captured: Captured) -> Output:
         assert self.pool is not None and self.backend is not None

@@ -39,14 +39,14 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model(state_of(request))]})
+    return JSONResponse({"object": "list", "data": _models(state_of(request))})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     state = state_of(request)
     check_model(state, name)
-    return JSONResponse(_model(state))
+    return JSONResponse(_model(state, name))
 
 
 @router.post(COMPLETIONS, responses=ANSWERS)
@@ -91,7 +91,7 @@ async def _answer(
         job = call.job = await _job(await prompts(), body, request)
         state.thread.submit(job)
         await job.accepted()
-        reply = make_reply(job, body, _texts(state), state.settings.model_name)
+        reply = make_reply(job, body, _texts(state), job.lora or state.settings.model_name)
         if body.stream:
             return EventStream(reply.lines(), lambda: state.thread.cancel(job))
         return JSONResponse(await reply.whole())
@@ -134,7 +134,7 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
     return Job(
         prompts, answers, namespace, tenant=caller.tenant, priority=body.priority or 0, text_at_end=not body.stream, guide=guide,
-        arrived=call.arrived,
+        arrived=call.arrived, lora=None if body.model in (None, state.settings.model_name) else body.model,
     )  # fmt: skip
 
 
@@ -220,15 +220,27 @@ def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
 
 
 def check_model(state: ServerState, name: str) -> None:
-    """Raises ApiError: 404 for another model than the served one."""
-    if name != (mine := state.settings.model_name):
-        raise ApiError(404, f"there is no model {shown(name)}; this server has {mine!r}", param="model", code="model_not_found")
+    """Raises ApiError: 404 for what is neither the served model nor an adapter of it."""
+    if name not in (known := _names(state)):
+        listed = ", ".join(map(repr, known))
+        raise ApiError(404, f"there is no model {shown(name)}; this server has {listed}", param="model", code="model_not_found")
 
 
-def _model(state: ServerState) -> dict[str, Any]:
+def _names(state: ServerState) -> list[str]:
+    """The model's, and those of its adapters."""
+    engine = state.thread.engine
+    return [state.settings.model_name, *(engine.adapters.loaded if engine is not None and engine.adapters is not None else ())]
+
+
+def _models(state: ServerState) -> list[dict[str, Any]]:
+    return [_model(state, name) for name in _names(state)]
+
+
+def _model(state: ServerState, name: str) -> dict[str, Any]:
     engine = state.thread.engine
     limit = engine.limits.max_positions if engine is not None else None
-    return {"id": state.settings.model_name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
+    model = {"id": name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
+    return model if name == state.settings.model_name else {**model, "parent": state.settings.model_name}
 
 
 def _room(engine: Engine, prompts: Sequence[Prompt]) -> int:

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from itertools import islice, product
+from typing import Any
 
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.request import FinishReason, TokenEvent
@@ -52,6 +53,7 @@ class EngineThread:
         self._pending: Counter[Hashable] = Counter()  # prompts of each tenant that were submitted and are not in `snapshot` yet
         self._beyond = 0  # prompts that were let into a full queue, for which others are to make room
         self._blocked = False  # the last step left some waiting: whoever comes now has to wait, too
+        self._questions: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = deque()
         self._everything: ApiError | None = None  # cancel all that there is, for this reason
         self._stopping = False
         self._failures = 0  # steps in a row
@@ -120,6 +122,19 @@ class EngineThread:
             self._cancels.append(job)
             self._condition.notify()
 
+    async def ask(self, question: Callable[[Engine], Any]) -> Any:
+        """What a function of the engine returns or raises; it runs on the engine's thread, between two steps.
+
+        Raises:
+            ApiError: 503 if the engine does not run.
+        """
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        with self._condition:
+            self.refuse_unless_ready()
+            self._questions.append((question, answer))
+            self._condition.notify()
+        return await answer
+
     def drain(self) -> None:
         """Take no new jobs; those that were taken go on."""
         with self._condition:
@@ -166,9 +181,13 @@ class EngineThread:
     def _serve(self, engine: Engine) -> None:
         while True:
             with self._condition:
-                while not (self._adds or self._cancels or self._everything or self._stopping or engine.has_work or self._probe_due):
+                while not (
+                    self._adds or self._cancels or self._questions or self._everything or self._stopping
+                    or engine.has_work or self._probe_due
+                ):  # fmt: skip
                     self._condition.wait()
                 cancels, self._cancels = list(self._cancels), deque()
+                questions, self._questions = list(self._questions), deque()
                 everything, self._everything = self._everything, None
                 held_back = self._failures >= DOUBTFUL and self._probe_due
                 adds = [] if held_back else [self._adds.popleft() for _ in range(min(len(self._adds), ADDS_PER_TURN))]
@@ -178,6 +197,8 @@ class EngineThread:
                 stopping = self._stopping
             for job in cancels:
                 self._drop(engine, job, "cancelled")
+            for question, answer in questions:
+                self._answer(engine, question, answer)
             if everything is None:
                 self._send(update for job in adds if (update := self._admit(engine, job)) is not None)
             else:
@@ -193,6 +214,15 @@ class EngineThread:
             elif self._probe_due:
                 self._probe(engine)
 
+    def _answer(self, engine: Engine, question: Callable[[Engine], Any], answer: asyncio.Future[Any]) -> None:
+        assert self._loop is not None
+        try:
+            result = question(engine)
+        except (ValueError, TypeError) as error:  # refused: the engine goes on
+            self._loop.call_soon_threadsafe(_settle, answer, None, error)
+        else:
+            self._loop.call_soon_threadsafe(_settle, answer, result, None)
+
     def _admit(self, engine: Engine, job: Job) -> tuple[Job, Update] | None:
         if job.cancelled:
             return None
@@ -200,7 +230,7 @@ class EngineThread:
             for prompt, params in product(job.prompts, job.answers):
                 request = engine.add_request(
                     prompt.token_ids, prompt.params(params), namespace=job.namespace, tenant=job.tenant, prompt=prompt.text,
-                    priority=job.priority, text_at_end=job.text_at_end, kept_tokens=prompt.kept_tokens,
+                    priority=job.priority, text_at_end=job.text_at_end, kept_tokens=prompt.kept_tokens, lora=job.lora,
                 )  # fmt: skip
                 self._owners[request.id] = (job, len(job.requests))
                 job.requests.append(request)
@@ -324,9 +354,14 @@ class EngineThread:
             self._status, self.error = status, error
             waiting = {*self._adds, *(job for job, _ in self._owners.values())}
             self._adds.clear()
+            questions, self._questions = list(self._questions), deque()
             self._owners.clear()
             self._pending.clear()
         self._send((job, ApiError(503 if error is None else 500, self.describe(), code=str(status))) for job in waiting)
+        for _, answer in questions:
+            assert self._loop is not None
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(_settle, answer, None, ApiError(503, self.describe(), code=str(status)))
 
     def _send(self, updates: Iterable[tuple[Job, Update]]) -> None:
         """One wake-up of the event loop for all of them."""
@@ -341,6 +376,15 @@ class EngineThread:
 
 def _step_failed(why: str) -> ApiError:
     return ApiError(500, f"the step that ran this request failed: {why}", code="step_failed")
+
+
+def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if answer.done():  # who asked has left
+        return
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)
 
 
 def _dispatch(updates: list[tuple[Job, Update]]) -> None:

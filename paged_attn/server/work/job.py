@@ -58,6 +58,7 @@ class Job:
         text_at_end: the text is read when a request has ended, and not with each token.
         guide: what the answers follow, held so that the engine need not read it again.
         arrived: when the call came, by `time.perf_counter`.
+        lora: the adapter that the prompts are for.
 
     Attributes:
         requests: one per answer, those to the first prompt first, from acceptance on; to be read once a request has finished.
@@ -77,10 +78,11 @@ class Job:
         text_at_end: bool = False,
         guide: Guide | None = None,
         arrived: float | None = None,
+        lora: str | None = None,
     ) -> None:
         self.prompts, self.answers = prompts, answers
         self.namespace, self.tenant, self.priority, self.text_at_end = namespace, tenant, priority, text_at_end
-        self.guide = guide
+        self.guide, self.lora = guide, lora
         self.arrived = time.perf_counter() if arrived is None else arrived
         self.requests: list[Request] = []
         self.cancelled = False

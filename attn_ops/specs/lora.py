@@ -1,0 +1,41 @@
+"""Where adapters may add to a graph: a linear layer, or several that became one product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LoraPart:
+    """One linear layer of the model, by its path, and how many outputs it has."""
+
+    module: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class LoraSite:
+    """One product of a graph, and the tensors that its `paged_attn::lora` takes.
+
+    Attributes:
+        parts: the linear layers that it computes, in the order of its outputs.
+        columns: how many inputs they have.
+        dtype: of inputs and outputs, and of the adapters' factors.
+        of_logits: its rows are those whose logits are wanted, and not the tokens of the step.
+    """
+
+    parts: tuple[LoraPart, ...]
+    columns: int
+    dtype: torch.dtype
+    of_logits: bool
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Outputs of each part."""
+        return tuple(part.rows for part in self.parts)
+
+    def shapes(self, slots: int, rank: int) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int]]:
+        """Of a [slots, parts * rank, columns], b [slots, sum(rows), rank] and scales [slots, parts], for so many adapters of a rank."""
+        return (slots, len(self.parts) * rank, self.columns), (slots, sum(self.rows), rank), (slots, len(self.parts))

@@ -1,0 +1,42 @@
+"""Compile the kernels of adapters for SM90 without a GPU; prints a line of JSON per variant: bytes of shared memory, and spilled registers.
+Run by test_compile in a process of its own, because a process of the tests runs Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
+from paged_attn.backends.lora.on_gpu import LoraTiling
+
+POINTERS = {"inner": "*fp32", "scales": "*fp32", "slots": "*i32"}
+FACTORS = ("x", "a", "y", "b", "out")
+
+
+def compiled(kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any]:
+    types = POINTERS | dict.fromkeys(FACTORS, f"*{kind}")
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    divisible = [index for index, name in enumerate(kernel.arg_names) if name not in constants and name not in ("count", "part", "start")]
+    attributes = {(index,): [["tt.divisibility", 16]] for index in divisible}
+    named = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    result = triton.compile(ASTSource(kernel, signature, named, attributes), target=GPUTarget("cuda", 90, 32))
+    return {"shared": result.metadata.shared, "has_dot": "mma" in result.asm["ptx"]}
+
+
+def main() -> None:
+    for count in (1, 8192):
+        for kind in ("bf16", "fp16", "fp32"):
+            tiling = LoraTiling.of(count)
+            common = {"RANK": 16, "PARTS": 3, "SPLITS": 16 if count == 1 else 1, "PRECISION": "ieee" if kind == "fp32" else "tf32"}
+            common |= {"BLOCK_M": tiling.rows, "BLOCK_R": 16}
+            for kernel, more in ((shrink_kernel, {"BLOCK_K": tiling.columns}), (expand_kernel, {"BLOCK_N": tiling.outputs})):
+                found = compiled(kernel, kind, {**common, **more})
+                print(json.dumps({"kernel": kernel.__name__, "count": count, "kind": kind, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The kernels beside the adapters one by one: few rows and many, mixed adapters and none, several parts, odd sizes; and the op itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paged_attn.attn_ops.ops.lora import LORA, lora_one_by_one
+
+pytest.importorskip("triton")
+from paged_attn.backends.lora.on_gpu import LoraTiling, _splits, lora_on_gpu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def operands(
+    count: int, rows: tuple[int, ...] = (24, 8), *, length: int = 40, rank: int = 5, adapters: int = 3, dtype: torch.dtype = torch.float32,
+    slots: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    numbers = torch.Generator().manual_seed(count)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=numbers).to(DEVICE, dtype)
+
+    chosen = torch.randint(-1, adapters, (count,), generator=numbers) if slots is None else torch.tensor(slots)
+    a, b = random(adapters, len(rows) * rank, length), random(adapters, sum(rows), rank)
+    scales = torch.rand(adapters, len(rows), generator=numbers).to(DEVICE) + 0.5
+    return random(1, count, sum(rows)), random(1, count, length), a, b, scales, chosen.to(DEVICE, torch.int32), list(rows)
+
+
+def by_row(y: Any, x: Any, a: Any, b: Any, scales: Any, slots: Any, rows: Any) -> torch.Tensor:
+    """The formula, in float64."""
+    out, rank = y.double().clone(), b.shape[2]
+    for row, slot in enumerate(slots.tolist()):
+        start = 0
+        for part, outputs in enumerate(rows if slot >= 0 else ()):
+            inner = a[slot, part * rank : (part + 1) * rank].double() @ x[0, row].double()
+            out[0, row, start : start + outputs] += scales[slot, part].double() * (b[slot, start : start + outputs].double() @ inner)
+            start += outputs
+    return out
+
+
+def close(given: Any, expected: torch.Tensor, limit: float = 1e-5) -> bool:
+    return bool((given.double() - expected).norm() <= limit * expected.norm())
+
+
+@pytest.mark.parametrize("count", [1, 2, 17, 40])
+@pytest.mark.parametrize("rows", [(24, 8), (16,), (7, 33, 5)])
+def test_mixed_adapters(count: int, rows: tuple[int, ...]) -> None:
+    given = operands(count, rows)
+    expected = by_row(*given)
+    assert close(lora_one_by_one(*given), expected)
+    assert close(lora_on_gpu(*given), expected)
+    assert close(lora_on_gpu(*given, tiling=LoraTiling(32, 16, 16)), expected)
+
+
+@pytest.mark.parametrize("slots", [[-1] * 20, [2] * 20, [0] * 10 + [-1] * 3 + [2] * 7])
+def test_none_one_and_runs(slots: list[int]) -> None:
+    given = operands(20, slots=slots)
+    result = lora_on_gpu(*given)
+    assert close(result, by_row(*given))
+    none = torch.tensor(slots) < 0
+    assert torch.equal(result[0].cpu()[none], given[0][0].cpu()[none])  # to the bit
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits(dtype: torch.dtype) -> None:
+    given = operands(20, dtype=dtype)
+    kernels = [] if DEVICE == "cpu" and dtype == torch.bfloat16 else [lora_on_gpu]  # Triton's interpreter multiplies bits of bfloat16
+    for run in (lora_one_by_one, *kernels):
+        result = run(*given)
+        assert result.dtype == dtype and close(result, by_row(*given), 2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("run", [lora_one_by_one, lora_on_gpu])
+def test_rows_reach_nobody_else(run: Any) -> None:
+    y, x, a, b, scales, slots, rows = operands(20, slots=[0, 1, -1, 2] * 5)
+    expected = by_row(y, x, a, b, scales, slots, rows)
+    x[0, 1::4] = a[1] = b[1] = scales[1] = float("nan")
+    x[0, 2::4] = float("nan")
+    result, kept = run(y, x, a, b, scales, slots, rows), (slots != 1).cpu()
+    assert close(result[0].cpu()[kept], expected[0].cpu()[kept])
+    assert result[0].cpu()[~kept].isnan().all()
+
+
+def test_rows_further_apart() -> None:
+    y, x, *more = operands(9)
+    wide_y, wide_x = (torch.full((1, 9, 80), float("nan"), device=DEVICE) for _ in range(2))
+    wide_y[..., : y.shape[2]], wide_x[..., : x.shape[2]] = y, x
+    for run in (lora_one_by_one, lora_on_gpu):
+        assert close(run(wide_y[..., : y.shape[2]], wide_x[..., : x.shape[2]], *more), by_row(y, x, *more))
+
+
+def test_what_no_kernel_serves() -> None:
+    assert lora_on_gpu(*operands(3, dtype=torch.float64)) is None
+    assert [_splits(programs, 32) for programs in (1, 16, 60, 256, 9999)] == [16, 16, 4, 1, 1]
+
+
+def test_the_op() -> None:
+    given = operands(6)
+    assert torch.equal(LORA(*given), lora_one_by_one(*given) if DEVICE == "cpu" else LORA(*given))
+    torch.library.opcheck(LORA, given)
