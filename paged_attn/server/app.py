@@ -34,7 +34,7 @@ def create_app(make_engine: Callable[[], Engine], settings: ServerSettings, trac
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        state.thread.start(asyncio.get_running_loop())
+        state.llm.thread.start()
         yield
         await asyncio.to_thread(state.close)  # not in a finally: a forced end cancels this, and shall not wait
 

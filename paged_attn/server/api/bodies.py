@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -216,3 +216,27 @@ def _checked_count(name: str, count: int | None) -> int | None:
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         raise ApiError(400, f"{name}: got {shown(count)}; allowed: 0 to {MAX_LOGPROBS}", param=name)
     return count
+
+
+def listed(given: object) -> Sequence[str | list[int]]:
+    """A text, token ids, or a list of either, as a list. Only the form is looked at; the engine looks at each id.
+
+    Raises:
+        ApiError: 400 for anything else.
+    """
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(_is_id(each) for each in given):
+            return [given]
+        if all(isinstance(each, str) or (isinstance(each, list) and all(map(_is_id, each))) for each in given):
+            return given
+    what = f"a {type(given).__name__}" if given is not None else "null"
+    if isinstance(given, list):
+        what = "a list of other things" if given else "an empty list"
+    allowed = "a text, a list of texts, a list of token ids, or a list of such lists"
+    raise ApiError(400, f"prompt is {what}; allowed are {allowed}", param="prompt")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

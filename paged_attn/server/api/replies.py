@@ -8,14 +8,15 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
+from paged_attn.asynchronous.errors import ServingError
+from paged_attn.asynchronous.job import Job
+from paged_attn.asynchronous.texts import Texts
 from paged_attn.chat.answers.answer_form import finish_reason
 from paged_attn.chat.answers.reader import AnswerReader
 from paged_attn.chat.parts import Content, Part, Reasoning
 from paged_attn.engine.requests.request import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body
-from paged_attn.server.http.errors import ApiError
-from paged_attn.server.work.job import Job
-from paged_attn.server.work.texts import Texts
+from paged_attn.server.http.errors import ApiError, api_error
 
 # A new token, its log-probability, the likeliest tokens with theirs.
 Known = tuple[int, float, Sequence[tuple[int, float]]]
@@ -36,7 +37,7 @@ class Reply:
         self.head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     async def whole(self) -> dict[str, Any]:
-        """Raises ApiError if a request failed."""
+        """Raises ServingError if a request failed."""
         choices = [self.choice(i, completion) for i, completion in enumerate(await self.job.completions())]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage()}
 
@@ -51,8 +52,8 @@ class Reply:
                     yield self._line([choice], extra)
             if extra:
                 yield self._line([], {"usage": self.job.usage()})
-        except ApiError as error:
-            yield json.dumps(error.payload())
+        except (ApiError, ServingError) as error:
+            yield json.dumps(api_error(error).payload())
         yield "[DONE]"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from paged_attn.asynchronous.engine_thread import too_many_prompts
+from paged_attn.asynchronous.job import Job, Prompt
+from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.structured.guides import Guide
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.server.api.bodies import Body, CompletionBody
+from paged_attn.server.api.bodies import Body, CompletionBody, listed
 from paged_attn.server.api.chat_body import ChatBody
 from paged_attn.server.api.completion_reply import CompletionReply
 from paged_attn.server.api.replies import ChatReply, Reply
+from paged_attn.server.http.call import Call
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import ClientGone, EventStream
 from paged_attn.server.http.error_reply import ERRORS
 from paged_attn.server.http.errors import ApiError, bad_request
-from paged_attn.server.work.call import Call
-from paged_attn.server.work.job import Job, Prompt
-from paged_attn.server.work.texts import Texts, listed
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ async def model(request: Request, name: str) -> Response:
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete one or several prompts."""
     state, engine, texts = _ready(request, body)
-    _check_count(len(listed(body.prompt)) * body.num_answers, engine, state)
-    return await _answer(request, body, lambda: texts.prompts(body.prompt, _caller(request).tenant), CompletionReply)
+    prompts = listed(body.prompt)
+    _check_count(len(prompts) * body.num_answers, engine, state)
+    return await _answer(request, body, lambda: texts.prompts(prompts, _caller(request).tenant), CompletionReply)
 
 
 @router.post(CHATS, responses=ANSWERS)
@@ -92,11 +94,14 @@ async def _answer(
 
     async def run() -> Response:
         job = call.job = await _job(await prompts(), body, request)
-        state.thread.submit(job)
-        await job.accepted()
+        state.llm.submit(job)
+        try:
+            await job.accepted()
+        except (ValueError, TypeError) as error:  # UnsupportedError is one
+            raise bad_request(error, "prompt") from error
         reply = make_reply(job, body, _texts(state), state.settings.model_name)
         if body.stream:
-            return EventStream(reply.lines(), lambda: state.thread.cancel(job))
+            return EventStream(reply.lines(), lambda: state.llm.thread.cancel(job))
         return JSONResponse(await reply.whole())
 
     answer: Response | None = None
@@ -105,12 +110,12 @@ async def _answer(
         return ClientGone() if answer is None else answer
     finally:
         if call.job is not None and not isinstance(answer, EventStream):
-            state.thread.cancel(call.job)
+            state.llm.thread.cancel(call.job)
 
 
 async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     state, call, caller = _state(request), _call(request), _caller(request)
-    engine = state.thread.refuse_unless_ready()
+    engine = state.llm.thread.refuse_unless_ready()
     if body.priority and not state.settings.allow_priority:
         raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
     body.check_scores(sum(len(prompt.token_ids) for prompt in prompts))
@@ -139,14 +144,12 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
         engine.limits.check_biases(params.biases)
     except ValueError as error:
         raise bad_request(error, "logit_bias") from error
-    if params.guide is None:
-        return None
     try:
-        return await state.guide_pool.run(caller.tenant, lambda: engine.input_processor.guides.prototype(params))
+        return await state.llm.guide(params, caller.tenant)
     except ValueError as error:  # UnsupportedError is one
         if has_tools:
             raise ApiError(400, f"tools: calls can not be enforced with these parameters: {error}", param="tools") from error
-        raise bad_request(error, params.guide[0]) from error
+        raise bad_request(error, None if params.guide is None else params.guide[0]) from error
 
 
 def _set_deadline(call: Call, body: Body, state: ServerState) -> None:
@@ -161,8 +164,7 @@ def _check_count(count: int, engine: Engine, state: ServerState) -> None:
     """Before any of the prompts is tokenized."""
     most = engine.config.max_requests + state.settings.max_queue
     if count > most:
-        limit = f"{most}: {engine.config.max_requests} that run and {state.settings.max_queue} that wait"
-        raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
+        raise too_many_prompts(count, engine.config.max_requests, state.settings.max_queue)
 
 
 def _state(request: Request) -> ServerState:
@@ -181,14 +183,14 @@ def _caller(request: Request) -> Caller:
 
 
 def _texts(state: ServerState) -> Texts:
-    assert state.texts is not None
-    return state.texts
+    assert state.llm.texts is not None
+    return state.llm.texts
 
 
 def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
     """Raises ApiError: 503 while nothing is served, 404 for another model, 400 for a body that contradicts itself."""
     state = _state(request)
-    engine = state.thread.refuse_unless_ready()
+    engine = state.llm.thread.refuse_unless_ready()
     if body.model is not None:
         _check_model(state, body.model)
     _ = body.includes_usage, body.num_answers
@@ -201,7 +203,7 @@ def _check_model(state: ServerState, name: str) -> None:
 
 
 def _model(state: ServerState) -> dict[str, Any]:
-    engine = state.thread.engine
+    engine = state.llm.thread.engine
     limit = engine.limits.max_positions if engine is not None else None
     return {"id": state.settings.model_name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
 
