@@ -19,7 +19,7 @@ from paged_attn.asynchronous.observer import Observer, Unobserved
 from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.status import Status
 from paged_attn.asynchronous.stream import Stream, together
-from paged_attn.asynchronous.texts import Texts
+from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.completion import ChatCompletion, ChatEvent
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.several import ChatEventReader, listed_conversations
@@ -244,7 +244,7 @@ class AsyncLLM:
 
         async def one(index: int) -> list[ChatCompletion]:
             async with self._limit.taken(taken[index].n):
-                prompt = await texts.chat(requests[index], taken[index].guide, client)
+                prompt = await texts.chat(lambda: requests[index], length_of(conversations[index]), taken[index].guide, client)
                 assert prompt.form is not None
                 form, reader = prompt.form, ChatEventReader({index: prompt.form})
 

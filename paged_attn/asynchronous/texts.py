@@ -55,17 +55,19 @@ class Texts:
         length = sum(map(len, given))
         return await self._in_thread(client, length, lambda own: [self._prompt(own, each, add_special_tokens) for each in given])
 
-    async def chat(self, request: ChatRequest, guide: tuple[str, str] | None, client: Hashable) -> Prompt:
+    async def chat(self, make_request: Callable[[], ChatRequest], length: int, guide: tuple[str, str] | None, client: Hashable) -> Prompt:
         """Messages in the tokenizer's chat template, with the beginning of the answer, and how answers are read.
 
         Args:
+            make_request: called in the thread; what it raises is raised here.
+            length: about how many characters there are.
             guide: what the answer follows besides, as `SamplingParams.guide` has it.
 
         Raises:
             ChatError: there is no template, or it refuses the messages; then with its own words.
             PromptError: the prompt is too long.
         """
-        return await self._in_thread(client, _length(request.messages), lambda own: self._chat(own, request, guide))
+        return await self._in_thread(client, length, lambda own: self._chat(own, make_request(), guide))
 
     def of_token(self, token_id: int) -> str:
         """A token's text with its leading space; `token_id:N` for one that is no whole text, such as a part of a character."""
@@ -100,6 +102,10 @@ class Texts:
         if self.tokenizer is None:
             raise PromptError("this model has no tokenizer, so that tokens have no text", "tokens")
         return await self._in_thread(client, len(token_ids), lambda own: _decoded(own, token_ids))
+
+    async def pieces_of(self, token_ids: Sequence[int], client: Hashable) -> list[str]:
+        """The tokenizer's own names of the tokens, made in a thread."""
+        return await self._in_thread(client, len(token_ids), lambda own: list(map(str, own.convert_ids_to_tokens(token_ids))))
 
     def _prompt(self, own: Any, given: str | Sequence[int], add_special_tokens: bool) -> Prompt:
         if not isinstance(given, str):
@@ -147,7 +153,7 @@ def _decoded(own: Any, token_ids: Sequence[int]) -> str:
     return text
 
 
-def _length(messages: Sequence[Any]) -> int:
+def length_of(messages: Sequence[Any]) -> int:
     """About how many characters there are, of messages that nobody has looked at."""
     contents = [content for message in messages if isinstance(message, dict) and (content := message.get("content"))]
     parts = [part.get("text") for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]

@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from paged_attn import __version__
 from paged_attn.engine.engine import Engine
-from paged_attn.server.api import health, routes
+from paged_attn.server.api import docs_page, health, routes, token_routes
 from paged_attn.server.http import errors
 from paged_attn.server.http.guard import Guard
 from paged_attn.server.logs.call_log import CallLog
@@ -38,10 +38,10 @@ def create_app(make_engine: Callable[[], Engine], settings: ServerSettings, trac
         yield
         await asyncio.to_thread(state.close)  # not in a finally: a forced end cancels this, and shall not wait
 
-    app = FastAPI(title="paged_attn", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="paged_attn", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = state
     known = set[str]()
-    for router in (health.router, routes.router):
+    for router in (health.router, routes.router, token_routes.router, docs_page.router):
         app.include_router(router)
         known |= {path for route in router.routes if "{" not in (path := str(getattr(route, "path", "")))}
     errors.add_handlers(app)

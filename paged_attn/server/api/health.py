@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from paged_attn import __version__
 from paged_attn.asynchronous.status import Status
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ async def ready(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """As /health/ready."""
     return _answer(request, (Status.READY,))
+
+
+@router.get("/version")
+async def version() -> Response:
+    """The version of paged_attn."""
+    return JSONResponse({"version": __version__})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from paged_attn.asynchronous.errors import ServingError
 from paged_attn.asynchronous.job import Job
@@ -20,6 +20,16 @@ from paged_attn.server.http.errors import ApiError, api_error
 
 # A new token, its log-probability, the likeliest tokens with theirs.
 Known = tuple[int, float, Sequence[tuple[int, float]]]
+
+
+class AnyReply(Protocol):
+    """The answer to one job."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises ServingError if a request failed."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """The server-sent events, without the empty lines between them."""
 
 
 class Reply:
@@ -42,7 +52,7 @@ class Reply:
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage()}
 
     async def lines(self) -> AsyncIterator[str]:
-        """The data of the server-sent events; an error after the beginning is the last but one."""
+        """The server-sent events; an error after the beginning is the last but one."""
         extra = {"usage": None} if self.body.includes_usage else {}
         try:
             for choice in self.openings():
@@ -53,8 +63,8 @@ class Reply:
             if extra:
                 yield self._line([], {"usage": self.job.usage()})
         except (ApiError, ServingError) as error:
-            yield json.dumps(api_error(error).payload())
-        yield "[DONE]"
+            yield f"data: {json.dumps(api_error(error).payload())}"
+        yield "data: [DONE]"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].known]
@@ -99,7 +109,7 @@ class Reply:
 
     def _line(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> str:
         # ASCII: some clients end a line at U+2028 or U+0085.
-        return json.dumps({**self.head, "object": self.chunk_kind, "choices": choices, **extra})
+        return f"data: {json.dumps({**self.head, 'object': self.chunk_kind, 'choices': choices, **extra})}"
 
 
 class ChatReply(Reply):

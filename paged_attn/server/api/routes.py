@@ -17,10 +17,12 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.server.api.bodies import Body, CompletionBody, listed
 from paged_attn.server.api.chat_body import ChatBody
 from paged_attn.server.api.completion_reply import CompletionReply
-from paged_attn.server.api.replies import ChatReply, Reply
-from paged_attn.server.http.call import Call
+from paged_attn.server.api.of_request import answered, call_of, caller_of, check_model, ready, state_of, texts_of
+from paged_attn.server.api.replies import AnyReply, ChatReply
+from paged_attn.server.api.responses.body import ResponsesBody
+from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
-from paged_attn.server.http.disconnect import ClientGone, EventStream
+from paged_attn.server.http.disconnect import EventStream
 from paged_attn.server.http.error_reply import ERRORS
 from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from paged_attn.server.state import ServerState
 
 router = APIRouter(responses=ERRORS)
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "the answer; with stream=true its parts as events",
@@ -40,13 +42,13 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model(_state(request))]})
+    return JSONResponse({"object": "list", "data": [_model(state_of(request))]})
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
-    state = _state(request)
-    _check_model(state, name)
+    state = state_of(request)
+    check_model(state, name)
     return JSONResponse(_model(state))
 
 
@@ -56,25 +58,37 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     state, engine, texts = _ready(request, body)
     prompts = listed(body.prompt)
     _check_count(len(prompts) * body.num_answers, engine, state)
-    return await _answer(request, body, lambda: texts.prompts(prompts, _caller(request).tenant), CompletionReply)
+    return await _answer(request, body, lambda: texts.prompts(prompts, caller_of(request).tenant), CompletionReply)
 
 
 @router.post(CHATS, responses=ANSWERS)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """The next message of a conversation."""
+    return await _chat_answer(request, body, ChatReply)
+
+
+@router.post(RESPONSES, responses=ANSWERS)
+async def responses(request: Request, body: ResponsesBody) -> Response:
+    """The next items of a conversation. Nothing is stored: the whole conversation is sent each time."""
+    return await _chat_answer(request, body, ResponsesReply)
+
+
+async def _chat_answer(
+    request: Request, body: ChatBody | ResponsesBody, make_reply: Callable[[Job, Any, Texts, str], AnyReply]
+) -> Response:
     state, _, texts = _ready(request, body)
-    chat, guide = body.chat_request(state.settings.tool_parser, state.settings.reasoning_parser), body.wanted_guide()
+    guide, parsers = body.wanted_guide(), (state.settings.tool_parser, state.settings.reasoning_parser)
 
     async def prompts() -> list[Prompt]:
-        return [await texts.chat(chat, guide, _caller(request).tenant)]
+        return [await texts.chat(lambda: body.chat_request(*parsers), body.num_characters, guide, caller_of(request).tenant)]
 
-    return await _answer(request, body, prompts, ChatReply)
+    return await _answer(request, body, prompts, make_reply)
 
 
 @router.post("/v1/requests/{request_id:path}/cancel")
 async def cancel(request: Request, request_id: str) -> Response:
     """End the requests that this key has sent with this x-request-id; each of them gets an error of status 499."""
-    count = _state(request).calls.cancel(_caller(request), request_id)
+    count = state_of(request).calls.cancel(caller_of(request), request_id)
     if not count:
         raise ApiError(404, f"there is no request {shown(request_id)} of this key under way", param="request_id")
     return JSONResponse({"id": request_id, "cancelled": count})
@@ -84,13 +98,10 @@ async def _answer(
     request: Request,
     body: Body,
     prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]],
-    make_reply: Callable[[Job, Body, Texts, str], Reply],
+    make_reply: Callable[[Job, Any, Texts, str], AnyReply],
 ) -> Response:
-    """Run the job. It is cancelled when the client leaves, when its time is over, or by its id, however far it is."""
-    state, call = _state(request), _call(request)
-    call.caller = _caller(request)
-    state.calls.enter(call)
-    _set_deadline(call, body, state)
+    """Run the job, which ends when the answer has ended, whichever way."""
+    state, call = state_of(request), call_of(request)
 
     async def run() -> Response:
         job = call.job = await _job(await prompts(), body, request)
@@ -99,22 +110,22 @@ async def _answer(
             await job.accepted()
         except (ValueError, TypeError) as error:  # UnsupportedError is one
             raise bad_request(error, "prompt") from error
-        reply = make_reply(job, body, _texts(state), state.settings.model_name)
+        reply = make_reply(job, body, texts_of(state), state.settings.model_name)
         if body.stream:
             return EventStream(reply.lines(), lambda: state.llm.thread.cancel(job))
         return JSONResponse(await reply.whole())
 
     answer: Response | None = None
     try:
-        answer = await call.unless_ended(request.receive, run())
-        return ClientGone() if answer is None else answer
+        answer = await answered(request, run(), _seconds(body))
+        return answer
     finally:
         if call.job is not None and not isinstance(answer, EventStream):
             state.llm.thread.cancel(call.job)
 
 
 async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
-    state, call, caller = _state(request), _call(request), _caller(request)
+    state, call, caller = state_of(request), call_of(request), caller_of(request)
     engine = state.llm.thread.refuse_unless_ready()
     if body.priority and not state.settings.allow_priority:
         raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
@@ -126,8 +137,8 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     answers = params.answers(body.num_answers)
     namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
     return Job(
-        prompts, answers, namespace, tenant=caller.tenant, priority=body.priority or 0, text_at_end=not body.stream, guide=guide,
-        arrived=call.arrived,
+        prompts, answers, namespace, tenant=caller.tenant, priority=body.priority or 0, guide=guide, arrived=call.arrived,
+        text_at_end=body.text_at_end and not body.stream,
     )  # fmt: skip
 
 
@@ -152,12 +163,11 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
         raise bad_request(error, None if params.guide is None else params.guide[0]) from error
 
 
-def _set_deadline(call: Call, body: Body, state: ServerState) -> None:
-    given, most = body.timeout_seconds, state.settings.request_seconds
+def _seconds(body: Body) -> float | None:
+    given = body.timeout_seconds
     if given is not None and not 0 < given < float("inf"):
         raise ApiError(400, f"timeout_seconds: got {given}; allowed: a finite number above 0", param="timeout_seconds")
-    if (seconds := min((each for each in (given, most) if each is not None), default=None)) is not None:
-        call.fail_after(seconds, ApiError(504, f"the request did not end within {seconds:g} s and was cancelled", code="request_timeout"))
+    return given
 
 
 def _check_count(count: int, engine: Engine, state: ServerState) -> None:
@@ -167,39 +177,11 @@ def _check_count(count: int, engine: Engine, state: ServerState) -> None:
         raise too_many_prompts(count, engine.config.max_requests, state.settings.max_queue)
 
 
-def _state(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
-    return state
-
-
-def _call(request: Request) -> Call:
-    call: Call = request.state.call
-    return call
-
-
-def _caller(request: Request) -> Caller:
-    caller: Caller = request.state.caller
-    return caller
-
-
-def _texts(state: ServerState) -> Texts:
-    assert state.llm.texts is not None
-    return state.llm.texts
-
-
 def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
-    """Raises ApiError: 503 while nothing is served, 404 for another model, 400 for a body that contradicts itself."""
-    state = _state(request)
-    engine = state.llm.thread.refuse_unless_ready()
-    if body.model is not None:
-        _check_model(state, body.model)
+    """As `ready`, and raises ApiError: 400 for a body that contradicts itself."""
+    found = ready(request, body.model)
     _ = body.includes_usage, body.num_answers
-    return state, engine, _texts(state)
-
-
-def _check_model(state: ServerState, name: str) -> None:
-    if name != (mine := state.settings.model_name):
-        raise ApiError(404, f"there is no model {shown(name)}; this server has {mine!r}", param="model", code="model_not_found")
+    return found
 
 
 def _model(state: ServerState) -> dict[str, Any]:
