@@ -50,6 +50,7 @@ def called(arguments: str, times: int = 1) -> list[Any]:
     return [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}] * times}]
 
 
+MANY_PARTS = '[{"role": "user", "content": ' + many('{"type":"input_text","text":"a"}', 8) + "}]"
 BOMBS: dict[str, tuple[str, bytes]] = {
     "stops that are numbers": ("", bomb("stop", many("1"))),
     "stops": ("", bomb("stop", many('"a"'))),
@@ -71,7 +72,7 @@ BOMBS: dict[str, tuple[str, bytes]] = {
     "250,000 prompts": ("", bomb("prompt", many('"ab"', 1))),
     "prompts times n": ("", bomb("prompt", many("[7]", 0.01), {**BODY, "n": 128})),
     "items": (RESPONSES, b'{"input": ' + many("{}", 1).encode() + b"}"),
-    "parts of items": (RESPONSES, bomb("input", '[{"role": "user", "content": ' + many('{"type":"input_text","text":"a"}', 8) + "}]", {})),
+    "parts of items": (RESPONSES, bomb("input", MANY_PARTS, {"max_output_tokens": 1})),
     "an instruction of 15 MiB": (RESPONSES, json.dumps({"input": "a", "instructions": "x y " * (15 * MIB // 4)}).encode()),
     "what comes back": (RESPONSES, json.dumps({"input": "a", "metadata": {"a": "x" * MIB}}).encode()),
     "tokens": ("/detokenize", b'{"tokens": ' + many("7", 1.9).encode() + b"}"),
