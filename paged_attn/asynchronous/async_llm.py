@@ -56,48 +56,43 @@ class AsyncLLM:
     def __init__(self, model: nn.Module | str | Path, *, max_queue: int = 1024, **settings: Any) -> None:
         if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 0:
             raise ValueError(f"max_queue is {max_queue!r}; allowed are whole numbers from 0")
-        self._prepare(lambda: LLM(model, **settings).engine)  # its queue turns nobody away: `_limit` holds them back
+        # Its queue turns nobody away: `_limit` holds them back.
+        self._prepare(lambda: LLM(model, **settings).engine, max_queue, EngineThread(self._make, sys.maxsize, Unobserved()))
         self.thread.raises_start_failure = True
         self.thread.start()
+        self.thread.wait_until_made()
         atexit.register(self.thread.stop, STOP_SECONDS)
-        self._limit = RequestLimit(self.thread.wait_until_made().config.max_requests + max_queue)
 
     @classmethod
     def of_engine(
         cls,
         make_engine: Callable[[], Engine],
         *,
-        max_queue: int | None = None,
+        max_queue: int,
         queue_seconds: float | None = None,
         observer: Observer | None = None,
     ) -> AsyncLLM:
         """One that has no engine before `thread.start()`, and makes it then, on its own thread. Jobs are given to `submit`.
 
         Args:
-            max_queue, queue_seconds: see `EngineThread`.
+            max_queue, queue_seconds: see `EngineThread`, which turns away who is too many.
             observer: is told of steps and requests.
         """
         made = cls.__new__(cls)
-        made._prepare(make_engine, max_queue, queue_seconds, observer)
+        made._prepare(make_engine, max_queue, EngineThread(made._make, max_queue, observer or Unobserved(), queue_seconds))
         return made
 
-    def _prepare(
-        self,
-        make_engine: Callable[[], Engine],
-        max_queue: int | None = None,
-        queue_seconds: float | None = None,
-        observer: Observer | None = None,
-    ) -> None:
+    def _prepare(self, make_engine: Callable[[], Engine], max_queue: int, thread: EngineThread) -> None:
+        self._make_engine, self._max_queue, self.thread = make_engine, max_queue, thread
         self.texts: Texts | None = None
-
-        def make() -> Engine:
-            engine = make_engine()
-            self.texts = Texts(engine.tokenizer, engine.input_processor.room)
-            return engine
-
         self.guide_pool = FairPool("paged-attn-guides", threads=1, long_threads=1)
-        queue = sys.maxsize if max_queue is None else max_queue
-        self.thread = EngineThread(make, queue, Unobserved() if observer is None else observer, queue_seconds)
+
+    def _make(self) -> Engine:
+        """Called on the thread."""
+        engine = self._make_engine()
+        self.texts = Texts(engine.tokenizer, engine.input_processor.room)
+        self._limit = RequestLimit(engine.config.max_requests + self._max_queue)
+        return engine
 
     async def generate(
         self,

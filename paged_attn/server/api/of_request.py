@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -54,7 +54,7 @@ def check_model(state: ServerState, name: str) -> None:
         raise ApiError(404, f"there is no model {shown(name)}; this server has {mine!r}", param="model", code="model_not_found")
 
 
-async def answered(request: Request, work: Coroutine[Any, Any, Response], seconds: float | None = None) -> Response:
+async def answered(request: Request, work: Callable[[], Coroutine[Any, Any, Response]], seconds: float | None = None) -> Response:
     """What `work` returns. It is cancelled when the client leaves, when its time is over, or by its id, however far it is.
 
     Args:
@@ -69,5 +69,5 @@ async def answered(request: Request, work: Coroutine[Any, Any, Response], second
     most = min((each for each in (seconds, state.settings.request_seconds) if each is not None), default=None)
     if most is not None:
         call.fail_after(most, ApiError(504, f"the request did not end within {most:g} s and was cancelled", code="request_timeout"))
-    answer = await call.unless_ended(request.receive, work)
+    answer = await call.unless_ended(request.receive, work())
     return ClientGone() if answer is None else answer

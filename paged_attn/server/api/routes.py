@@ -117,7 +117,7 @@ async def _answer(
 
     answer: Response | None = None
     try:
-        answer = await answered(request, run(), _seconds(body))
+        answer = await answered(request, run, _seconds(body))
         return answer
     finally:
         if call.job is not None and not isinstance(answer, EventStream):

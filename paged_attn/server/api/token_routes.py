@@ -64,7 +64,7 @@ async def tokenize(request: Request, body: TokenizeBody) -> Response:
         reply = {"count": len(ids), "max_model_len": engine.limits.max_positions, "tokens": ids, "token_strs": strings}
         return JSONResponse(reply)
 
-    return await answered(request, work())
+    return await answered(request, work)
 
 
 @router.post("/detokenize", response_model=DetokenizeReply)
@@ -75,7 +75,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     async def work() -> Response:
         return JSONResponse({"prompt": await texts.text_of(body.tokens, caller_of(request).tenant)})
 
-    return await answered(request, work())
+    return await answered(request, work)
 
 
 async def _prompts(request: Request, body: TokenizeBody, texts: Texts) -> Sequence[Prompt]:
