@@ -47,7 +47,7 @@ class NoOp(AttentionBackend):
     """Does nothing, through the base class's forward: what a call costs before any kernel."""
 
     name = "no_op"
-    capabilities = Capabilities(frozenset({"cpu", "cuda"}), frozenset(), frozenset(), frozenset())
+    capabilities = Capabilities(devices=frozenset({"cpu", "cuda"}), dtypes=frozenset(), kv_dtypes=frozenset(), features=frozenset())
 
     def plan(self, batch: Batch, pool: KVPool) -> NoPlan:
         return NoPlan(batch)

@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AsyncLLM": "asynchronous.async_llm",
     "AttentionSpec": "attn_ops.specs.attention",
     "Batch": "attn_ops.batch.batch",
     "BatchRequest": "attn_ops.batch.batch",

@@ -35,7 +35,7 @@ class Chats(NamedTuple):
         Raises:
             ChatError: as `ChatRequest.prompt` does, with the conversation if there are several.
         """
-        conversations = _listed(messages)
+        conversations = listed_conversations(messages)
         made = cls([], [], [])
         for i, (conversation, params) in enumerate(zip(conversations, params_of(len(conversations)), strict=True)):
             try:
@@ -50,7 +50,8 @@ class Chats(NamedTuple):
         return made
 
 
-def _listed(messages: Any) -> list[Any]:
+def listed_conversations(messages: Any) -> list[Any]:
+    """One conversation, or a list of them, as a list; raises ChatError for anything else."""
     if not isinstance(messages, (list, tuple)) or not messages:
         allowed = 'a list of messages such as {"role": "user", "content": "Hello"}, or a list of such lists'
         raise ChatError(f"messages: got {shown(messages)}; allowed: {allowed}", "messages")
@@ -64,20 +65,35 @@ def _listed(messages: Any) -> list[Any]:
 
 def chat_events(events: Generator[TokenEvent], forms: Sequence[AnswerForm]) -> Iterator[ChatEvent]:
     """What the events of a stream say, read by the form of each conversation. Closing it closes `events`."""
-    readers: dict[tuple[int, int], AnswerReader] = {}
-    num_calls: Counter[tuple[int, int]] = Counter()
+    reader = ChatEventReader(forms)
     try:
         for event in events:
-            which = event.index, event.answer
-            if which not in readers:
-                readers[which] = forms[event.index].reader()
-            parts = readers[which].feed(event.text)
-            if event.finish_reason is not None:
-                parts += readers[which].finish()
-            for part in parts:
-                num_calls[which] += isinstance(part, ToolCall)
-                yield ChatEvent(event.index, part, answer=event.answer)
-            if event.finish_reason is not None:
-                yield ChatEvent(event.index, None, finish_reason(event.finish_reason, num_calls[which] > 0), event.answer)
+            yield from reader.feed(event)
     finally:
         events.close()
+
+
+class ChatEventReader:
+    """Events of a stream in, what they say out.
+
+    Args:
+        forms: of the answers to each conversation; to be there when the first event of the conversation comes.
+    """
+
+    def __init__(self, forms: Sequence[AnswerForm] | Mapping[int, AnswerForm]) -> None:
+        self._forms = forms
+        self._readers: dict[tuple[int, int], AnswerReader] = {}
+        self._num_calls: Counter[tuple[int, int]] = Counter()
+
+    def feed(self, event: TokenEvent) -> list[ChatEvent]:
+        which = event.index, event.answer
+        if which not in self._readers:
+            self._readers[which] = self._forms[event.index].reader()
+        parts = self._readers[which].feed(event.text)
+        if event.finish_reason is not None:
+            parts += self._readers.pop(which).finish()
+        self._num_calls[which] += sum(isinstance(part, ToolCall) for part in parts)
+        told = [ChatEvent(event.index, part, answer=event.answer) for part in parts]
+        if event.finish_reason is not None:
+            told.append(ChatEvent(event.index, None, finish_reason(event.finish_reason, self._num_calls[which] > 0), event.answer))
+        return told

@@ -145,7 +145,7 @@ class LLM(PoolingCalls):
             ValueError, UnsupportedError: a prompt that `Engine.add_request` refuses (then none of them runs), or logits that are not
                 finite (then the others of this call are cancelled).
         """
-        requests = self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=False, lora=lora)
+        requests = self._add(prompts, one_of(params, sampling_params), namespace, priority, streamed=False, lora=lora)
         return self._completions(requests, progress)
 
     def chat(
@@ -185,7 +185,7 @@ class LLM(PoolingCalls):
             "chat_template_kwargs": chat_template_kwargs or {}, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "tool_parser": tool_parser, "reasoning_parser": reasoning_parser,
         }  # fmt: skip
-        chats = self._chats(messages, settings, _one_of(params, sampling_params))
+        chats = self._chats(messages, settings, one_of(params, sampling_params))
         requests = self._add(chats.texts, chats.params, namespace, priority, streamed=False, forms=chats.forms, lora=lora)
         completions = self._completions(requests, progress)
         return [ChatCompletion.read(completion, chats.forms[completion.index]) for completion in completions]
@@ -243,7 +243,7 @@ class LLM(PoolingCalls):
 
         Prompts are checked and queued at the call, not at the first `next`.
         """
-        events = self._events(self._add(prompts, _one_of(params, sampling_params), namespace, priority, streamed=True, lora=lora))
+        events = self._events(self._add(prompts, one_of(params, sampling_params), namespace, priority, streamed=True, lora=lora))
         next(events)  # from here on closing it cancels, even if nothing was read
         return events  # type: ignore[return-value]
 
@@ -357,14 +357,10 @@ class LLM(PoolingCalls):
         lora: Loras = None,
     ) -> list[Request]:
         """Queue prompts; with `forms` they are texts of chats, which hold all special tokens that they need."""
-        listed = _as_list(prompts)
-        taken = self._params(params, len(listed))
-        if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):
-            raise ValueError(f"prompt_logprobs is {scores[0]} in a stream, whose events are of new tokens; use generate")
+        listed = as_list(prompts)
+        taken = self._params(params, len(listed), streamed)
         ids = [self._token_ids(prompt, is_chat=forms is not None) for prompt in listed]
-        loras = [lora] * len(listed) if lora is None or isinstance(lora, str) else list(lora)
-        if len(loras) != len(listed):
-            raise ValueError(f"{len(loras)} names of adapters in lora for {len(listed)} prompts; give one for all or one for each")
+        loras = loras_of_each(lora, len(listed))
         kept = [frozenset[int]()] * len(listed) if forms is None else [form.kept for form in forms]
         requests: list[Request] = []
         with self._lock, ExitStack() as undo:
@@ -387,15 +383,8 @@ class LLM(PoolingCalls):
             undo.pop_all()
         return requests
 
-    def _params(self, params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-        """Checked, one for each of so many prompts."""
-        chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
-        if len(chosen) != count:
-            raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
-        taken = [as_params(each, self.default_params) for each in chosen]
-        if self.tokenizer is None and any(each.stop for each in taken):
-            raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
-        return taken
+    def _params(self, params: Params | Sequence[Params] | None, count: int, streamed: bool = False) -> list[SamplingParams]:
+        return params_of_each(params, count, self.default_params, self.tokenizer is not None, streamed)
 
     def _token_ids(self, prompt: Prompt, is_chat: bool = False) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -426,7 +415,7 @@ class LLM(PoolingCalls):
 
     @staticmethod
     def _listed(prompts: Any) -> list[Prompt]:
-        return _as_list(prompts)
+        return as_list(prompts)
 
     @staticmethod
     def _raise_errors(requests: list[Request]) -> None:
@@ -441,13 +430,42 @@ def _show(shown: Any, requests: Sequence[Request]) -> None:
     shown.update(sum(r.finish_reason is not None for r in requests) - shown.n)
 
 
-def _one_of(params: Any, sampling_params: Any) -> Any:
+def params_of_each(
+    params: Params | Sequence[Params] | None, count: int, defaults: SamplingParams, has_tokenizer: bool, streamed: bool
+) -> list[SamplingParams]:
+    """Checked, one for each of so many prompts.
+
+    Raises:
+        ValueError: another number of them, or one that asks for what there is not; TypeError: none of `Params`.
+    """
+    chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
+    if len(chosen) != count:
+        raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
+    taken = [as_params(each, defaults) for each in chosen]
+    if not has_tokenizer and any(each.stop for each in taken):
+        raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
+    if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):
+        raise ValueError(f"prompt_logprobs is {scores[0]} in a stream, whose events are of new tokens; use generate")
+    return taken
+
+
+def loras_of_each(lora: Loras, count: int) -> list[str | None]:
+    """Names of adapters, one for each of so many prompts; raises ValueError for another number of them."""
+    names = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
+    if len(names) != count:
+        raise ValueError(f"{len(names)} names of adapters in lora for {count} prompts; give one for all or one for each")
+    return names
+
+
+def one_of(params: Any, sampling_params: Any) -> Any:
+    """The one that is given; raises TypeError if both are."""
     if params is not None and sampling_params is not None:
         raise TypeError("params and sampling_params are the same, and both are given; leave one out")
     return sampling_params if params is None else params
 
 
-def _as_list(prompts: Any) -> list[Prompt]:
+def as_list(prompts: Any) -> list[Prompt]:
+    """Prompts as `generate` takes them, one by one; raises TypeError for anything else."""
     if isinstance(prompts, Mapping):
         return _of_mapping(prompts)
     if hasattr(prompts, "tolist"):  # a tensor or an array

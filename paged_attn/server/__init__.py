@@ -1,3 +1,3 @@
-"""An OpenAI-compatible HTTP server over one engine; needs the extra `serve`. `app.py` puts it together,
+"""An OpenAI-compatible HTTP server over one `AsyncLLM`; needs the extra `serve`. `app.py` puts it together,
 `run.py` runs it.
 """

@@ -12,7 +12,8 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from paged_attn import __version__
 from paged_attn.engine.engine import Engine
-from paged_attn.server.api import health, lora_routes, pooling_routes, routes
+from paged_attn.server.api import docs_page, health, lora_routes, routes, token_routes
+from paged_attn.server.api.pooling import routes as pooling_routes
 from paged_attn.server.http import errors
 from paged_attn.server.http.guard import Guard
 from paged_attn.server.logs.call_log import CallLog
@@ -34,15 +35,15 @@ def create_app(make_engine: Callable[[], Engine], settings: ServerSettings, trac
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        state.thread.start(asyncio.get_running_loop())
+        state.llm.thread.start()
         yield
         await asyncio.to_thread(state.close)  # not in a finally: a forced end cancels this, and shall not wait
 
-    app = FastAPI(title="paged_attn", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="paged_attn", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = state
     known = set[str]()
     adapters = [lora_routes.router] if settings.lora_folder is not None else []
-    for router in (health.router, routes.router, pooling_routes.router, *adapters):
+    for router in (health.router, routes.router, pooling_routes.router, token_routes.router, docs_page.router, *adapters):
         app.include_router(router)
         known |= {path for route in router.routes if "{" not in (path := str(getattr(route, "path", "")))}
     errors.add_handlers(app)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
+from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
 from paged_attn.server.app import create_app
 from paged_attn.server.http.http_protocol import LimitedProtocol
 from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.settings import ServerSettings
 from paged_attn.server.state import ServerState
-from paged_attn.server.work.status import Status
 
 GRACE_SECONDS = 5  # for answers to leave after everything was cancelled
 BACKLOG = 2048
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
         self.settings, self._on_ready = settings, on_ready
         app = create_app(make_engine, settings, tracing)
         self.state: ServerState = app.state.server
-        self.state.thread.raises_start_failure = True  # `fatal_error`
+        self.state.llm.thread.raises_start_failure = True  # `fatal_error`
         super().__init__(
             uvicorn.Config(
                 app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=GRACE_SECONDS, access_log=False, ws="none",
@@ -94,19 +94,19 @@ class Server(uvicorn.Server):
     @property
     def fatal_error(self) -> BaseException | None:
         """Why there is no engine, if it could not be made, or if it died and takes other processes along."""
-        thread = self.state.thread
+        thread = self.state.llm.thread
         return thread.error if thread.engine is None or not thread.engine.recovers else None
 
     async def on_tick(self, counter: int) -> bool:
         """Called every 0.1 s; True ends the server."""
-        thread = self.state.thread
+        thread = self.state.llm.thread
         if self._on_ready is not None and thread.status is Status.READY and thread.engine is not None:
             self._on_ready(thread.engine)
             self._on_ready = None
         return await super().on_tick(counter) or (thread.status is Status.DEAD and self.fatal_error is not None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        thread = self.state.thread
+        thread = self.state.llm.thread
         thread.drain()
         try:
             await self._drained()

@@ -1,4 +1,4 @@
-"""What all routes share: the engine's thread, texts, calls, logs and numbers of one server."""
+"""What all routes share: the engine, calls, logs and numbers of one server."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 
+from paged_attn.asynchronous.async_llm import AsyncLLM
+from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
+from paged_attn.server.http.call import Calls
 from paged_attn.server.logs.line_writer import LineWriter
 from paged_attn.server.logs.metrics import ServerMetrics
 from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.settings import ServerSettings
-from paged_attn.server.work.call import Calls
-from paged_attn.server.work.engine_thread import EngineThread
-from paged_attn.server.work.fair_pool import FairPool
-from paged_attn.server.work.status import Status
-from paged_attn.server.work.texts import Texts
 
 logger = logging.getLogger("paged_attn")
 STOP_SECONDS = 10.0
@@ -28,25 +26,20 @@ class ServerState:
     def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, tracing: Tracing | None = None) -> None:
         self.settings = settings
         self.created = int(time.time())
-        self.texts: Texts | None = None
         self.calls = Calls()
-        self.guide_pool = FairPool("paged-attn-guides", threads=1, long_threads=1)
         self.log = LineWriter(sys.stdout) if settings.log_requests else None
         if tracing is None and settings.otlp_endpoint is not None:
             tracing = Tracing.to(settings.otlp_endpoint, settings.model_name)
         self.tracing = tracing
-        self.metrics = ServerMetrics(lambda: self.thread.snapshot, lambda: self.thread.status is Status.READY, settings.max_queue)
-        self.thread = EngineThread(lambda: self._made(make_engine), settings.max_queue, self.metrics, settings.queue_seconds)
-
-    def _made(self, make_engine: Callable[[], Engine]) -> Engine:
-        engine = make_engine()
-        self.texts = Texts(engine.tokenizer, engine.input_processor.room)
-        return engine
+        self.metrics = ServerMetrics(lambda: self.llm.thread.snapshot, lambda: self.llm.thread.status is Status.READY, settings.max_queue)
+        self.llm = AsyncLLM.of_engine(
+            make_engine, max_queue=settings.max_queue, queue_seconds=settings.queue_seconds, observer=self.metrics
+        )
 
     def close(self) -> None:
         """End the engine's thread and what it holds."""
-        if not self.thread.stop(STOP_SECONDS):
+        if not self.llm.stop(STOP_SECONDS):
             logger.warning("the engine's thread did not end within %g s; it ends with the process", STOP_SECONDS)
-        for part in (self.texts, self.guide_pool, self.log, self.tracing):
+        for part in (self.log, self.tracing):
             if part is not None:
                 part.close()

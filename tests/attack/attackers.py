@@ -124,7 +124,7 @@ class Attack:
                 self.seen["bodies"] += 1
                 case.body.pop("model", None)
                 if mode is GenerationMode.POSITIVE:
-                    case.body |= {"max_tokens": self.rng.randint(0, 8), "n": self.rng.choice([1, 1, 2])}
+                    case.body |= short_answers(case.path, self.rng)
             reply = case.call(base_url=self.url, timeout=TIMEOUT, headers={"Authorization": "Bearer fuzz"})
             self.seen["requests"] += 1
             self.seen[f"status {reply.status_code}"] += 1
@@ -217,7 +217,7 @@ class Attack:
         self.seen["ended by id or deadline"] += 1
 
     def look(self) -> None:
-        for path in ("/health/live", "/health/ready", "/metrics", "/v1/models", "/nothing"):
+        for path in ("/health/live", "/health/ready", "/metrics", "/version", "/docs", "/v1/models", "/nothing"):
             reply = self.http.get(path, headers={"Authorization": "Bearer truth"})
             self.note(reply)
             assert reply.status_code == (404 if path == "/nothing" else 200), f"{path}: {reply.status_code} {reply.text[:300]}"
@@ -229,6 +229,13 @@ class Attack:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer {key}\r\n"
         with contextlib.suppress(OSError):
             raw.sendall(f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
+
+
+def short_answers(path: str, rng: random.Random) -> dict[str, int]:
+    """Fields that keep what a route has to do small."""
+    if path == "/v1/responses":
+        return {"max_output_tokens": rng.randint(0, 8)}
+    return {"max_tokens": rng.randint(0, 8), "n": rng.choice([1, 1, 2])} if path.startswith("/v1") else {}
 
 
 def ids_of(text: str, streams: bool) -> list[int] | None:

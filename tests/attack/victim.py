@@ -24,12 +24,12 @@ import psutil
 import torch
 
 from paged_attn import LLM
+from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.structured.trials import GuideTrials
 from paged_attn.server import state
 from paged_attn.server.run import Server, allow_files, listen
 from paged_attn.server.settings import ServerSettings
-from paged_attn.server.work.texts import Texts
 from tests.server.serving import TEMPLATE
 from tests.soak.drive_server import ServerFaults
 
@@ -87,7 +87,7 @@ class Victim:
     def _is_busy(self) -> bool:
         state = self.server.state
         assert self.engine is not None
-        return bool(len(state.calls) or self.engine.has_work or state.thread._probe_due or self.server.server_state.tasks)
+        return bool(len(state.calls) or self.engine.has_work or state.llm.thread._probe_due or self.server.server_state.tasks)
 
     def set_faults(self, rate: float) -> None:
         assert self.faults is not None
@@ -100,15 +100,15 @@ class Victim:
         ends = time.monotonic() + PATIENCE
         while time.monotonic() < ends and self._is_busy():
             time.sleep(0.1)
-        assert state.guide_pool is not None and state.texts is not None
+        assert state.llm.guide_pool is not None and state.llm.texts is not None
         _settle()
         kv = engine.kv
         return {
-            "calls": len(state.calls), "requests": len(engine.requests), "owners": len(state.thread._owners),
-            "waiting jobs": len(state.thread._waiting), "pending": state.thread._pending.total(),
+            "calls": len(state.calls), "requests": len(engine.requests), "owners": len(state.llm.thread._owners),
+            "waiting jobs": len(state.llm.thread._waiting), "pending": state.llm.thread._pending.total(),
             "pages held": kv.num_usable - kv.num_available, "locks": 0 if kv.tree is None else kv.tree.locked_pages,
-            "clients of pools": len(state.texts._pool._waiting) + len(state.guide_pool._waiting),
-            "connections": len(self.server.server_state.connections), "status": str(state.thread.status),
+            "clients of pools": len(state.llm.texts._pool._waiting) + len(state.llm.guide_pool._waiting),
+            "connections": len(self.server.server_state.connections), "status": str(state.llm.thread.status),
             "threads": sorted(thread.name for thread in threading.enumerate()), "tasks": process.num_threads(),
             "files": process.num_fds(), "children": len(process.children(recursive=True)), "rss": process.memory_info().rss,
             "rss of children": sum(child.memory_info().rss for child in process.children(recursive=True)),

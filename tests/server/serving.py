@@ -42,14 +42,14 @@ class Running:
 
     @property
     def engine(self) -> Engine:
-        engine = self.server.state.thread.engine
+        engine = self.server.state.llm.thread.engine
         assert engine is not None
         return engine
 
     @property
     def num_prompts(self) -> int:
         """Those that were submitted and have not ended, as far as the engine's thread has said."""
-        thread = self.server.state.thread
+        thread = self.server.state.llm.thread
         with thread._condition:  # else one that moves on in between counts twice
             return thread._pending.total() + thread.snapshot.waiting + thread.snapshot.running
 
@@ -67,9 +67,9 @@ class Running:
         """Until no request is left; then nothing may be held."""
         wait_for(lambda: self.metric("requests", 'state="running"') + self.metric("requests", 'state="waiting"') == 0)
         wait_for(lambda: self.metric("kv_pages", 'state="used"') == 0)
-        wait_for(lambda: not self.server.state.thread._probe_due and not self.engine.has_work)  # after a failed step, a probe runs
+        wait_for(lambda: not self.server.state.llm.thread._probe_due and not self.engine.has_work)  # after a failed step, a probe runs
         assert_idle(self.engine)
-        assert not self.server.state.thread._owners and not self.server.state.thread._started
+        assert not self.server.state.llm.thread._owners and not self.server.state.llm.thread._started
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from tests.server.serving import Running, chat_tokenizer, serving, wait_for
 MIB = 1 << 20
 BODY: dict[str, Any] = {"prompt": [4, 5, 6], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
-CHATS = "/v1/chat/completions"
+CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
 def many(text: str, mib: float = 8) -> str:
@@ -50,6 +50,7 @@ def called(arguments: str, times: int = 1) -> list[Any]:
     return [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}] * times}]
 
 
+MANY_PARTS = '[{"role": "user", "content": ' + many('{"type":"input_text","text":"a"}', 8) + "}]"
 BOMBS: dict[str, tuple[str, bytes]] = {
     "stops that are numbers": ("", bomb("stop", many("1"))),
     "stops": ("", bomb("stop", many('"a"'))),
@@ -70,6 +71,12 @@ BOMBS: dict[str, tuple[str, bytes]] = {
     "a prompt of a million ids": ("", bomb("prompt", many("7", 1.9))),
     "250,000 prompts": ("", bomb("prompt", many('"ab"', 1))),
     "prompts times n": ("", bomb("prompt", many("[7]", 0.01), {**BODY, "n": 128})),
+    "items": (RESPONSES, b'{"input": ' + many("{}", 1).encode() + b"}"),
+    "parts of items": (RESPONSES, bomb("input", MANY_PARTS, {"max_output_tokens": 1})),
+    "an instruction of 15 MiB": (RESPONSES, json.dumps({"input": "a", "instructions": "x y " * (15 * MIB // 4)}).encode()),
+    "what comes back": (RESPONSES, json.dumps({"input": "a", "metadata": {"a": "x" * MIB}}).encode()),
+    "tokens": ("/detokenize", b'{"tokens": ' + many("7", 1.9).encode() + b"}"),
+    "15 MiB of text": ("/tokenize", json.dumps({"prompt": "x y " * (15 * MIB // 4)}).encode()),
     "a schema": ("", bomb("json_schema", json.dumps({"enum": ["x" * 100] * 5000}))),
     "schema of many values": ("", bomb("json_schema", '{"enum": ' + many("1", 1) + "}")),
     "a chain of references": ("", bomb("json_schema", json.dumps(refs(3000)))),

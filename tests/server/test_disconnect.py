@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from paged_attn import SamplingParams
-from paged_attn.server.work.job import Job, Prompt
+from paged_attn.asynchronous.job import Job, Prompt
 from tests.engine.models import make_engine, oracle, random_prompts
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
 
@@ -36,7 +36,7 @@ def test_a_stream_that_is_closed_frees_its_pages(narrow: Running) -> None:
         next(parts)
         wait_for(lambda: narrow.metric("kv_pages", 'state="used"') > 0)
         stream.close()
-        wait_for(lambda: bool(narrow.server.state.thread._cancels) or not narrow.engine.has_work)
+        wait_for(lambda: bool(narrow.server.state.llm.thread._cancels) or not narrow.engine.has_work)
     narrow.wait_idle()
     assert narrow.metric("requests_ended_total", 'outcome="cancelled"') == before + 1
     assert narrow.engine.stats.new_tokens < 20
@@ -59,7 +59,7 @@ def test_a_client_that_leaves_while_it_waits_never_runs(narrow: Running, stream:
         wait_for(lambda: narrow.metric("requests", 'state="waiting"') == 3)
         for thread in threads:
             thread.join()
-        wait_for(lambda: len(narrow.server.state.thread._cancels) == 3)
+        wait_for(lambda: len(narrow.server.state.llm.thread._cancels) == 3)
         permits.release(1)
         wait_for(lambda: narrow.metric("requests", 'state="waiting"') == 0)
     first.join()
@@ -74,7 +74,7 @@ def leave(running: Running, body: dict[str, Any]) -> None:
 
 
 def test_what_is_cancelled_before_the_engine_took_it_is_never_taken(narrow: Running) -> None:
-    thread, job = narrow.server.state.thread, Job([Prompt([9, 9, 9])], [SamplingParams()])
+    thread, job = narrow.server.state.llm.thread, Job([Prompt([9, 9, 9])], [SamplingParams()])
     with held(narrow.engine) as permits, ThreadPoolExecutor(1) as pool:
         first = pool.submit(narrow.http.post, "/v1/completions", json={**BODY, "max_tokens": 1})
         wait_for(lambda: narrow.engine.has_work)
@@ -90,7 +90,7 @@ def test_a_client_without_a_stream_that_leaves_frees_its_pages(narrow: Running) 
     with held(narrow.engine) as permits:
         permits.release(2)
         leave(narrow, BODY)
-        wait_for(lambda: bool(narrow.server.state.thread._cancels))
+        wait_for(lambda: bool(narrow.server.state.llm.thread._cancels))
         tokens = narrow.engine.stats.new_tokens
     narrow.wait_idle()
     assert narrow.engine.stats.new_tokens <= tokens + 1

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from paged_attn import SamplingParams
-from paged_attn.server import state
-from paged_attn.server.work.job import Job, Prompt
-from paged_attn.server.work.status import Status
+from paged_attn.asynchronous import async_llm
+from paged_attn.asynchronous.job import Job, Prompt
+from paged_attn.asynchronous.status import Status
 from tests.engine.models import POISON, fail_once, make_engine, oracle, poisoned
 from tests.recurrent_models import recurrent
 from tests.server.serving import MODEL, Running, chat_tokenizer, held, serving, wait_for
@@ -192,7 +192,7 @@ def test_an_engine_whose_steps_all_fail_is_reported_dead() -> None:
 
 def test_a_dead_engine_is_found_out_though_requests_never_cease() -> None:
     with serving(lambda: make_engine(tokenizer=chat_tokenizer())) as running:
-        thread = running.server.state.thread
+        thread = running.server.state.llm.thread
 
         def failing(*_: Any) -> Any:
             if thread.status is Status.READY:
@@ -261,8 +261,8 @@ def test_an_engine_that_does_not_recover_ends_the_server() -> None:
 
 def test_ready_is_said_once_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that waited for it was told that the model is loading: the tokenizers came after it."""
-    said, texts = threading.Event(), state.Texts
-    monkeypatch.setattr(state, "Texts", lambda *args: time.sleep(0.3) or texts(*args))
+    said, texts = threading.Event(), async_llm.Texts
+    monkeypatch.setattr(async_llm, "Texts", lambda *args: time.sleep(0.3) or texts(*args))
     with serving(on_ready=lambda engine: said.set(), wait=False) as running:
         assert said.wait(30)
         assert len(tokens(post(running))) == 8

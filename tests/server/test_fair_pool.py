@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from paged_attn.server.http.errors import ApiError
-from paged_attn.server.work.fair_pool import FairPool
-from paged_attn.server.work.texts import SHORT, THREADS, Texts
+from paged_attn.asynchronous.errors import PromptError
+from paged_attn.asynchronous.fair_pool import FairPool
+from paged_attn.asynchronous.texts import SHORT, THREADS, Texts
 from tests.engine.models import make_engine
 from tests.server.serving import Running, chat_tokenizer, held, serving, wait_for
 
@@ -133,11 +133,11 @@ def slow_tokenizer(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     tokenized: list[str] = []
     prompt = Texts._prompt
 
-    def slow(self: Texts, own: Any, given: Any) -> Any:
+    def slow(self: Texts, own: Any, given: Any, *settings: Any) -> Any:
         tokenized.append(str(given)[:20])
         if "SLOW" in str(given):
             time.sleep(1.0)
-        return prompt(self, own, given)
+        return prompt(self, own, given, *settings)
 
     monkeypatch.setattr(Texts, "_prompt", slow)
     return tokenized
@@ -154,7 +154,7 @@ def test_a_short_prompt_does_not_wait_for_the_long_ones_of_others(slow_tokenizer
     """A client with several long prompts, and one with four bytes."""
     # Positions for prompts that count as long.
     with serving(lambda: make_engine(tokenizer=chat_tokenizer()), api_keys=("k1", "k2")) as running, ThreadPoolExecutor(4) as pool:
-        texts = running.server.state.texts
+        texts = running.server.state.llm.texts
         assert texts is not None
         texts.room = texts.max_characters = 10 * SHORT
         long = [pool.submit(ask, running, "SLOW" + "x" * SHORT, "k1") for _ in range(3)]
@@ -194,14 +194,14 @@ def test_far_too_long_a_prompt_is_seen_by_its_length_or_its_beginning() -> None:
         texts._copies.get()
         texts._copies.put(Counting())
     assert texts.max_characters == 1000 * len("<pad>")
-    with pytest.raises(ApiError, match="prompt has 5,001 characters; 1,000 tokens, for which there is room, are 5,000 at most"):
-        asyncio.run(texts.prompts("x" * 5001, "a"))
+    with pytest.raises(PromptError, match="prompt has 5,001 characters; 1,000 tokens, for which there is room, are 5,000 at most"):
+        asyncio.run(texts.prompts(["x" * 5001], "a"))
     assert seen == []
-    (prompt,) = asyncio.run(texts.prompts("x" * 4000, "a"))
+    (prompt,) = asyncio.run(texts.prompts(["x" * 4000], "a"))
     assert len(prompt.token_ids) == 4000, "the engine says by how much it is too long"
     texts.max_characters = 10**9
-    with pytest.raises(ApiError, match="prompt has 7,984 tokens or more; there is room for 1,000; shorten it"):
-        asyncio.run(texts.prompts("x" * 10**6, "a"))
+    with pytest.raises(PromptError, match="prompt has 7,984 tokens or more; there is room for 1,000; shorten it"):
+        asyncio.run(texts.prompts(["x" * 10**6], "a"))
     assert seen == [4000, 8000]
     texts.close()
 

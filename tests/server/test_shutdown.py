@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
+from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
-from paged_attn.server.work.status import Status
 from tests.engine.models import assert_idle, make_engine, oracle
 from tests.server.serving import MODEL, PATIENCE, Running, chat_tokenizer, held, serving, wait_for
 
@@ -31,10 +31,10 @@ def one_at_a_time() -> Engine:
 def assert_ended(running: Running) -> None:
     running.thread.join(PATIENCE)
     assert not running.thread.is_alive()
-    assert running.server.state.thread.status is Status.STOPPED
+    assert running.server.state.llm.thread.status is Status.STOPPED
     assert_idle(running.engine)
     assert running.engine.kv.allocator.num_free == running.engine.kv.num_usable, "the engine was closed"
-    assert not running.server.state.thread._thread.is_alive()
+    assert not running.server.state.llm.thread._thread.is_alive()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{running.url}/health")
 
@@ -52,7 +52,7 @@ def test_what_runs_and_waits_finishes_and_nothing_new_is_taken() -> None:
             running.stop()
             wait_for(lambda: running.http.get("/health/ready").status_code == 503)
             assert running.http.get("/health/live").status_code == 200, "it answers while it drains, on new connections, too"
-            assert httpx.get(f"{running.url}/health").json() == {"status": "draining", "reason": "the server is shutting down"}
+            assert httpx.get(f"{running.url}/health").json() == {"status": "draining", "reason": "the engine is shutting down"}
             refused = post(running)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         text = "".join(chunk.choices[0].text for chunk in stream)
@@ -73,8 +73,8 @@ def test_after_drain_seconds_everyone_is_told() -> None:
             waiting = pool.submit(post, running, prompt=[7, 8])
             wait_for(lambda: running.num_prompts == 2)
             running.stop()
-            wait_for(lambda: running.server.state.thread._everything is not None)
-        with pytest.raises(openai.APIError, match="the server shut down before the request was complete"):
+            wait_for(lambda: running.server.state.llm.thread._everything is not None)
+        with pytest.raises(openai.APIError, match="the engine was closed before the request was complete"):
             list(stream)
         reply = waiting.result()
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
@@ -96,7 +96,7 @@ def test_a_forced_end_does_not_wait_for_clients() -> None:
         wait_for(lambda: running.engine.has_work)
         started = time.monotonic()
         running.stop()
-        wait_for(lambda: running.server.state.thread.status is Status.DRAINING)
+        wait_for(lambda: running.server.state.llm.thread.status is Status.DRAINING)
         running.server.force_exit = True  # as a second SIGINT does
         running.thread.join(PATIENCE)
         assert not running.thread.is_alive() and time.monotonic() - started < 10
@@ -117,7 +117,7 @@ def test_a_server_that_ends_while_it_loads_serves_nobody(monkeypatch: pytest.Mon
         running.stop()
         running.thread.join(PATIENCE)
         assert not running.thread.is_alive()
-        thread = running.server.state.thread
+        thread = running.server.state.llm.thread
         assert thread.status is Status.DRAINING
         loading.set()
         assert thread.stop(PATIENCE) and thread.status is Status.STOPPED

@@ -116,7 +116,7 @@ def drive(plan: Plan) -> Counter[str]:
         asked += [talk for talk in talks if running.engine.kv.num_usable * running.engine.config.page_size > 90]
         table.write_text(json.dumps({"exchanges": asked, "faults": bool(faults.rate), "abrupt": plan.abrupt}))
         seen = run_clients(plan, running, table, rng)
-        thread = running.server.state.thread
+        thread = running.server.state.llm.thread
         if not plan.abrupt:
             running.wait_idle()
             wait_for(lambda: not thread._probe_due)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -55,6 +56,9 @@ class Body(Closed):
     ignored = IGNORED | set(NEUTRAL)
     default_max_tokens: ClassVar[int | None] = None
     logprobs_name: ClassVar[str] = "logprobs"
+    limit_name: ClassVar[str] = "max_tokens"
+    neutral: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = NEUTRAL
+    text_at_end: ClassVar[bool] = True  # whole answers are read when they have ended
 
     model: Name | None = Field(None, description="the served model's name, or none")
     max_tokens: int | None = Field(None, json_schema_extra=within(0))
@@ -92,7 +96,7 @@ class Body(Closed):
     @model_validator(mode="before")
     @classmethod
     def _neutral_only(cls, values: Any) -> Any:
-        for name, (allowed, hint) in NEUTRAL.items() if isinstance(values, dict) else ():
+        for name, (allowed, hint) in cls.neutral.items() if isinstance(values, dict) else ():
             value = values.get(name)
             if name in cls.model_fields or any(value == each and isinstance(value, bool) <= isinstance(each, bool) for each in allowed):
                 continue
@@ -140,6 +144,13 @@ class Body(Closed):
         """The JSON schema that the answer shall follow, if any."""
         return self.json_schema
 
+    def wanted_guide(self) -> tuple[str, str] | None:
+        """As `SamplingParams.guide` will be, as far as a chat needs to know: a schema's text, or that there is some other."""
+        schema = self.wanted_schema()
+        if schema is not None:
+            return "json_schema", json.dumps(schema)
+        return next(((name, text) for name in ("regex", "grammar") if (text := getattr(self, name)) is not None), None)
+
     def sampling_params(self, room: int, defaults: SamplingParams) -> SamplingParams:
         """The engine's parameters, for one answer.
 
@@ -169,8 +180,8 @@ class Body(Closed):
             return SamplingParams(**{name: value for name, value in given.items() if value is not None})
         except (ValueError, TypeError) as error:
             name = str(error).partition(":")[0]
-            api = {"max_new_tokens": "max_tokens"}.get(name, name)
-            raise bad_request(ValueError(str(error).replace("max_new_tokens", "max_tokens")), api) from error
+            api = {"max_new_tokens": self.limit_name}.get(name, name)
+            raise bad_request(ValueError(str(error).replace("max_new_tokens", self.limit_name)), api) from error
 
     def max_new_tokens(self, room: int) -> int:
         return self.max_tokens if self.max_tokens is not None else self.default_max_tokens or room
@@ -216,3 +227,27 @@ def _checked_count(name: str, count: int | None) -> int | None:
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         raise ApiError(400, f"{name}: got {shown(count)}; allowed: 0 to {MAX_LOGPROBS}", param=name)
     return count
+
+
+def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
+    """A text, token ids, or a list of either, as a list. Only the form is looked at; the engine looks at each id.
+
+    Raises:
+        ApiError: 400 for anything else.
+    """
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, list) and given:
+        if all(_is_id(each) for each in given):
+            return [given]
+        if all(isinstance(each, str) or (isinstance(each, list) and all(map(_is_id, each))) for each in given):
+            return given
+    what = f"a {type(given).__name__}" if given is not None else "null"
+    if isinstance(given, list):
+        what = "a list of other things" if given else "an empty list"
+    allowed = "a text, a list of texts, a list of token ids, or a list of such lists"
+    raise ApiError(400, f"{param} is {what}; allowed are {allowed}", param=param)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

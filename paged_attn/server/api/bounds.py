@@ -31,7 +31,7 @@ def too_many(name: str, got: int, most: int, what: str) -> ApiError:
     return ApiError(400, f"{name}: got {got:,} {what}; allowed: at most {most:,}", param=name)
 
 
-def _at_most(most: int, what: str) -> BeforeValidator:
+def at_most(most: int, what: str) -> BeforeValidator:
     def check(value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, (str, list, dict)) and len(value) > most:
             raise too_many(str(info.field_name), len(value), most, "characters" if isinstance(value, str) else what)
@@ -58,7 +58,7 @@ def _words(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
-def _bounded_json(most_values: int, most_text: int) -> BeforeValidator:
+def bounded_json(most_values: int, most_text: int) -> BeforeValidator:
     """For what is handed on as it is: values of any kind, counted until there are too many."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
@@ -82,7 +82,7 @@ def _bounded_json(most_values: int, most_text: int) -> BeforeValidator:
 
 def _text(most: int) -> tuple[BeforeValidator, Any]:
     """A limit that is told in the schema, too. Pydantic's own would refuse texts that no UTF-8 can hold, and not say why."""
-    return _at_most(most, ""), Field(json_schema_extra={"maxLength": most})
+    return at_most(most, ""), Field(json_schema_extra={"maxLength": most})
 
 
 Name = Annotated[str, *_text(MAX_NAME)]
@@ -90,17 +90,17 @@ Salt = Annotated[str, *_text(MAX_SALT)]
 GuideText = Annotated[str, *_text(MAX_SCHEMA_TEXT)]
 _OneStop = Annotated[str, Field(json_schema_extra={"maxLength": MAX_STOP})]
 Stop = Annotated[_OneStop | Annotated[list[_OneStop], Field(max_length=MAX_STOPS, fail_fast=True)], BeforeValidator(_stops)]
-StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), _at_most(MAX_STOP_TOKENS, "ids")]
+StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), at_most(MAX_STOP_TOKENS, "ids")]
 _OneWord = Annotated[str, Field(json_schema_extra={"maxLength": MAX_BAD_WORD})]
 BadWords = Annotated[list[_OneWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_words)]
-Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), _at_most(MAX_BIASES, "tokens")]
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), _at_most(MAX_MESSAGES, "messages")]
+Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), at_most(MAX_BIASES, "tokens")]
+Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES, "messages")]
 Tools = Annotated[
-    list[dict[str, Any]], Field(max_length=MAX_TOOLS), _at_most(MAX_TOOLS, "tools"), _bounded_json(MAX_TOOLS_VALUES, MAX_TOOLS_TEXT)
+    list[dict[str, Any]], Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS, "tools"), bounded_json(MAX_TOOLS_VALUES, MAX_TOOLS_TEXT)
 ]
-Choice = Annotated[Any, _bounded_json(16, 1024)]
-Settings = Annotated[dict[str, Any], _bounded_json(MAX_SETTINGS, MAX_SETTINGS_TEXT)]
-Schema = Annotated[dict[str, Any], _bounded_json(MAX_SCHEMA_TEXT // 2, MAX_SCHEMA_TEXT)]
+Choice = Annotated[Any, bounded_json(16, 1024)]
+Settings = Annotated[dict[str, Any], bounded_json(MAX_SETTINGS, MAX_SETTINGS_TEXT)]
+Schema = Annotated[dict[str, Any], bounded_json(MAX_SCHEMA_TEXT // 2, MAX_SCHEMA_TEXT)]
 
 
 class Closed(BaseModel):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from paged_attn.asynchronous.texts import length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.chat.tools import CHOICES
 from paged_attn.server.api.bodies import MAX_LOGPROBS, Body
@@ -72,6 +72,11 @@ class ChatBody(Body):
             raise ApiError(400, 'response_format: json_schema belongs to type "json_schema", and to it alone', param="response_format")
         return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
 
+    @property
+    def num_characters(self) -> int:
+        """About how many there are to tokenize."""
+        return length_of(self.messages)
+
     def chat_request(self, tool_parser: str, reasoning_parser: str) -> ChatRequest:
         """What the engine's side makes a prompt of.
 
@@ -89,10 +94,3 @@ class ChatBody(Body):
             chat_template_kwargs=self.chat_template_kwargs or {}, add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message), tool_parser=tool_parser, reasoning_parser=reasoning_parser,
         )  # fmt: skip
-
-    def wanted_guide(self) -> tuple[str, str] | None:
-        """As `SamplingParams.guide` will be, as far as a chat needs to know: a schema's text, or that there is some other."""
-        schema = self.wanted_schema()
-        if schema is not None:
-            return "json_schema", json.dumps(schema)
-        return next(((name, text) for name in ("regex", "grammar") if (text := getattr(self, name)) is not None), None)

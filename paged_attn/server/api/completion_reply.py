@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from paged_attn.asynchronous.job import Job
+from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.requests.request import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body, CompletionBody
 from paged_attn.server.api.replies import Known, Reply, is_text, known_of
-from paged_attn.server.work.job import Job
-from paged_attn.server.work.texts import Texts
 
 LEAST = -9999.0
 

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from paged_attn.server.work.status import Status
+from paged_attn import __version__
+from paged_attn.asynchronous.status import Status
 
 if TYPE_CHECKING:
     from paged_attn.server.state import ServerState
@@ -36,6 +37,12 @@ async def health(request: Request) -> Response:
     return _answer(request, (Status.READY,))
 
 
+@router.get("/version")
+async def version() -> Response:
+    """The version of paged_attn."""
+    return JSONResponse({"version": __version__})
+
+
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
@@ -45,5 +52,5 @@ async def metrics(request: Request) -> Response:
 
 def _answer(request: Request, good: tuple[Status, ...]) -> Response:
     state: ServerState = request.app.state.server
-    thread = state.thread
+    thread = state.llm.thread
     return JSONResponse({"status": str(thread.status), "reason": thread.describe()}, 200 if thread.status in good else 503)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -12,12 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from paged_attn.engine.lora.adapter_files import read_adapter
 from paged_attn.server.api.bounds import Closed, Name
+from paged_attn.server.api.of_request import state_of
 from paged_attn.server.http.error_reply import ERRORS
 from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
-
-if TYPE_CHECKING:
-    from paged_attn.server.state import ServerState
 
 router = APIRouter(responses=ERRORS)
 
@@ -35,8 +32,8 @@ class UnloadBody(Closed):
 @router.post("/v1/load_lora_adapter")
 async def load(request: Request, body: LoadBody) -> Response:
     """Load an adapter, from where requests may name it as their model."""
-    state = _state(request)
-    engine = state.thread.refuse_unless_ready()
+    state = state_of(request)
+    engine = state.llm.thread.refuse_unless_ready()
     if engine.adapters is None:
         raise ApiError(400, "this server has no room for adapters; start it with --max-loras", param="lora_name")
     if body.lora_name == state.settings.model_name:
@@ -47,7 +44,7 @@ async def load(request: Request, body: LoadBody) -> Response:
     except (ValueError, OSError) as error:
         raise bad_request(ValueError(str(error)), "lora_path") from error
     try:
-        await state.thread.ask(lambda engine: engine.load_lora(body.lora_name, adapter))
+        await state.llm.thread.ask(lambda engine: engine.load_lora(body.lora_name, adapter))
     except ValueError as error:
         raise bad_request(error, "lora_name") from error
     return JSONResponse({"id": body.lora_name, "object": "model", "loaded": True})
@@ -56,7 +53,7 @@ async def load(request: Request, body: LoadBody) -> Response:
 @router.post("/v1/unload_lora_adapter")
 async def unload(request: Request, body: UnloadBody) -> Response:
     """Forget an adapter that no request uses."""
-    thread = _state(request).thread
+    thread = state_of(request).llm.thread
     engine = thread.refuse_unless_ready()
     if engine.adapters is None or body.lora_name not in engine.adapters.loaded:
         raise ApiError(404, f"there is no adapter {shown(body.lora_name)}", param="lora_name", code="model_not_found")
@@ -81,8 +78,3 @@ def inside(folder: Path, path: str) -> Path:
     if root == found or root not in found.parents:
         raise ApiError(400, f"lora_path: {shown(path)} is not in this server's folder of adapters (--lora-folder)", param="lora_path")
     return found
-
-
-def _state(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
-    return state

@@ -6,19 +6,30 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
+from paged_attn.asynchronous.errors import ServingError
+from paged_attn.asynchronous.job import Job
+from paged_attn.asynchronous.texts import Texts
 from paged_attn.chat.answers.answer_form import finish_reason
 from paged_attn.chat.answers.reader import AnswerReader
 from paged_attn.chat.parts import Content, Part, Reasoning
 from paged_attn.engine.requests.request import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body
-from paged_attn.server.http.errors import ApiError
-from paged_attn.server.work.job import Job
-from paged_attn.server.work.texts import Texts
+from paged_attn.server.http.errors import ApiError, api_error
 
 # A new token, its log-probability, the likeliest tokens with theirs.
 Known = tuple[int, float, Sequence[tuple[int, float]]]
+
+
+class AnyReply(Protocol):
+    """The answer to one job."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises ServingError if a request failed."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """The server-sent events, without the empty lines between them."""
 
 
 class Reply:
@@ -36,12 +47,12 @@ class Reply:
         self.head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     async def whole(self) -> dict[str, Any]:
-        """Raises ApiError if a request failed."""
+        """Raises ServingError if a request failed."""
         choices = [self.choice(i, completion) for i, completion in enumerate(await self.job.completions())]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage()}
 
     async def lines(self) -> AsyncIterator[str]:
-        """The data of the server-sent events; an error after the beginning is the last but one."""
+        """The server-sent events; an error after the beginning is the last but one."""
         extra = {"usage": None} if self.body.includes_usage else {}
         try:
             for choice in self.openings():
@@ -51,9 +62,9 @@ class Reply:
                     yield self._line([choice], extra)
             if extra:
                 yield self._line([], {"usage": self.job.usage()})
-        except ApiError as error:
-            yield json.dumps(error.payload())
-        yield "[DONE]"
+        except (ApiError, ServingError) as error:
+            yield f"data: {json.dumps(api_error(error).payload())}"
+        yield "data: [DONE]"
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].known]
@@ -98,7 +109,7 @@ class Reply:
 
     def _line(self, choices: list[dict[str, Any]], extra: dict[str, Any]) -> str:
         # ASCII: some clients end a line at U+2028 or U+0085.
-        return json.dumps({**self.head, "object": self.chunk_kind, "choices": choices, **extra})
+        return f"data: {json.dumps({**self.head, 'object': self.chunk_kind, 'choices': choices, **extra})}"
 
 
 class ChatReply(Reply):

@@ -8,27 +8,41 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from paged_attn.asynchronous.job import Job, Prompt
+from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.structured.guides import Guide
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.server.api.bodies import Body, CompletionBody
+from paged_attn.server.api.bodies import Body, CompletionBody, listed
 from paged_attn.server.api.chat_body import ChatBody
 from paged_attn.server.api.completion_reply import CompletionReply
-from paged_attn.server.api.replies import ChatReply, Reply
+from paged_attn.server.api.of_request import (
+    answered,
+    call_of,
+    caller_of,
+    check_count,
+    check_model,
+    check_priority,
+    model_names,
+    ready,
+    seconds_of,
+    state_of,
+    texts_of,
+)  # fmt: skip
+from paged_attn.server.api.replies import AnyReply, ChatReply
+from paged_attn.server.api.responses.body import ResponsesBody
+from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
-from paged_attn.server.http.disconnect import ClientGone, EventStream
+from paged_attn.server.http.disconnect import EventStream
 from paged_attn.server.http.error_reply import ERRORS
 from paged_attn.server.http.errors import ApiError, bad_request
-from paged_attn.server.work.call import Call
-from paged_attn.server.work.job import Job, Prompt
-from paged_attn.server.work.texts import Texts, listed
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
     from paged_attn.server.state import ServerState
 
 router = APIRouter(responses=ERRORS)
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "the answer; with stream=true its parts as events",
@@ -53,20 +67,33 @@ async def model(request: Request, name: str) -> Response:
 async def completions(request: Request, body: CompletionBody) -> Response:
     """Complete one or several prompts."""
     state, engine, texts = _ready(request, body)
-    check_count(len(listed(body.prompt)) * body.num_answers, engine, state)
-    return await _answer(request, body, lambda: texts.prompts(body.prompt, caller_of(request).tenant), CompletionReply)
+    prompts = listed(body.prompt)
+    check_count(len(prompts) * body.num_answers, engine, state)
+    return await _answer(request, body, lambda: texts.prompts(prompts, caller_of(request).tenant), CompletionReply)
 
 
 @router.post(CHATS, responses=ANSWERS)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """The next message of a conversation."""
+    return await _chat_answer(request, body, ChatReply)
+
+
+@router.post(RESPONSES, responses=ANSWERS)
+async def responses(request: Request, body: ResponsesBody) -> Response:
+    """The next items of a conversation. Nothing is stored: the whole conversation is sent each time."""
+    return await _chat_answer(request, body, ResponsesReply)
+
+
+async def _chat_answer(
+    request: Request, body: ChatBody | ResponsesBody, make_reply: Callable[[Job, Any, Texts, str], AnyReply]
+) -> Response:
     state, _, texts = _ready(request, body)
-    chat, guide = body.chat_request(state.settings.tool_parser, state.settings.reasoning_parser), body.wanted_guide()
+    guide, parsers = body.wanted_guide(), (state.settings.tool_parser, state.settings.reasoning_parser)
 
     async def prompts() -> list[Prompt]:
-        return [await texts.chat(chat, guide, caller_of(request).tenant)]
+        return [await texts.chat(lambda: body.chat_request(*parsers), body.num_characters, guide, caller_of(request).tenant)]
 
-    return await _answer(request, body, prompts, ChatReply)
+    return await _answer(request, body, prompts, make_reply)
 
 
 @router.post("/v1/requests/{request_id:path}/cancel")
@@ -82,48 +109,35 @@ async def _answer(
     request: Request,
     body: Body,
     prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]],
-    make_reply: Callable[[Job, Body, Texts, str], Reply],
+    make_reply: Callable[[Job, Any, Texts, str], AnyReply],
 ) -> Response:
-    """Run the job. It is cancelled when the client leaves, when its time is over, or by its id, however far it is."""
+    """Run the job, which ends when the answer has ended, whichever way."""
     state, call = state_of(request), call_of(request)
 
     async def run() -> Response:
         job = call.job = await _job(await prompts(), body, request)
-        state.thread.submit(job)
-        await job.accepted()
-        reply = make_reply(job, body, _texts(state), job.lora or state.settings.model_name)
+        state.llm.submit(job)
+        try:
+            await job.accepted()
+        except (ValueError, TypeError) as error:  # UnsupportedError is one
+            raise bad_request(error, "prompt") from error
+        reply = make_reply(job, body, texts_of(state), job.lora or state.settings.model_name)
         if body.stream:
-            return EventStream(reply.lines(), lambda: state.thread.cancel(job))
+            return EventStream(reply.lines(), lambda: state.llm.thread.cancel(job))
         return JSONResponse(await reply.whole())
 
-    return await within_call(request, body.timeout_seconds, run)
-
-
-async def within_call(request: Request, timeout_seconds: float | None, run: Callable[[], Coroutine[Any, Any, Response]]) -> Response:
-    """What `run` answers, which sets the call's job; the job is cancelled as `_answer` says.
-
-    Args:
-        timeout_seconds: as the client wants it, if it does.
-
-    Raises:
-        ApiError: 400 for a timeout that is none; or as `run` does.
-    """
-    state, call = state_of(request), call_of(request)
-    call.caller = caller_of(request)
-    state.calls.enter(call)
-    _set_deadline(call, timeout_seconds, state)
     answer: Response | None = None
     try:
-        answer = await call.unless_ended(request.receive, run())
-        return ClientGone() if answer is None else answer
+        answer = await answered(request, run, seconds_of(body.timeout_seconds))
+        return answer
     finally:
         if call.job is not None and not isinstance(answer, EventStream):
-            state.thread.cancel(call.job)
+            state.llm.thread.cancel(call.job)
 
 
 async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     state, call, caller = state_of(request), call_of(request), caller_of(request)
-    engine = state.thread.refuse_unless_ready()
+    engine = state.llm.thread.refuse_unless_ready()
     check_priority(body.priority, state)
     body.check_scores(sum(len(prompt.token_ids) for prompt in prompts))
     params, form = body.sampling_params(_room(engine, prompts), engine.default_params), prompts[0].form
@@ -133,8 +147,8 @@ async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:
     answers = params.answers(body.num_answers)
     namespace = caller.namespace(body.cache_salt, state.settings.share_prefixes)
     return Job(
-        prompts, answers, namespace, tenant=caller.tenant, priority=body.priority or 0, text_at_end=not body.stream, guide=guide,
-        arrived=call.arrived, lora=None if body.model in (None, state.settings.model_name) else body.model,
+        prompts, answers, namespace, tenant=caller.tenant, priority=body.priority or 0, guide=guide, arrived=call.arrived,
+        text_at_end=body.text_at_end and not body.stream, lora=None if body.model in (None, state.settings.model_name) else body.model,
     )  # fmt: skip
 
 
@@ -151,93 +165,30 @@ async def _checked(params: SamplingParams, engine: Engine, state: ServerState, c
         engine.limits.check_biases(params.biases)
     except ValueError as error:
         raise bad_request(error, "logit_bias") from error
-    if params.guide is None:
-        return None
     try:
-        return await state.guide_pool.run(caller.tenant, lambda: engine.input_processor.guides.prototype(params))
+        return await state.llm.guide(params, caller.tenant)
     except ValueError as error:  # UnsupportedError is one
         if has_tools:
             raise ApiError(400, f"tools: calls can not be enforced with these parameters: {error}", param="tools") from error
-        raise bad_request(error, params.guide[0]) from error
-
-
-def _set_deadline(call: Call, given: float | None, state: ServerState) -> None:
-    most = state.settings.request_seconds
-    if given is not None and not 0 < given < float("inf"):
-        raise ApiError(400, f"timeout_seconds: got {given}; allowed: a finite number above 0", param="timeout_seconds")
-    if (seconds := min((each for each in (given, most) if each is not None), default=None)) is not None:
-        call.fail_after(seconds, ApiError(504, f"the request did not end within {seconds:g} s and was cancelled", code="request_timeout"))
-
-
-def check_priority(priority: int | None, state: ServerState) -> None:
-    """Raises ApiError: 400 where requests may have none."""
-    if priority and not state.settings.allow_priority:
-        raise ApiError(400, "priority: this server lets nobody jump its queue (--allow-priority); leave it out", param="priority")
-
-
-def check_count(count: int, engine: Engine, state: ServerState) -> None:
-    """Before any of the prompts is tokenized."""
-    most = engine.config.max_requests + state.settings.max_queue
-    if count > most:
-        limit = f"{most}: {engine.config.max_requests} that run and {state.settings.max_queue} that wait"
-        raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
-
-
-def state_of(request: Request) -> ServerState:
-    """Of the server."""
-    state: ServerState = request.app.state.server
-    return state
-
-
-def call_of(request: Request) -> Call:
-    """The HTTP call that the request is."""
-    call: Call = request.state.call
-    return call
-
-
-def caller_of(request: Request) -> Caller:
-    """Who sent it."""
-    caller: Caller = request.state.caller
-    return caller
-
-
-def _texts(state: ServerState) -> Texts:
-    assert state.texts is not None
-    return state.texts
+        raise bad_request(error, None if params.guide is None else params.guide[0]) from error
 
 
 def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
-    """Raises ApiError: 503 while nothing is served, 404 for another model, 400 for a body that contradicts itself."""
-    state = state_of(request)
-    engine = state.thread.refuse_unless_ready()
-    if body.model is not None:
-        check_model(state, body.model)
+    """As `ready`, and raises ApiError: 400 for a model that continues no text, and for a body that contradicts itself."""
+    state, engine, texts = ready(request, body.model)
     if (pooler := engine.pooler) is not None:
         where = "/v1/embeddings" if pooler.head is None else "/v1/score and /v1/rerank"
         raise ApiError(400, f"this server's {pooler.body.name} continues no text; it has {where}", code="wrong_task")
     _ = body.includes_usage, body.num_answers
-    return state, engine, _texts(state)
-
-
-def check_model(state: ServerState, name: str) -> None:
-    """Raises ApiError: 404 for what is neither the served model nor an adapter of it."""
-    if name not in (known := _names(state)):
-        listed = ", ".join(map(repr, known))
-        raise ApiError(404, f"there is no model {shown(name)}; this server has {listed}", param="model", code="model_not_found")
-
-
-def _names(state: ServerState) -> list[str]:
-    """The model's, and those of its adapters."""
-    engine = state.thread.engine
-    return [state.settings.model_name, *(engine.adapters.loaded if engine is not None and engine.adapters is not None else ())]
+    return state, engine, texts
 
 
 def _models(state: ServerState) -> list[dict[str, Any]]:
-    return [_model(state, name) for name in _names(state)]
+    return [_model(state, name) for name in model_names(state)]
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
-    engine = state.thread.engine
+    engine = state.llm.thread.engine
     limit = engine.limits.max_positions if engine is not None else None
     model = {"id": name, "object": "model", "created": state.created, "owned_by": "paged_attn", "max_model_len": limit}
     return model if name == state.settings.model_name else {**model, "parent": state.settings.model_name}

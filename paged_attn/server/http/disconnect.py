@@ -65,5 +65,5 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for line in self.lines:
-            await send({"type": "http.response.body", "body": f"data: {line}\n\n".encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": f"{line}\n\n".encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

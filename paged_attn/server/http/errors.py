@@ -11,6 +11,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from paged_attn.asynchronous.errors import NotServingError, PromptError, QueueFullError, QueueTimeoutError, ServingError
+from paged_attn.asynchronous.status import without_backtrace
+from paged_attn.chat.errors import ChatError
 from paged_attn.shown import shown
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -18,9 +21,8 @@ CODES = {
     401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large", 429: "queue_full",
 }  # fmt: skip
 CLIENT_GONE = 499
+STATUSES = {NotServingError: 503, QueueFullError: 429, QueueTimeoutError: 503}  # of other errors of the engine: 500
 MAX_MESSAGE, MAX_PARAM = 1000, 100  # characters
-# What a library prints behind its message.
-_BACKTRACES = ("Traceback (most recent call last)", "Exception raised from", "stack backtrace", "Stack backtrace", "frame #", "<state>")
 
 
 class ApiError(Exception):
@@ -59,11 +61,16 @@ def bad_request(error: Exception, param: str | None = None) -> ApiError:
     return ApiError(400, "\n".join([str(error), *getattr(error, "__notes__", ())]), param=param)
 
 
-def without_backtrace(text: str) -> str:
-    """What stands before the first line that begins a backtrace."""
-    for mark in _BACKTRACES:
-        text = text.partition(mark)[0]
-    return text.rstrip()
+def api_error(error: Exception) -> ApiError:
+    """What the engine's side raised, as an answer."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ServingError):
+        status = next((each for kind, each in STATUSES.items() if isinstance(error, kind)), 500)
+        return ApiError(400 if error.code == "guide_failed" else status, str(error), code=error.code, retry_after=error.retry_after)
+    if isinstance(error, PromptError | ChatError):
+        return ApiError(400, str(error), param=error.param, code=error.code)
+    return bad_request(error)
 
 
 def _cut(text: str, most: int) -> str:
@@ -72,14 +79,14 @@ def _cut(text: str, most: int) -> str:
 
 def add_handlers(app: FastAPI) -> None:
     """Every error that the app can end in gets OpenAI's form."""
-    app.add_exception_handler(ApiError, _own)
+    for kind in (ApiError, ServingError, PromptError, ChatError):
+        app.add_exception_handler(kind, _own)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
 
 
 async def _own(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return told(request.scope, error)
+    return told(request.scope, api_error(error))
 
 
 def told(scope: Scope, error: ApiError) -> Response:

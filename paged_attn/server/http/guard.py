@@ -15,7 +15,10 @@ from paged_attn.server.http.errors import ApiError, told
 from paged_attn.server.settings import ServerSettings
 from paged_attn.shown import shown
 
-COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")  # what limits of keys are about
+# What limits of keys are about, and what needs a key, as all of /v1 does.
+COUNTED = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank", "/tokenize", "/detokenize",
+)  # fmt: skip
 
 
 class Guard:
@@ -45,7 +48,7 @@ class Guard:
             try:
                 headers = dict(scope["headers"])
                 self._check_host(scope["path"], headers.get(b"host", b""))
-                is_api = scope["path"].startswith("/v1")
+                is_api = scope["path"].startswith("/v1") or scope["path"] in COUNTED
                 caller = self._callers.identify(headers, scope.get("client"), needs_key=is_api)
                 scope.setdefault("state", {})["caller"] = caller
                 if scope["path"] in COUNTED:

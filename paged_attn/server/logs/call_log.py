@@ -10,10 +10,10 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paged_attn.server.http.errors import CLIENT_GONE, told, unforeseen
+from paged_attn.server.http.call import Call, request_id
+from paged_attn.server.http.errors import CLIENT_GONE, api_error, told, unforeseen
 from paged_attn.server.logs.line_writer import LineWriter
 from paged_attn.server.logs.tracing import Tracing
-from paged_attn.server.work.call import Call, request_id
 
 logger = logging.getLogger("paged_attn")
 QUIET = ("/health", "/metrics")  # asked every few seconds
@@ -85,4 +85,4 @@ def facts_of(call: Call, client: tuple[str, int] | None) -> dict[str, Any]:
 
 def _error_of(call: Call) -> str | None:
     failure = call.failure or (None if call.job is None else call.job.failure)
-    return None if failure is None else failure.code or failure.type
+    return None if failure is None else (told := api_error(failure)).code or told.type

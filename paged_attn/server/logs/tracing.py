@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paged_attn.attn_ops.install_line import install_line
-from paged_attn.server.work.call import Call
+from paged_attn.server.http.call import Call
 
 INSTALL = install_line("otel")
 # From facts of a request to the names of OpenTelemetry's conventions for generative AI and HTTP.

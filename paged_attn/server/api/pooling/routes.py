@@ -13,17 +13,18 @@ import torch.nn.functional as F
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from paged_attn.asynchronous.job import Job, Prompt
+from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.pooling.texts import paired
 from paged_attn.engine.requests import request as engine_request
 from paged_attn.engine.requests.pooling_params import PoolingParams
-from paged_attn.server.api.pooling_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
-from paged_attn.server.api.routes import call_of, caller_of, check_count, check_model, check_priority, state_of, within_call
+from paged_attn.server.api.bodies import listed
+from paged_attn.server.api.of_request import answered, call_of, caller_of, check_count, check_priority, ready, seconds_of, state_of
+from paged_attn.server.api.pooling.bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from paged_attn.server.http.error_reply import ERRORS
 from paged_attn.server.http.errors import ApiError, bad_request
-from paged_attn.server.work.job import Job, Prompt
-from paged_attn.server.work.texts import Texts, listed
 
 router = APIRouter(responses=ERRORS)
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
@@ -40,7 +41,8 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
         pooler.check_dimensions(body.dimensions)
     except ValueError as error:
         raise bad_request(error, "dimensions") from error
-    check_count(len(listed(body.input, "input")), engine, state_of(request))
+    given = listed(body.input, "input")
+    check_count(len(given), engine, state_of(request))
     params = pooler.params(engine.is_causal, body.pooling)
 
     async def reply(requests: Pooled, job: Job) -> dict[str, Any]:
@@ -50,7 +52,7 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
         data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
         return {"object": "list", "data": data, "model": state_of(request).settings.model_name, "usage": _usage(job)}
 
-    return await _answer(request, body, params, lambda: texts.prompts(body.input, caller_of(request).tenant, "input"), reply)
+    return await _answer(request, body, params, lambda: texts.prompts(given, caller_of(request).tenant, param="input"), reply)
 
 
 @router.post(SCORE)
@@ -109,7 +111,7 @@ async def _scored(
             rows = dict(zip(each, (pooler.embedding(_row(one)) for one in requests), strict=True))
             return reply([float(F.cosine_similarity(rows[a], rows[b], dim=-1)) for a, b in pairs], job)
 
-        return await _answer(request, body, params, lambda: texts.prompts(each, tenant, "text"), cosines)
+        return await _answer(request, body, params, lambda: texts.prompts(each, tenant, param="text"), cosines)
     check_count(len(pairs), engine, state_of(request))
     try:
         pooler.check_scores()
@@ -140,24 +142,27 @@ async def _answer(
         job = call.job = Job(
             await prompts(), [params], namespace, tenant=caller.tenant, priority=body.priority or 0, text_at_end=True, arrived=call.arrived
         )
-        state.thread.submit(job)
-        await job.accepted()
+        state.llm.submit(job)
+        try:
+            await job.accepted()
+        except (ValueError, TypeError) as error:  # UnsupportedError is one
+            raise bad_request(error, "input") from error
         return JSONResponse(await reply(await job.finished(), job))
 
-    return await within_call(request, body.timeout_seconds, run)
+    try:
+        return await answered(request, run, seconds_of(body.timeout_seconds))
+    finally:
+        if (job := call_of(request).job) is not None:
+            state.llm.thread.cancel(job)
 
 
 def _ready(request: Request, body: PoolingBody) -> tuple[Engine, Pooler, Texts]:
     """Raises ApiError: 503 while nothing is served, 404 for another model, 400 for one that generates."""
-    state = state_of(request)
-    engine = state.thread.refuse_unless_ready()
-    if body.model is not None:
-        check_model(state, body.model)
+    _, engine, texts = ready(request, body.model)
     if engine.pooler is None:
         name = type(engine.runner.model).__name__
         raise ApiError(400, f"this server's {name} generates and has no embeddings; serve it with --task embed", code="wrong_task")
-    assert state.texts is not None
-    return engine, engine.pooler, state.texts
+    return engine, engine.pooler, texts
 
 
 def _row(request: engine_request.Request) -> Any:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from paged_attn.asynchronous.job import Job
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import unless_gone
 from paged_attn.server.http.errors import ApiError
-from paged_attn.server.work.job import Job
 
 T = TypeVar("T")
 MAX_ID = 128  # characters of an x-request-id

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
+from paged_attn.asynchronous.errors import QueueFullError, QueueTimeoutError
+from paged_attn.asynchronous.job import Job
 from paged_attn.engine.requests.request import Request
-from paged_attn.server.http.errors import ApiError
-from paged_attn.server.work.job import Job
 
 
 def fair_share(limit: int, waiting_of: Mapping[Hashable, int], tenant: Hashable) -> int:
@@ -62,11 +62,10 @@ class WaitingJobs:
         return all(map(self._is_new, job.requests))
 
 
-def made_room(job: Job) -> ApiError:
+def made_room(job: Job) -> QueueFullError:
     what = "the queue is full, and this key has more requests in it than others"
-    return ApiError(429, f"{what}: this one, its newest, made room; try again later", retry_after=1)
+    return QueueFullError(f"{what}: this one, its newest, made room; try again later")
 
 
-def waited_too_long(seconds: float) -> ApiError:
-    message = f"the request has waited for {seconds:g} s, the most that this server lets it, and did not begin; try again later"
-    return ApiError(503, message, code="queue_timeout", retry_after=5)
+def waited_too_long(seconds: float) -> QueueTimeoutError:
+    return QueueTimeoutError(f"the request has waited for {seconds:g} s, the most that it may, and did not begin; try again later")

@@ -1,4 +1,4 @@
-"""The one thread that touches the engine: requests and cancels come in through a queue, events go out to the event loop."""
+"""The one thread that touches the engine: requests and cancels come in through a queue, events go out to event loops."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from itertools import islice, product
 from typing import Any
 
+from paged_attn.asynchronous.errors import EngineDiedError, NotServingError, PromptError, QueueFullError, ServingError, StepFailedError
+from paged_attn.asynchronous.job import Accepted, Job, Update
+from paged_attn.asynchronous.observer import Observer
+from paged_attn.asynchronous.snapshot import EngineSnapshot
+from paged_attn.asynchronous.status import Status, described, in_words
+from paged_attn.asynchronous.waiting_jobs import WaitingJobs, fair_share, made_room, waited_too_long
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.request import FinishReason, TokenEvent
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.server.http.errors import ApiError, bad_request
-from paged_attn.server.work.job import Accepted, Job, Update
-from paged_attn.server.work.observer import Observer
-from paged_attn.server.work.snapshot import EngineSnapshot
-from paged_attn.server.work.status import Status, described, in_words
-from paged_attn.server.work.waiting_jobs import WaitingJobs, fair_share, made_room, waited_too_long
 
 logger = logging.getLogger("paged_attn")
 ADDS_PER_TURN = 64  # so that a flood of requests does not hold up those that run
@@ -34,9 +35,9 @@ class EngineThread:
         max_queue: prompts that may wait beyond those that can run. When so many do, tenants share the queue equally.
         queue_seconds: how long one may wait; None: for ever.
 
-    A step that raises ends its requests with 500 and the reason; all others go on. After that, as soon as the engine
+    A step that raises ends its requests with a StepFailedError; all others go on. After that, as soon as the engine
     is idle, a probe of one token must run, or the engine counts as dead; one that does not recover is dead at once.
-    `submit`, `cancel` and `drain` are for the event loop's thread.
+    `submit`, `cancel` and `drain` are for any thread.
     """
 
     def __init__(self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer, queue_seconds: float | None = None) -> None:
@@ -54,7 +55,7 @@ class EngineThread:
         self._beyond = 0  # prompts that were let into a full queue, for which others are to make room
         self._blocked = False  # the last step left some waiting: whoever comes now has to wait, too
         self._questions: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = deque()
-        self._everything: ApiError | None = None  # cancel all that there is, for this reason
+        self._everything: ServingError | None = None  # cancel all that there is, for this reason
         self._stopping = False
         self._failures = 0  # steps in a row
         self._probe_due = False
@@ -63,26 +64,32 @@ class EngineThread:
         self._started: set[str] = set()  # those with a first token
         self._waiting = WaitingJobs(lambda request: self.engine is not None and self.engine.scheduler.waiting.is_new(request))
         self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def status(self) -> Status:
         return self._status
 
-    def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Load the engine and serve it; updates of jobs go to `loop`."""
-        self._loop = loop
+    def start(self) -> None:
+        """Make the engine and run it; updates of jobs go to their loops."""
         self._thread.start()
+
+    def wait_until_made(self) -> Engine:
+        """The engine, when there is one; raises what making it raised."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._status is not Status.LOADING)
+        if self.engine is None and self.error is not None:
+            raise self.error
+        return self.refuse_unless_ready()
 
     def refuse_unless_ready(self) -> Engine:
         """The engine, to read what never changes.
 
         Raises:
-            ApiError: 503 with the reason why nothing is served.
+            NotServingError: with the reason why nothing is served.
         """
         if self._status is Status.READY and self.engine is not None:
             return self.engine
-        raise ApiError(503, self.describe(), code=str(self._status), retry_after=5 if self._status is Status.LOADING else None)
+        raise NotServingError(self.describe(), str(self._status), 5 if self._status is Status.LOADING else None)
 
     def describe(self) -> str:
         return described(self._status, self.error)
@@ -91,21 +98,22 @@ class EngineThread:
         """Queue a job; its updates follow.
 
         Raises:
-            ApiError: 503 if the engine does not run, 429 if too many wait, 400 if so many prompts can never wait.
+            NotServingError: the engine does not run.
+            QueueFullError: too many wait.
+            PromptError: so many prompts can never wait.
         """
         count = job.size
         with self._condition:
             config, now = self.refuse_unless_ready().config, self.snapshot
             if count > config.max_requests + self.max_queue:
-                limit = f"{config.max_requests + self.max_queue}: {config.max_requests} that run and {self.max_queue} that wait"
-                raise ApiError(400, f"{count} prompts in one request; this server takes at most {limit}", param="prompt")
+                raise too_many_prompts(count, config.max_requests, self.max_queue)
             waiting = now.waiting + self._pending.total()
             beyond = waiting + count - self.max_queue - self._idle(now.running, config.max_requests)
             if beyond > 0:
                 waiting_of = Counter(now.waiting_of) + self._pending
                 if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
                     state = f"{now.running} requests run and {waiting} wait; at most {self.max_queue} may wait"
-                    raise ApiError(429, f"the queue is full: {state}; try again later", retry_after=1)
+                    raise QueueFullError(f"the queue is full: {state}; try again later")
                 self._beyond += min(count, beyond)
             self._adds.append(job)
             self._pending[job.tenant] += count
@@ -126,7 +134,7 @@ class EngineThread:
         """What a function of the engine returns or raises; it runs on the engine's thread, between two steps.
 
         Raises:
-            ApiError: 503 if the engine does not run.
+            NotServingError: the engine does not run.
         """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._condition:
@@ -142,9 +150,9 @@ class EngineThread:
                 self._status = Status.DRAINING
 
     def cancel_all(self) -> None:
-        """End all jobs with 503."""
+        """End all jobs with a NotServingError."""
         with self._condition:
-            self._everything = ApiError(503, "the server shut down before the request was complete", code="shutting_down")
+            self._everything = NotServingError("the engine was closed before the request was complete", "shutting_down")
             self._condition.notify()
 
     def stop(self, timeout: float | None = None) -> bool:
@@ -167,6 +175,7 @@ class EngineThread:
                 self.engine = engine
                 if self._status is Status.LOADING:
                     self._status = Status.READY
+                    self._condition.notify_all()
             self._serve(engine)
         except BaseException as error:  # the thread's last words: else every client would wait for ever
             if self.engine is not None or not self.raises_start_failure:
@@ -215,13 +224,12 @@ class EngineThread:
                 self._probe(engine)
 
     def _answer(self, engine: Engine, question: Callable[[Engine], Any], answer: asyncio.Future[Any]) -> None:
-        assert self._loop is not None
         try:
             result = question(engine)
         except (ValueError, TypeError) as error:  # refused: the engine goes on
-            self._loop.call_soon_threadsafe(_settle, answer, None, error)
+            _settle(answer, None, error)
         else:
-            self._loop.call_soon_threadsafe(_settle, answer, result, None)
+            _settle(answer, result, None)
 
     def _admit(self, engine: Engine, job: Job) -> tuple[Job, Update] | None:
         if job.cancelled:
@@ -238,7 +246,7 @@ class EngineThread:
             if len(job.prompts) > 1:
                 error.add_note(f"(prompt {len(job.requests) // len(job.answers)} of {len(job.prompts)})")
             self._drop(engine, job, None)
-            return job, bad_request(error, "prompt")
+            return job, error
         self._waiting.add(job)
         return job, Accepted()
 
@@ -264,7 +272,7 @@ class EngineThread:
                 if outcome is not None:
                     self._observer.ended(outcome, time.perf_counter() - job.arrived)
 
-    def _fail(self, engine: Engine, jobs: Iterable[Job], error: ApiError, outcome: str) -> list[tuple[Job, Update]]:
+    def _fail(self, engine: Engine, jobs: Iterable[Job], error: ServingError, outcome: str) -> list[tuple[Job, Update]]:
         jobs = list(jobs)
         for job in jobs:
             self._drop(engine, job, outcome)
@@ -352,39 +360,53 @@ class EngineThread:
         """Nothing is served any more; whoever waits is told."""
         with self._condition:
             self._status, self.error = status, error
+            self._condition.notify_all()
             waiting = {*self._adds, *(job for job, _ in self._owners.values())}
             self._adds.clear()
             questions, self._questions = list(self._questions), deque()
             self._owners.clear()
             self._pending.clear()
-        self._send((job, ApiError(503 if error is None else 500, self.describe(), code=str(status))) for job in waiting)
+        told = NotServingError(self.describe(), str(status)) if error is None else EngineDiedError(self.describe())
+        self._send((job, told) for job in waiting)
         for _, answer in questions:
-            assert self._loop is not None
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(_settle, answer, None, ApiError(503, self.describe(), code=str(status)))
+            _settle(answer, None, told)
 
     def _send(self, updates: Iterable[tuple[Job, Update]]) -> None:
-        """One wake-up of the event loop for all of them."""
-        listed = list(updates)
-        if listed:
-            assert self._loop is not None
+        """One wake-up of each event loop for all of its jobs."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Job, Update]]] = {}
+        for job, update in updates:
+            if job.loop is not None:
+                by_loop.setdefault(job.loop, []).append((job, update))
+        for loop, listed in by_loop.items():
             try:
-                self._loop.call_soon_threadsafe(_dispatch, listed)
-            except RuntimeError:  # the loop was closed by a forced exit: nobody is left to tell
-                self._stopping = True
+                loop.call_soon_threadsafe(_dispatch, listed)
+            except RuntimeError:  # the loop was closed: nobody is left to tell
+                with self._condition:
+                    self._cancels += [job for job, _ in listed]
 
 
-def _step_failed(why: str) -> ApiError:
-    return ApiError(500, f"the step that ran this request failed: {why}", code="step_failed")
+def too_many_prompts(count: int, max_requests: int, max_queue: int) -> PromptError:
+    limit = f"{max_requests + max_queue}: {max_requests} that run and {max_queue} that wait"
+    return PromptError(f"{count} prompts in one request; this server takes at most {limit}", "prompt")
+
+
+def _step_failed(why: str) -> StepFailedError:
+    return StepFailedError(f"the step that ran this request failed: {why}")
 
 
 def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if answer.done():  # who asked has left
-        return
-    if error is None:
-        answer.set_result(result)
-    else:
-        answer.set_exception(error)
+    """From any thread; nobody is told whose loop is closed."""
+
+    def settle() -> None:
+        if answer.done():  # who asked has left
+            return
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(error)
+
+    with suppress(RuntimeError):
+        answer.get_loop().call_soon_threadsafe(settle)
 
 
 def _dispatch(updates: list[tuple[Job, Update]]) -> None:

@@ -7,12 +7,11 @@ import queue
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
-from paged_attn.chat.errors import ChatError
+from paged_attn.asynchronous.errors import PromptError
+from paged_attn.asynchronous.fair_pool import FairPool
+from paged_attn.asynchronous.job import Prompt
 from paged_attn.chat.request import ChatRequest
 from paged_attn.engine.pooling.texts import pair_tokens
-from paged_attn.server.http.errors import ApiError
-from paged_attn.server.work.fair_pool import FairPool
-from paged_attn.server.work.job import Prompt
 from paged_attn.shown import shown
 
 T = TypeVar("T")
@@ -24,7 +23,7 @@ SLACK = 16  # tokens that a cut in the middle of a word may add
 
 
 class Texts:
-    """A tokenizer for the server's own use.
+    """A tokenizer for the event loop's use.
 
     Prompts are tokenized in threads, so that a long one holds up neither the event loop nor the engine nor the short ones of other
     clients, and with copies, for tokenizers written in Rust refuse to be changed by one thread while another reads them.
@@ -48,35 +47,39 @@ class Texts:
     def close(self) -> None:
         self._pool.close()
 
-    async def prompts(self, given: object, client: Hashable, param: str = "prompt") -> list[Prompt]:
-        """The prompts of a completion request, as `listed` gives them; `param` is the field that they came in.
+    async def prompts(
+        self, given: Sequence[str | Sequence[int]], client: Hashable, add_special_tokens: bool = True, param: str = "prompt"
+    ) -> list[Prompt]:
+        """Texts and lists of token ids, as prompts; `param` is what errors call them.
 
         Raises:
-            ApiError: 400 if it is anything else, or text that can not be tokenized, or longer than what can be served.
+            PromptError: a text that can not be tokenized, or one that is longer than what can be served.
         """
-        listed_prompts = listed(given, param)
-        length = sum(map(len, listed_prompts))
-        return await self._in_thread(client, length, lambda own: [self._prompt(own, each, param) for each in listed_prompts])
+        length = sum(map(len, given))
+        return await self._in_thread(client, length, lambda own: [self._prompt(own, each, add_special_tokens, param) for each in given])
 
     async def pairs(self, pairs: Sequence[tuple[str, str]], client: Hashable) -> list[Prompt]:
         """Two texts each, as the model's tokenizer joins them.
 
         Raises:
-            ApiError: 400 for texts that can not be tokenized or are too long, or without a tokenizer.
+            PromptError: texts that can not be tokenized or are too long, or no tokenizer.
         """
         length = sum(len(text) for pair in pairs for text in pair)
         return await self._in_thread(client, length, lambda own: [self._pair(own, *pair) for pair in pairs])
 
-    async def chat(self, request: ChatRequest, guide: tuple[str, str] | None, client: Hashable) -> Prompt:
+    async def chat(self, make_request: Callable[[], ChatRequest], length: int, guide: tuple[str, str] | None, client: Hashable) -> Prompt:
         """Messages in the tokenizer's chat template, with the beginning of the answer, and how answers are read.
 
         Args:
+            make_request: called in the thread; what it raises is raised here.
+            length: about how many characters there are.
             guide: what the answer follows besides, as `SamplingParams.guide` has it.
 
         Raises:
-            ApiError: 400 if there is no template, or it refuses the messages; then with its own words. Or the prompt is too long.
+            ChatError: there is no template, or it refuses the messages; then with its own words.
+            PromptError: the prompt is too long.
         """
-        return await self._in_thread(client, _length(request.messages), lambda own: self._chat(own, request, guide))
+        return await self._in_thread(client, length, lambda own: self._chat(own, make_request(), guide))
 
     def of_token(self, token_id: int) -> str:
         """A token's text with its leading space; `token_id:N` for one that is no whole text, such as a part of a character."""
@@ -102,29 +105,41 @@ class Texts:
 
         return await self._pool.run(client, with_own_tokenizer, is_long=length > SHORT)
 
+    async def text_of(self, token_ids: Sequence[int], client: Hashable) -> str:
+        """Their text, special tokens included, made in a thread.
+
+        Raises:
+            PromptError: there is no tokenizer, or an id that no tokenizer could have.
+        """
+        if self.tokenizer is None:
+            raise PromptError("this model has no tokenizer, so that tokens have no text", "tokens")
+        return await self._in_thread(client, len(token_ids), lambda own: _decoded(own, token_ids))
+
+    async def pieces_of(self, token_ids: Sequence[int], client: Hashable) -> list[str]:
+        """The tokenizer's own names of the tokens, made in a thread."""
+        return await self._in_thread(client, len(token_ids), lambda own: list(map(str, own.convert_ids_to_tokens(token_ids))))
+
     def _pair(self, own: Any, first: str, second: str) -> Prompt:
         for text in (first, second):
             self._check_length(text, "text")
         try:
             tokens = pair_tokens(own, first, second)
         except ValueError as error:
-            raise ApiError(400, str(error), param="text") from error
+            raise PromptError(str(error), "text") from error
         return Prompt(tokens.ids, None, token_types=tokens.token_types)
 
-    def _prompt(self, own: Any, given: str | list[int], param: str = "prompt") -> Prompt:
+    def _prompt(self, own: Any, given: str | Sequence[int], add_special_tokens: bool, param: str) -> Prompt:
         if not isinstance(given, str):
             if len(given) > 2 * self.room:  # of one that is a little longer the engine says by how much
                 raise self._too_long(len(given), param)
             return Prompt(given)
         if own is None:
-            raise ApiError(400, "the prompt is text, but this model has no tokenizer; send token ids", param=param)
-        return Prompt(self._ids(own, given, param), given)
+            raise PromptError("the prompt is text, but this model has no tokenizer; send token ids", param)
+        settings = {} if add_special_tokens else {"add_special_tokens": False}
+        return Prompt(self._ids(own, given, param, **settings), given)
 
     def _chat(self, own: Any, request: ChatRequest, guide: tuple[str, str] | None) -> Prompt:
-        try:
-            prompt = request.prompt(own, guide)
-        except ChatError as error:
-            raise ApiError(400, str(error), param=error.param, code=error.code) from error
+        prompt = request.prompt(own, guide)
         form = prompt.form.with_tokenizer(self.tokenizer)
         return Prompt(self._ids(own, prompt.text, "messages", add_special_tokens=False), prompt.text, form)
 
@@ -140,11 +155,11 @@ class Texts:
     def _check_length(self, text: str, param: str) -> None:
         if len(text) > self.max_characters:
             most = f"{self.room:,} tokens, for which there is room, are {self.max_characters:,} at most"
-            raise ApiError(400, f"{param} has {len(text):,} characters; {most}; shorten it", param=param)
+            raise PromptError(f"{param} has {len(text):,} characters; {most}; shorten it", param)
         _check_text(text, param)
 
-    def _too_long(self, count: int, param: str) -> ApiError:
-        return ApiError(400, f"{param} has {count:,} tokens or more; there is room for {self.room:,}; shorten it", param=param)
+    def _too_long(self, count: int, param: str) -> PromptError:
+        return PromptError(f"{param} has {count:,} tokens or more; there is room for {self.room:,}; shorten it", param)
 
     def _of_token(self, token_id: int) -> str:
         """From two of them in a row: decoders drop the space before the first word."""
@@ -155,35 +170,18 @@ class Texts:
         return text if text and REPLACEMENT not in text else f"token_id:{token_id}"
 
 
-def _length(messages: Sequence[Any]) -> int:
+def _decoded(own: Any, token_ids: Sequence[int]) -> str:
+    if (bad := next((token for token in token_ids if not 0 <= token < len(own)), None)) is not None:
+        raise PromptError(f"tokens: got {shown(bad)}; allowed: ids from 0 to {len(own) - 1}", "tokens")
+    text: str = own.decode(token_ids, skip_special_tokens=False)
+    return text
+
+
+def length_of(messages: Sequence[Any]) -> int:
     """About how many characters there are, of messages that nobody has looked at."""
     contents = [content for message in messages if isinstance(message, dict) and (content := message.get("content"))]
     parts = [part.get("text") for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))
-
-
-def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
-    """A text, token ids, or a list of either, as a list. Only the form is looked at; the engine looks at each id.
-
-    Raises:
-        ApiError: 400 for anything else.
-    """
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, list) and given:
-        if all(_is_id(each) for each in given):
-            return [given]
-        if all(isinstance(each, str) or (isinstance(each, list) and all(map(_is_id, each))) for each in given):
-            return given
-    what = f"a {type(given).__name__}" if given is not None else "null"
-    if isinstance(given, list):
-        what = "a list of other things" if given else "an empty list"
-    allowed = "a text, a list of texts, a list of token ids, or a list of such lists"
-    raise ApiError(400, f"{param} is {what}; allowed are {allowed}", param=param)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_text(text: str, param: str) -> None:
@@ -191,4 +189,4 @@ def _check_text(text: str, param: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         what = f"half of a surrogate pair ({shown(text[error.start])} at character {error.start})"
-        raise ApiError(400, f"{param} holds {what}, which is no text; send both halves or none", param=param) from error
+        raise PromptError(f"{param} holds {what}, which is no text; send both halves or none", param) from error

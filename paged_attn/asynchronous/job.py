@@ -1,4 +1,4 @@
-"""One HTTP call's prompts on their way through the engine, as the event loop sees them."""
+"""Prompts that belong together on their way through the engine, as the event loop sees them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paged_attn.asynchronous.errors import RequestFailedError
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling.structured.guides import Guide, GuideError
 from paged_attn.engine.sampling_params import SamplingParams
-from paged_attn.server.http.errors import ApiError
 
 Params = SamplingParams | PoolingParams
 
@@ -44,7 +44,8 @@ class Accepted:
     """The engine has taken all prompts."""
 
 
-Update = Accepted | ApiError | tuple[int, TokenEvent]
+# An error ends the job.
+Update = Accepted | Exception | tuple[int, TokenEvent]
 
 
 class Job:
@@ -64,6 +65,7 @@ class Job:
         requests: one per answer, those to the first prompt first, from acceptance on; to be read once a request has finished.
         cancelled: the engine shall not begin it, or has been told to stop.
         failure: what its events ended with.
+        loop: that its updates come to; None: nobody listens.
         first_token_at: when the first token of any request came.
     """
 
@@ -87,7 +89,8 @@ class Job:
         self.requests: list[Request] = []
         self.cancelled = False
         self.first_token_at: float | None = None
-        self.failure: ApiError | None = None
+        self.failure: Exception | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
 
     @property
@@ -110,7 +113,8 @@ class Job:
         """Wait until the engine has looked at all prompts.
 
         Raises:
-            ApiError: it refused one (then none of them runs), or is not running any more.
+            ValueError, TypeError: it refused one; then none of them runs.
+            ServingError: it is not running any more, or others were more urgent.
         """
         update = await self._update()
         assert isinstance(update, Accepted), update
@@ -119,7 +123,7 @@ class Job:
         """(number of the request, event) until all have finished.
 
         Raises:
-            ApiError: a request failed; the others of the job are then to be cancelled.
+            ServingError: a request failed; the others of the job are then to be cancelled.
         """
         left = self.size
         while left:
@@ -129,18 +133,18 @@ class Job:
             if event.finish_reason == "error":
                 error = self.requests[index].error
                 # What the client asked for may be at fault, though it shows only now.
-                status, code = (400, "guide_failed") if isinstance(error, GuideError) else (500, "bad_logits")
-                raise self._failed(ApiError(status, str(error), code=code))
+                code = "guide_failed" if isinstance(error, GuideError) else "bad_logits"
+                raise self._failed(RequestFailedError(str(error), code)) from error
             left -= event.finish_reason is not None
             yield index, event
 
     async def _update(self) -> Accepted | tuple[int, TokenEvent]:
         update = await self._updates.get()
-        if isinstance(update, ApiError):
+        if isinstance(update, Exception):
             raise self._failed(update)
         return update
 
-    def _failed(self, error: ApiError) -> ApiError:
+    def _failed(self, error: Exception) -> Exception:
         self.failure = error
         return error
 

@@ -1,0 +1,299 @@
+"""`AsyncLLM`: prompts in, completions and events out, for many coroutines over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from paged_attn.asynchronous.engine_thread import EngineThread
+from paged_attn.asynchronous.errors import RequestFailedError
+from paged_attn.asynchronous.fair_pool import FairPool
+from paged_attn.asynchronous.job import Job, Prompt
+from paged_attn.asynchronous.observer import Observer, Unobserved
+from paged_attn.asynchronous.request_limit import RequestLimit
+from paged_attn.asynchronous.status import Status
+from paged_attn.asynchronous.stream import Stream, together
+from paged_attn.asynchronous.texts import Texts, length_of
+from paged_attn.chat.completion import ChatCompletion, ChatEvent
+from paged_attn.chat.request import ChatRequest
+from paged_attn.chat.several import ChatEventReader, listed_conversations
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.llm import LLM, Loras, Params, as_list, loras_of_each, one_of, params_of_each
+from paged_attn.engine.llm import Prompt as GivenPrompt
+from paged_attn.engine.requests.request import Completion, TokenEvent
+from paged_attn.engine.sampling.structured.guides import Guide
+from paged_attn.engine.sampling_params import SamplingParams
+
+T = TypeVar("T")
+Tell = Callable[[TokenEvent], None]
+TellChat = Callable[[ChatEvent], None]
+STOP_SECONDS = 10.0
+
+
+class AsyncLLM:
+    """`LLM` for asyncio: one engine in a thread of its own, whose steps all coroutines share.
+
+    Args:
+        model: and settings, as `LLM` takes them. The model is loaded before this returns.
+        max_queue: requests that may wait in the engine beyond those that run; more wait before it, in order, and cost next to nothing.
+
+    Raises:
+        What `LLM` raises.
+
+    Leaving an `async for`, cancelling the task or closing the stream ends the requests, and their pages are free after the step that runs.
+    An error of one request ends the others of the same call, and no others. A step that raises ends the requests that were in it with a
+    `StepFailedError`.
+
+    For one event loop at a time, which `asyncio.run` may have made anew. To be closed: `await llm.close()`, or `async with`.
+    """
+
+    def __init__(self, model: nn.Module | str | Path, *, max_queue: int = 1024, **settings: Any) -> None:
+        if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 0:
+            raise ValueError(f"max_queue is {max_queue!r}; allowed are whole numbers from 0")
+        # Its queue turns nobody away: `_limit` holds them back.
+        self._prepare(lambda: LLM(model, **settings).engine, max_queue, EngineThread(self._make, sys.maxsize, Unobserved()))
+        self.thread.raises_start_failure = True
+        self.thread.start()
+        self.thread.wait_until_made()
+        atexit.register(self.thread.stop, STOP_SECONDS)
+
+    @classmethod
+    def of_engine(
+        cls,
+        make_engine: Callable[[], Engine],
+        *,
+        max_queue: int,
+        queue_seconds: float | None = None,
+        observer: Observer | None = None,
+    ) -> AsyncLLM:
+        """One that has no engine before `thread.start()`, and makes it then, on its own thread. Jobs are given to `submit`.
+
+        Args:
+            max_queue, queue_seconds: see `EngineThread`, which turns away who is too many.
+            observer: is told of steps and requests.
+        """
+        made = cls.__new__(cls)
+        made._prepare(make_engine, max_queue, EngineThread(made._make, max_queue, observer or Unobserved(), queue_seconds))
+        return made
+
+    def _prepare(self, make_engine: Callable[[], Engine], max_queue: int, thread: EngineThread) -> None:
+        self._make_engine, self._max_queue, self.thread = make_engine, max_queue, thread
+        self.texts: Texts | None = None
+        self.guide_pool = FairPool("paged-attn-guides", threads=1, long_threads=1)
+
+    def _make(self) -> Engine:
+        """Called on the thread."""
+        engine = self._make_engine()
+        self.texts = Texts(engine.tokenizer, engine.input_processor.room)
+        self._limit = RequestLimit(engine.config.max_requests + self._max_queue)
+        return engine
+
+    async def generate(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        sampling_params: Params | Sequence[Params] | None = None,
+        lora: Loras = None,
+        namespace: Any = None,
+        priority: int = 0,
+    ) -> list[Completion]:
+        """As `LLM.generate`; meanwhile other coroutines run.
+
+        Raises:
+            ValueError, TypeError, UnsupportedError: as `LLM.generate` does.
+            ServingError: a step failed, or the engine was closed.
+        """
+        return await self._complete(prompts, one_of(params, sampling_params), lora, namespace, priority, None)
+
+    def stream(
+        self,
+        prompts: GivenPrompt | Sequence[GivenPrompt],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        sampling_params: Params | Sequence[Params] | None = None,
+        lora: Loras = None,
+        namespace: Any = None,
+        priority: int = 0,
+    ) -> Stream[TokenEvent]:
+        """As `LLM.stream`, for `async for`: a TokenEvent for every new token. Prompts are checked at the first `anext`."""
+        chosen = one_of(params, sampling_params)
+        return Stream(lambda tell: self._complete(prompts, chosen, lora, namespace, priority, tell))
+
+    async def chat(
+        self,
+        messages: Sequence[Any],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        sampling_params: Params | Sequence[Params] | None = None,
+        lora: Loras = None,
+        namespace: Any = None,
+        priority: int = 0,
+        **settings: Any,
+    ) -> list[ChatCompletion]:
+        """As `LLM.chat`, which says what may be given."""
+        return await self._chat(messages, one_of(params, sampling_params), lora, namespace, priority, settings, None)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Any],
+        params: Params | Sequence[Params] | None = None,
+        *,
+        sampling_params: Params | Sequence[Params] | None = None,
+        lora: Loras = None,
+        namespace: Any = None,
+        priority: int = 0,
+        **settings: Any,
+    ) -> Stream[ChatEvent]:
+        """As `LLM.stream_chat`, for `async for`. Messages are checked at the first `anext`."""
+        chosen = one_of(params, sampling_params)
+        return Stream(lambda tell: self._chat(messages, chosen, lora, namespace, priority, settings, tell))
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """As of `LLM`."""
+        return self.thread.refuse_unless_ready().default_params
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.texts is None or self.texts.tokenizer is None:
+            raise ValueError("this AsyncLLM has no tokenizer; give AsyncLLM(model, tokenizer=...) one, or the path of one")
+        return self.texts.tokenizer
+
+    @property
+    def closed(self) -> bool:
+        """Whether no request is taken any more."""
+        return self.thread.status in (Status.DRAINING, Status.STOPPED, Status.DEAD)
+
+    async def close(self) -> None:
+        """End what runs, free pages and graphs, and end the thread."""
+        await asyncio.to_thread(self.stop, STOP_SECONDS)
+
+    def stop(self, seconds: float) -> bool:
+        """As `close`, outside an event loop; False if the thread did not end in so many seconds, and ends with the process."""
+        atexit.unregister(self.thread.stop)
+        ended = self.thread.stop(seconds)
+        if self.texts is not None:
+            self.texts.close()
+        self.guide_pool.close()
+        return ended
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def guide(self, params: SamplingParams, client: Hashable) -> Guide | None:
+        """What answers follow, read beside the event loop and the engine, where clients take turns. To be held until the engine has taken
+        the request, which then need not read it again.
+
+        Raises:
+            ValueError, UnsupportedError: it can not be read.
+        """
+        if params.guide is None:
+            return None
+        guides = self.thread.refuse_unless_ready().input_processor.guides
+        return await self.guide_pool.run(client, lambda: guides.prototype(params))
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its updates come to the event loop that runs. Raises as `EngineThread.submit` does."""
+        job.loop = asyncio.get_running_loop()
+        self.thread.submit(job)
+
+    async def _complete(self, prompts: Any, params: Any, lora: Loras, namespace: Any, priority: int, tell: Tell | None) -> list[Completion]:
+        engine, client = self.thread.refuse_unless_ready(), object()
+        listed = as_list(prompts)
+        taken = params_of_each(params, len(listed), engine.default_params, engine.tokenizer is not None, tell is not None)
+        loras = loras_of_each(lora, len(listed))
+        assert self.texts is not None
+        texts = self.texts
+
+        async def one(index: int) -> list[Completion]:
+            async with self._limit.taken(taken[index].n):
+                (prompt,) = await texts.prompts([listed[index]], client)
+                return await self._run(prompt, taken[index], index, loras[index], namespace, priority, tell)
+
+        return await _all(one, len(listed), "prompt")
+
+    async def _chat(
+        self,
+        messages: Any,
+        params: Any,
+        lora: Loras,
+        namespace: Any,
+        priority: int,
+        settings: Mapping[str, Any],
+        tell: Callable[[ChatEvent], None] | None,
+    ) -> list[ChatCompletion]:
+        engine, client = self.thread.refuse_unless_ready(), object()
+        conversations = listed_conversations(messages)
+        taken = params_of_each(params, len(conversations), engine.default_params, engine.tokenizer is not None, tell is not None)
+        loras = loras_of_each(lora, len(conversations))
+        requests = [ChatRequest(conversation, **settings) for conversation in conversations]
+        assert self.texts is not None
+        texts = self.texts
+
+        async def one(index: int) -> list[ChatCompletion]:
+            async with self._limit.taken(taken[index].n):
+                prompt = await texts.chat(lambda: requests[index], length_of(conversations[index]), taken[index].guide, client)
+                assert prompt.form is not None
+                form, reader = prompt.form, ChatEventReader({index: prompt.form})
+
+                def told(event: TokenEvent) -> None:
+                    for each in reader.feed(event):
+                        tell(each)  # type: ignore[misc]
+
+                params = form.enforced(taken[index])
+                found = await self._run(prompt, params, index, loras[index], namespace, priority, None if tell is None else told)
+                return [ChatCompletion.read(completion, form) for completion in found]
+
+        return await _all(one, len(conversations), "conversation")
+
+    async def _run(
+        self, prompt: Prompt, params: SamplingParams, index: int, lora: str | None, namespace: Any, priority: int, tell: Tell | None
+    ) -> list[Completion]:
+        """All answers to one prompt; with `tell`, which takes each event, without their completions' text before the end."""
+        guide = await self.guide(params, object())
+        job = Job([prompt], params.answers(), namespace, priority=priority, text_at_end=tell is None, guide=guide, lora=lora)
+        self.submit(job)
+        try:
+            await job.accepted()
+            for answer, request in enumerate(job.requests):
+                request.index, request.answer = index, answer
+            async for answer, event in job.events():
+                if tell is not None:
+                    event.index, event.answer = index, answer
+                    tell(event)
+        except RequestFailedError as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
+        finally:
+            self.thread.cancel(job)
+        return [Completion.of(request) for request in job.requests]
+
+
+async def _all(one: Callable[[int], Any], count: int, what: str) -> list[T]:
+    """The answers to so many prompts, in their order."""
+
+    async def noted(index: int) -> list[T]:
+        try:
+            found: list[T] = await one(index)
+            return found
+        except (ValueError, TypeError) as error:
+            if count > 1:
+                error.add_note(f"({what} {index} of {count})")
+            raise
+
+    found = await together([noted(index) for index in range(count)]) if count != 1 else [await noted(0)]
+    return [answer for answers in found for answer in answers]

@@ -1,0 +1,71 @@
+"""Why a request was not taken, or did not end as it should, where the caller may have done nothing wrong."""
+
+from __future__ import annotations
+
+
+class ServingError(RuntimeError):
+    """The engine could not take a request, or could not finish it.
+
+    Attributes:
+        code: a word for programs.
+        retry_after: seconds after which it may go better; None: nobody knows.
+    """
+
+    code = "server_error"
+    retry_after: int | None = None
+
+
+class NotServingError(ServingError):
+    """The engine takes no requests now, or ends with those that it has.
+
+    Args:
+        code: why, such as "loading" or "shutting_down".
+    """
+
+    def __init__(self, message: str, code: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.code, self.retry_after = code, retry_after
+
+
+class EngineDiedError(ServingError):
+    """The engine that ran the request is beyond use."""
+
+    code = "dead"
+
+
+class QueueFullError(ServingError):
+    """Too many wait already."""
+
+    code, retry_after = "queue_full", 1
+
+
+class QueueTimeoutError(ServingError):
+    """The request has waited for too long, and did not begin."""
+
+    code, retry_after = "queue_timeout", 5
+
+
+class StepFailedError(ServingError):
+    """The step that ran the request raised; others are not concerned."""
+
+    code = "step_failed"
+
+
+class RequestFailedError(ServingError):
+    """This request failed alone; `__cause__` says of what. `code` is "bad_logits", or "guide_failed" if what it asked for is at fault."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PromptError(ValueError):
+    """A prompt that can not be served.
+
+    Args:
+        param: the argument, or the field of a body, that is at fault.
+    """
+
+    def __init__(self, message: str, param: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code

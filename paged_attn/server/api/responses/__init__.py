@@ -1,0 +1,1 @@
+"""POST /v1/responses. In: a body of OpenAI's Responses API. Out: a chat, as all others are, and its answer as items and events."""

@@ -1,0 +1,98 @@
+"""Answers of /v1/responses, whole or event by event."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from paged_attn.asynchronous.errors import ServingError
+from paged_attn.asynchronous.job import Job
+from paged_attn.asynchronous.texts import Texts
+from paged_attn.chat.parts import Reasoning
+from paged_attn.server.api.responses.body import ResponsesBody
+from paged_attn.server.api.responses.output_items import Event, OutputItems
+from paged_attn.server.http.errors import ApiError, api_error
+
+
+class ResponsesReply:
+    """The answer to a job of one prompt and one answer. Whole it is what the last event of a stream brings."""
+
+    def __init__(self, job: Job, body: ResponsesBody, texts: Texts, model: str) -> None:
+        form = job.prompts[0].form
+        assert form is not None
+        self.job = job
+        self._form, self._items, self._num_tokens, self._num_reasoning = form, OutputItems(), 0, 0
+        tools = [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()]
+        self._head: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
+            "background": False, "error": None, "incomplete_details": None, "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {}, "model": model, "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None}, "store": False, "temperature": body.temperature,
+            "text": _text_settings(body), "tool_choice": "auto" if body.tool_choice is None else body.tool_choice, "tools": tools,
+            "top_p": body.top_p, "truncation": "disabled", "usage": None,
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises ServingError if the request failed."""
+        async for event in self._events():
+            last = event
+        response: dict[str, Any] = last["response"]
+        return response
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The server-sent events, numbered; an error after the beginning is the last, response.failed."""
+        numbers = itertools.count()
+        try:
+            async for event in self._events():
+                yield _line(event, next(numbers))
+        except (ApiError, ServingError) as error:
+            told = api_error(error)
+            failed = {"error": {"code": told.code or told.type, "message": told.message}, "output": self._items.done}
+            yield _line(self._response("failed", "failed", **failed), next(numbers))
+
+    async def _events(self) -> AsyncIterator[Event]:
+        for name in ("created", "in_progress"):
+            yield self._response(name, "in_progress")
+        reader, items, reason = self._form.reader(), self._items, "stop"
+        async for _, event in self.job.events():
+            self._num_tokens += event.token_id is not None
+            parts = reader.feed(event.text) if event.text else []
+            if event.finish_reason is not None:
+                reason = str(event.finish_reason)
+                parts += reader.finish()
+            for part in parts:
+                for each in items.add(part):
+                    yield each
+            if parts and isinstance(parts[-1], Reasoning):
+                self._num_reasoning = self._num_tokens
+        status, details = ("incomplete", {"reason": "max_output_tokens"}) if reason == "length" else ("completed", None)
+        for each in items.finish(status):
+            yield each
+        yield self._response(status, status, incomplete_details=details, output=items.done, usage=self._usage())
+
+    def _response(self, event: str, status: str, **changed: Any) -> Event:
+        return {"type": f"response.{event}", "response": {**self._head, "status": status, **changed}}
+
+    def _usage(self) -> dict[str, Any]:
+        """Of reasoning, the tokens up to its end."""
+        counts = self.job.usage()
+        return {
+            "input_tokens": counts["prompt_tokens"], "input_tokens_details": counts["prompt_tokens_details"],
+            "output_tokens": counts["completion_tokens"], "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+            "total_tokens": counts["total_tokens"],
+        }  # fmt: skip
+
+
+def _text_settings(body: ResponsesBody) -> dict[str, Any]:
+    format = None if body.text is None else body.text.format
+    return {"format": {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)}
+
+
+def _line(event: Event, number: int) -> str:
+    # ASCII: some clients end a line at U+2028 or U+0085.
+    return f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': number})}"

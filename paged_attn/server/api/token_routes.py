@@ -1,0 +1,105 @@
+"""Tokens of texts and chats, and texts of tokens, as vLLM's server has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import JSONResponse, Response
+
+from paged_attn.asynchronous.job import Prompt
+from paged_attn.asynchronous.texts import Texts, length_of
+from paged_attn.chat.request import ChatRequest
+from paged_attn.server.api.bounds import Closed, Messages, Name, Settings, Tools, at_most
+from paged_attn.server.api.of_request import answered, caller_of, ready
+from paged_attn.server.http.error_reply import ERRORS
+from paged_attn.server.http.errors import ApiError
+
+router = APIRouter(responses=ERRORS)
+MAX_TOKENS = 1 << 18  # to be made a text in one request
+Tokens = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True), at_most(MAX_TOKENS, "ids")]
+
+
+class TokenizeBody(Closed):
+    """A prompt, or messages: one of them."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(None, description="of a prompt; default true. Messages have those of their template")
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = Field(None, description="of messages; default true")
+    continue_final_message: bool | None = Field(None, description="of messages")
+    chat_template_kwargs: Settings | None = None
+    tools: Tools | None = None
+
+
+class TokenizeReply(BaseModel):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeBody(Closed):
+    model: Name | None = None
+    tokens: Tokens = Field(description="token ids")
+
+
+class DetokenizeReply(BaseModel):
+    prompt: str
+
+
+@router.post("/tokenize", response_model=TokenizeReply)
+async def tokenize(request: Request, body: TokenizeBody) -> Response:
+    """The token ids of a prompt, or of messages in the chat template."""
+    _, engine, texts = ready(request, body.model)
+
+    async def work() -> Response:
+        (prompt,) = await _prompts(request, body, texts)
+        ids = list(prompt.token_ids)
+        strings = await texts.pieces_of(ids, caller_of(request).tenant) if body.return_token_strs else None
+        reply = {"count": len(ids), "max_model_len": engine.limits.max_positions, "tokens": ids, "token_strs": strings}
+        return JSONResponse(reply)
+
+    return await answered(request, work)
+
+
+@router.post("/detokenize", response_model=DetokenizeReply)
+async def detokenize(request: Request, body: DetokenizeBody) -> Response:
+    """The text of token ids, special tokens included."""
+    _, _, texts = ready(request, body.model)
+
+    async def work() -> Response:
+        return JSONResponse({"prompt": await texts.text_of(body.tokens, caller_of(request).tenant)})
+
+    return await answered(request, work)
+
+
+async def _prompts(request: Request, body: TokenizeBody, texts: Texts) -> Sequence[Prompt]:
+    client, settings = caller_of(request).tenant, request.app.state.server.settings
+    if (body.prompt is None) == (body.messages is None):
+        got = "neither" if body.prompt is None else "both"
+        raise ApiError(400, f"prompt or messages: got {got}; give one of them", param="prompt")
+    given: dict[str, Any] = {
+        "add_generation_prompt": body.add_generation_prompt, "continue_final_message": body.continue_final_message,
+        "chat_template_kwargs": body.chat_template_kwargs, "tools": body.tools,
+    }  # fmt: skip
+    if body.prompt is not None:
+        if (of_chat := next((name for name, value in given.items() if value), None)) is not None:
+            raise ApiError(400, f"{of_chat}: got one beside prompt; allowed: beside messages", param=of_chat)
+        return await texts.prompts([body.prompt], client, body.add_special_tokens is not False)
+    if body.add_special_tokens:
+        raise ApiError(
+            400, "add_special_tokens: got true beside messages, whose template has them; leave it out", param="add_special_tokens"
+        )
+    assert body.messages is not None
+    messages = body.messages
+    chat = ChatRequest(
+        messages, body.tools, chat_template_kwargs=body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt is not False, continue_final_message=bool(body.continue_final_message),
+        tool_parser=settings.tool_parser, reasoning_parser=settings.reasoning_parser,
+    )  # fmt: skip
+    return [await texts.chat(lambda: chat, length_of(messages), None, client)]
