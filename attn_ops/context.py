@@ -33,6 +33,8 @@ class Backend(Protocol):
         *, save_kv_cache: bool, sinks: Tensor | None, bias: Tensor | None, lse_out: Tensor | None,
     ) -> None: ...  # fmt: skip
 
+    def forward_latent(self, context: ForwardContext, call: Any) -> None: ...
+
 
 class Recurrent(Protocol):
     """What the context needs to run layers with recurrent state: `paged_attn.recurrent.run.RecurrentRunner`."""
@@ -58,6 +60,7 @@ class ForwardContext:
         self.batch, self.pool, self.backend, self.recurrent = batch, pool, backend, recurrent
         self.plan = plan
         self.recurrent_plan: Any = None
+        self.latent_plan: Any = None  # made by the first latent layer of the step
         self._entered = False
         self._gradients = True
         self._guard = threading.Lock()
@@ -91,7 +94,7 @@ class ForwardContext:
             raise ContextError("forward contexts must be left in the reverse order and in the thread in which they were entered")
         stack.pop()
         torch.set_grad_enabled(self._gradients)
-        self.plan = self.recurrent_plan = None
+        self.plan = self.recurrent_plan = self.latent_plan = None
 
 
 def _stack() -> list[ForwardContext]:

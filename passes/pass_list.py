@@ -20,8 +20,9 @@ from paged_attn.passes.optimize.routing.fuse import fuse_routing
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
+from paged_attn.passes.prove.latent import LatentProof, latent_of
 from paged_attn.passes.prove.score_subgraph import Recomputable
-from paged_attn.passes.replace_layers import replace_layers
+from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
 
 
@@ -57,6 +58,14 @@ def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | Recomputa
         return prover.prove(site)
     except Recomputable as reason:
         return reason
+
+
+def _latents(graph: fx.Graph, facts: Facts) -> str:
+    for index, (site, proof) in enumerate(zip(facts.sites, facts.proofs, strict=True)):
+        if isinstance(proof, AttentionProof) and (latent := latent_of(site, proof, facts.form, pool_dtype(site, facts.model))):
+            facts.latents[index] = latent
+    facts.result.num_latents = sum(isinstance(each, LatentProof) for each in facts.latents.values())
+    return f"{facts.result.num_latents} layers"
 
 
 def _positions(graph: fx.Graph, facts: Facts) -> str:
@@ -99,6 +108,7 @@ PASSES = (
     GraphPass("specialise_numbers", "numbers of the model that Dynamo made symbolic become constants again", _specialise),
     GraphPass("find_attention", "every attention, in whatever way it is written", _find),
     GraphPass("prove_attention", "what each computes (mask, bias, scale, softcap, sinks), evaluated and compared", _prove),
+    GraphPass("latent_attention", "of keys and values that are maps of one narrow row per token only the row is kept", _latents, optional=True),
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
     GraphPass("experts", "modules of experts that are proved become one op each, while the model is traced", _experts, optional=True),

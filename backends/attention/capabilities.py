@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
 
 
 class Feature(enum.Enum):
@@ -164,6 +165,7 @@ class Problem:
             Feature.POSITION_BIAS: spec.bias_index is not None,
             Feature.BIDIRECTIONAL: not spec.causal,
             Feature.LSE: spec.gives_lse,
+            Feature.MLA: isinstance(spec, LatentSpec),
             Feature.UNEQUAL_DIMS: spec.qk_head_dim != spec.v_head_dim,
         }
         return frozenset(feature for feature, wanted in needed.items() if wanted) | self.extra

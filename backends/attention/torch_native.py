@@ -58,7 +58,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_dtypes=_DTYPES,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.LSE, Feature.UNEQUAL_DIMS}
+             Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS}
         ),
         note="PyTorch operations only",
     )  # fmt: skip

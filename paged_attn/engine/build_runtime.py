@@ -14,6 +14,7 @@ from paged_attn.attn_ops.ops.experts import use_experts
 from paged_attn.attn_ops.ops.linear import use_one_row_kernel
 from paged_attn.attn_ops.ops.routing import use_route
 from paged_attn.backends.kv_write.store import has_triton
+from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.select import Selection, select_for_pool
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
 from paged_attn.check.runs.steps import ProbeSettings
@@ -54,6 +55,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             use_experts(experts_on_gpu)
             use_route(route)
         passes = OptionalPasses(
+            latent_attention=serves_latents(config.backend, only_device(model)),
             experts=True,
             routing=True,
             merge_linears=bool(config.merge_linears),
