@@ -14,9 +14,7 @@ def context_of(op: str, rows: int) -> ForwardContext:
     """
     context = current_context()
     if context is None:
-        raise ContextError(
-            f"{op} was called outside any forward context; wrap the call in `with paged_attn.forward_context(batch, pool):`"
-        )
+        raise ContextError(f"{op} was called outside any forward context; wrap the call in `with paged_attn.forward_context(batch, pool):`")
     if rows != context.batch.num_rows:
         raise ContextError(
             f"attention got {rows} rows but the forward context's batch has {context.batch.num_rows}; "

@@ -34,9 +34,7 @@ class LatentCall:
     output: Tensor
 
 
-def _run(
-    query: Tensor, latent: Tensor, rotated: Tensor | None, weight_k: Tensor, weight_v: Tensor, output: Tensor, layer_id: int
-) -> None:
+def _run(query: Tensor, latent: Tensor, rotated: Tensor | None, weight_k: Tensor, weight_v: Tensor, output: Tensor, layer_id: int) -> None:
     """The tensors of a `LatentCall`. Rows past the batch's real tokens are zeroed."""
     context = context_of("latent_attention_with_output", query.shape[0])
     spec = context.layers[layer_id] if 0 <= layer_id < len(context.layers) else None

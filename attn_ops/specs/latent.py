@@ -27,7 +27,7 @@ class HeadRows(NamedTuple):
 class LatentSpec(AttentionSpec):
     """k = [W_UK latent, rotated] and v = W_UV latent, with a map of each head and a rotated part that all heads share (or none).
 
-    What is kept of a token is one row: the latent, then the rotated part. Queries that are mapped by W_UK meet that row directly, so that to
+    What is kept of a token is one row: the latent, then the rotated part. Queries that are mapped by W_UK meet that row directly. So to
     pool and backends this is attention with one KV head, whose key is the row and whose value is the row's first `rank` elements:
     num_kv_heads is 1, qk_head_dim is rank + rotated, v_head_dim is rank. The fields below say what the model's own attention has.
 

@@ -1,4 +1,4 @@
-"""Whether a model that keeps latents would find a backend: asked before its graph is rewritten, since expanded keys and values need none."""
+"""Whether a model that keeps latents would find a backend: asked before its graph is rewritten."""
 
 from __future__ import annotations
 

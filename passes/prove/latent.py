@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.specs.latent import HeadRows
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
-from paged_attn.passes.find.latent import LatentSite, find_latent
+from paged_attn.passes.find.latent import LatentFinder, LatentSite
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import shape_of, value_of
 from paged_attn.passes.fx.row_layout import MISFITS
@@ -52,17 +52,17 @@ class LatentProof:
         return f"keys and values evaluated: linear in {self.site.rank} values a token{rotated}, heads in order"
 
 
-def latent_of(site: AttentionSite, proof: AttentionProof, form: CallForm, dtype: torch.dtype) -> LatentProof | str:
+def latent_of(finder: LatentFinder, site: AttentionSite, proof: AttentionProof, dtype: torch.dtype) -> LatentProof | str:
     """What of an attention can be kept in place of keys and values; or why they stay: "" where it does not look otherwise.
 
     Args:
         dtype: of the pool.
     """
-    found = find_latent(site, form)
+    found = finder.find(site)
     if isinstance(found, str):
         return found
     try:
-        return prove_latent(site, found, proof, form, dtype)
+        return prove_latent(site, found, proof, finder.form, dtype)
     except NotLatent as reason:
         return f"its {reason}"
 
