@@ -62,7 +62,8 @@ class LatentFinder:
             return ""
         latent = _as_shaped_first(product.input)
         rank = int(shape_of(product.input)[-1])
-        if NARROW * rank >= int(shape_of(product.node)[-1]) or self._row_width(latent) != rank:
+        width = int(shape_of(product.node)[-1]) * (1 + int(shape_of(site.key)[3]) / int(shape_of(site.value)[3]))
+        if NARROW * rank >= width or self._row_width(latent) != rank:
             return ""
         made_of, between = self._sources(site.key, site.node)
         linears = [each for node in made_of if (each := linear_of(node, form)) is not None and _as_shaped_first(each.input) is latent]
@@ -94,7 +95,11 @@ class LatentFinder:
                 found.add(each)
                 continue
             pending += read_inputs(each)
-            pending += [writer for writer in self.writers.get(each, ()) if writer < user]
+            for writer in self.writers.get(each, ()):
+                if writer < user and name_of(writer) in _PUT_TOGETHER:
+                    pending += read_inputs(writer)
+                elif writer < user:
+                    found.add(writer)
         return found, seen
 
     def _shared_row(self, site: AttentionSite, products: set[fx.Node], between: set[fx.Node]) -> fx.Node | None:
