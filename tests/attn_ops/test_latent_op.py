@@ -72,7 +72,9 @@ def test_a_token_takes_one_row_of_the_pool() -> None:
 
 
 def test_values_are_part_of_the_keys_row() -> None:
-    pool = KVPool([AttentionSpec(2, 1, 4, 4, 1.0), replace(SPEC, kv_layer=1), AttentionSpec(2, 1, 4, 4, 1.0, kv_layer=2)], 5, 3, torch.float32)
+    pool = KVPool(
+        [AttentionSpec(2, 1, 4, 4, 1.0), replace(SPEC, kv_layer=1), AttentionSpec(2, 1, 4, 4, 1.0, kv_layer=2)], 5, 3, torch.float32
+    )
     assert pool.nbytes == 5 * 3 * (8 + 10 + 8) * 4
     assert pool.key(1).shape == (5, 3, 1, 10) and pool.value(1).shape == (5, 3, 1, 8)
     pool.key(1).fill_(1.0)

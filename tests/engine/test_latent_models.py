@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from transformers import PreTrainedModel
@@ -14,8 +18,12 @@ from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.kv.kv_pool import page_elements
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.latent import step
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.engine import build_runtime
 from paged_attn.engine.runners import model_runner
+from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.entries import VARIABLE
+from paged_attn.passes.report import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 from tests.zoo.build import build as build_type
@@ -36,9 +44,21 @@ def truth() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [greedy(tiny(), prompt, NEW) for prompt in prompts]
 
 
-def served(model: PreTrainedModel | None = None, **settings: Any) -> tuple[list[list[int]], Any]:
+@cache
+def _runner() -> ModelRunner:
+    return ModelRunner(tiny(), CompileOptions(passes=OptionalPasses(latent_attention=True)))
+
+
+@contextmanager
+def one_capture() -> Iterator[None]:
+    """Engines made inside share one capture of the tiny model."""
+    with mock.patch.object(build_runtime, "ModelRunner", lambda *_: copy.copy(_runner())):
+        yield
+
+
+def served(**settings: Any) -> tuple[list[list[int]], Any]:
     """The tokens for all prompts, and the runner."""
-    with LLM(model or tiny(), **{"page_size": 4, "num_pages": 64, **settings}) as llm:
+    with LLM(tiny(), **{"page_size": 4, "num_pages": 64, **settings}) as llm:
         done = llm.generate(truth()[0], SamplingParams(max_new_tokens=NEW, ignore_eos=True))
         return [completion.token_ids for completion in done], llm.engine.runner
 
@@ -60,27 +80,41 @@ def _called(runner: Any) -> list[str]:
 @pytest.mark.parametrize("expand", [False, True], ids=["absorbed", "expanded"])
 def test_both_ways_give_the_models_tokens(monkeypatch: pytest.MonkeyPatch, page_size: int, expand: bool) -> None:
     monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: expand and new > 1)
-    assert served(page_size=page_size, num_pages=200 // page_size, max_batch_tokens=16)[0] == truth()[1]
+    with one_capture():
+        assert served(page_size=page_size, num_pages=200 // page_size, max_batch_tokens=16)[0] == truth()[1]
 
 
-def test_prefixes_are_cached_and_requests_preempted() -> None:
+def test_prefixes_are_cached() -> None:
     prompts, expected = truth()
-    with LLM(tiny(), page_size=4, num_pages=17, max_batch_tokens=16) as llm:  # of 20 that all four take
+    with one_capture(), LLM(tiny(), page_size=4, num_pages=64, max_batch_tokens=16) as llm:
         for _ in range(2):
             done = llm.generate(prompts, SamplingParams(max_new_tokens=NEW, ignore_eos=True))
             assert [completion.token_ids for completion in done] == expected
-        assert llm.stats().num_preemptions > 0
+        assert llm.engine.scheduler.stats.prompt_tokens_cached > 20
+
+
+def test_requests_are_preempted() -> None:
+    prompts = random_prompts((9, 10, 11))
+    with one_capture(), LLM(tiny(), page_size=4, num_pages=13) as llm:  # of 18 that all take together
+        done = llm.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+        assert llm.engine.scheduler.stats.preemptions > 0
+    assert [completion.token_ids for completion in done] == [greedy(tiny(), prompt, 12) for prompt in prompts]
 
 
 def test_the_pass_can_be_switched_off() -> None:
-    tokens, runner = served(disable_passes=("latent_attention",))
+    tokens, runner = served(disable_passes=("latent_attention",), self_check=False)
     assert tokens == truth()[1] and not any(isinstance(spec, LatentSpec) for spec in runner.layers)
 
 
-@pytest.mark.parametrize(("backend", "latent"), [("reference", True), ("torch_native,reference", True), ("flex", False)])
-def test_backends_that_know_no_latents_get_keys_and_values(backend: str, latent: bool) -> None:
-    tokens, runner = served(backend=backend, self_check=False)
-    assert tokens == truth()[1] and all(isinstance(spec, LatentSpec) == latent for spec in runner.layers)
+@pytest.mark.parametrize("backend", ["reference", "torch_native,reference"])
+def test_other_backends_with_latents(backend: str) -> None:
+    with one_capture():
+        assert served(backend=backend)[0] == truth()[1]
+
+
+def test_a_backend_that_knows_no_latents_gets_keys_and_values() -> None:
+    tokens, runner = served(backend="flex", self_check=False)
+    assert tokens == truth()[1] and not any(isinstance(spec, LatentSpec) for spec in runner.layers)
 
 
 def test_hooks_keep_keys_and_values() -> None:

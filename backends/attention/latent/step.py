@@ -49,12 +49,12 @@ def attend_to_latents(backend: Backend, context: ForwardContext, call: LatentCal
     for request, rows in step.expanded:
         attend_expanded(call, context.pool, batch, request, rows)
     if step.others is not None:
-        part, plan, rows = step.others
+        part, plan, at = step.others
         sums = call.query.new_empty((part.num_rows, spec.num_q_heads, spec.rank))
-        _attend(backend, plan, call, call.query[rows], key[rows], sums, save=False)
+        _attend(backend, plan, call, call.query[at], key[at], sums, save=False)
         output = call.output.new_empty((part.num_rows, spec.num_q_heads, spec.value_dim))
         mapped_back(spec, sums, call.weight_v, output)
-        call.output[rows] = output
+        call.output[at] = output
     call.output[batch.num_tokens :].zero_()
 
 

@@ -1,4 +1,4 @@
-"""Keys and values that are maps of one row per token: every spelling is found and proved, and what only looks like it is not taken for it."""
+"""Keys and values that are maps of one row per token: every spelling is found and proved, and what only looks like it stays plain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 class Latent(nn.Module):
-    """A causal model of one layer; `expand(self, latent [1, T, RANK], shared [1, 1, T, SHARED])` gives keys and values [1, HEADS, T, dim]."""
+    """A causal model of one layer; `expand(self, latent [1, T, RANK], shared [1, 1, T, SHARED])`: keys and values [1, HEADS, T, dim]."""
 
     def __init__(
         self, expand: Callable[[Latent, Tensor, Tensor], KeysAndValues], dim: int = NOPE + SHARED, bias: bool = False, rank: int = RANK
@@ -194,7 +194,9 @@ def test_a_bias_stays_plain() -> None:
 
 
 def test_a_wide_row_is_no_latent() -> None:
-    stays_plain(assert_ragged_equals_alone(Latent(concatenated, rank=40), optional=LATENTS), "its row of 40 + 4 values is not narrow beside")
+    stays_plain(
+        assert_ragged_equals_alone(Latent(concatenated, rank=40), optional=LATENTS), "its row of 40 + 4 values is not narrow beside"
+    )
     stays_plain(assert_ragged_equals_alone(Latent(concatenated, rank=90), optional=LATENTS), "")
 
 
