@@ -108,3 +108,20 @@ def current_context() -> ForwardContext | None:
     """The innermost context of this thread, or None outside any. For op bodies only: never read it while tracing."""
     stack = getattr(_active, "stack", None)
     return stack[-1] if stack else None
+
+
+def context_of(op: str, rows: int) -> ForwardContext:
+    """The thread's context, for an op of that name whose tensors have so many rows.
+
+    Raises:
+        ContextError: there is none, or its batch is another one.
+    """
+    context = current_context()
+    if context is None:
+        raise ContextError(f"{op} was called outside any forward context; wrap the call in `with paged_attn.forward_context(batch, pool):`")
+    if rows != context.batch.num_rows:
+        raise ContextError(
+            f"attention got {rows} rows but the forward context's batch has {context.batch.num_rows}; "
+            "call the model with batch.model_inputs()"
+        )
+    return context

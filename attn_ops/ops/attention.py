@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from paged_attn.attn_ops.context import context_of
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.ops.define import define_op
-from paged_attn.attn_ops.ops.in_context import context_of
 
 
 def _run(

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paged_attn.attn_ops.context import context_of
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.ops.define import define_op
-from paged_attn.attn_ops.ops.in_context import context_of
 from paged_attn.attn_ops.specs.latent import LatentSpec
 
 

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.context import ForwardContext, context_of
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.ops.define import define_op
-from paged_attn.attn_ops.ops.in_context import context_of
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 
 

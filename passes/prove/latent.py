@@ -106,7 +106,7 @@ def _maps(site: AttentionSite, found: LatentSite, form: CallForm) -> LatentProof
     nodes = [*(each.node for each in found.products), *([] if found.rotated is None else [found.rotated])]
     widths = [int(shape_of(node)[-1]) for node in nodes]
     starts = list(itertools.accumulate(widths, initial=0))
-    key, value = (_places(operand, site.node, nodes, starts, form) for operand in (site.key, site.value))
+    key, value = (_sources_of(operand, site.node, nodes, starts, form) for operand in (site.key, site.value))
     first_rotated = starts[len(found.products)]
     shared = (key >= first_rotated).all(0)
     if not torch.equal((key >= first_rotated).any(0), shared) or bool((value >= first_rotated).any()):
@@ -121,7 +121,7 @@ def _maps(site: AttentionSite, found: LatentSite, form: CallForm) -> LatentProof
     return LatentProof(found, weight_k, weight_v, keys, values, dim - count, value.shape[1], rotated_first)
 
 
-def _places(operand: fx.Node, user: fx.Node, given: list[fx.Node], starts: list[int], form: CallForm) -> Tensor:
+def _sources_of(operand: fx.Node, user: fx.Node, given: list[fx.Node], starts: list[int], form: CallForm) -> Tensor:
     """[heads, dim]: which element of the token's products and shared part, counted through, is element d of head h."""
     nodes = ancestors(operand, user, frozenset(given))
     numbers = torch.arange(TOKENS * starts[-1]).view(TOKENS, -1)
@@ -133,19 +133,19 @@ def _places(operand: fx.Node, user: fx.Node, given: list[fx.Node], starts: list[
         }
         found = found + evaluate(nodes, values | _sizes(nodes, form), operand)[0].cpu().long() * unit  # [heads, T, dim]
         unit *= DIGIT
-    places = found - torch.arange(TOKENS)[:, None] * starts[-1]
-    if not torch.equal(places, places[:, :1].expand_as(places)) or int(places.min()) < 0 or int(places.max()) >= starts[-1]:
+    sources = found - torch.arange(TOKENS)[:, None] * starts[-1]
+    if not torch.equal(sources, sources[:, :1].expand_as(sources)) or int(sources.min()) < 0 or int(sources.max()) >= starts[-1]:
         raise NotLatent("keys or values of a token are made of other tokens, or of more than its row")
-    return places[:, 0]
+    return sources[:, 0]
 
 
-def _head_rows(places: Tensor, what: str, found: LatentSite, starts: list[int]) -> tuple[HeadRows, fx.Node]:
-    heads, dim = places.shape
-    first = int(places[0, 0])
+def _head_rows(sources: Tensor, what: str, found: LatentSite, starts: list[int]) -> tuple[HeadRows, fx.Node]:
+    heads, dim = sources.shape
+    first = int(sources[0, 0])
     number = sum(first >= start for start in starts[1 : len(found.products)])
-    stride = int(places[1, 0]) - first if heads > 1 else 0
+    stride = int(sources[1, 0]) - first if heads > 1 else 0
     expected = first + torch.arange(heads)[:, None] * stride + torch.arange(dim)
-    if not torch.equal(places, expected) or int(places.min()) < starts[number] or int(places.max()) >= starts[number + 1]:
+    if not torch.equal(sources, expected) or int(sources.min()) < starts[number] or int(sources.max()) >= starts[number + 1]:
         raise NotLatent(f"{what} have their heads in another order than the rows of one weight")
     return HeadRows(first - starts[number], stride), found.products[number].weight
 
