@@ -237,6 +237,7 @@ def test_built_in_backends_claim_what_the_tests_run(name):
         Feature.POSITION_BIAS,
         Feature.BIDIRECTIONAL,
         Feature.LSE,
+        Feature.MLA,
         Feature.UNEQUAL_DIMS,
     }
     assert features - {Feature.DETERMINISTIC} == tested
