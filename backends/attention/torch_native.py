@@ -199,8 +199,9 @@ def _attend_to_one_head(q: Tensor, k: Tensor, v: Tensor, gather: Gather, spec: A
     """[R, q_heads, Q, dim]: the heads' queries are rows of one head, so that keys and values are not repeated."""
     heads, count = q.shape[1:3]
     visible = gather.visible.expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
-    result: Tensor = F.scaled_dot_product_attention(q.flatten(1, 2)[:, None], k, v, attn_mask=visible, scale=spec.scale)
-    return result[:, 0].unflatten(1, (heads, count))
+    result = F.scaled_dot_product_attention(q.flatten(1, 2)[:, None], k, v, attn_mask=visible, scale=spec.scale)
+    by_head: Tensor = result[:, 0].unflatten(1, (heads, count))
+    return by_head
 
 
 def _bias(call: AttentionCall, gather: Gather) -> Tensor:
