@@ -33,6 +33,8 @@ class Backend(Protocol):
         *, save_kv_cache: bool, sinks: Tensor | None, bias: Tensor | None, lse_out: Tensor | None,
     ) -> None: ...  # fmt: skip
 
+    def forward_latent(self, context: ForwardContext, call: Any) -> None: ...
+
 
 class Recurrent(Protocol):
     """What the context needs to run layers with recurrent state: `paged_attn.recurrent.run.RecurrentRunner`."""
@@ -58,6 +60,7 @@ class ForwardContext:
         self.batch, self.pool, self.backend, self.recurrent = batch, pool, backend, recurrent
         self.plan = plan
         self.recurrent_plan: Any = None
+        self.latent_plan: Any = None  # made by the first latent layer of the step
         self._entered = False
         self._gradients = True
         self._guard = threading.Lock()
@@ -91,7 +94,7 @@ class ForwardContext:
             raise ContextError("forward contexts must be left in the reverse order and in the thread in which they were entered")
         stack.pop()
         torch.set_grad_enabled(self._gradients)
-        self.plan = self.recurrent_plan = None
+        self.plan = self.recurrent_plan = self.latent_plan = None
 
 
 def _stack() -> list[ForwardContext]:
@@ -105,3 +108,20 @@ def current_context() -> ForwardContext | None:
     """The innermost context of this thread, or None outside any. For op bodies only: never read it while tracing."""
     stack = getattr(_active, "stack", None)
     return stack[-1] if stack else None
+
+
+def context_of(op: str, rows: int) -> ForwardContext:
+    """The thread's context, for an op of that name whose tensors have so many rows.
+
+    Raises:
+        ContextError: there is none, or its batch is another one.
+    """
+    context = current_context()
+    if context is None:
+        raise ContextError(f"{op} was called outside any forward context; wrap the call in `with paged_attn.forward_context(batch, pool):`")
+    if rows != context.batch.num_rows:
+        raise ContextError(
+            f"attention got {rows} rows but the forward context's batch has {context.batch.num_rows}; "
+            "call the model with batch.model_inputs()"
+        )
+    return context

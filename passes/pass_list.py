@@ -12,6 +12,7 @@ from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.passes.find.attention import find_attention
 from paged_attn.passes.find.attention_site import AttentionSite
+from paged_attn.passes.find.latent import LatentFinder
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import remove_dead_code
@@ -22,8 +23,9 @@ from paged_attn.passes.optimize.routing.fuse import fuse_routing
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
+from paged_attn.passes.prove.latent import LatentProof, latent_of
 from paged_attn.passes.prove.score_subgraph import Recomputable
-from paged_attn.passes.replace_layers import replace_layers
+from paged_attn.passes.replace_layers import pool_dtype, replace_layers
 from paged_attn.passes.report import Facts, GraphPass
 
 
@@ -59,6 +61,15 @@ def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | Recomputa
         return prover.prove(site)
     except Recomputable as reason:
         return reason
+
+
+def _latents(graph: fx.Graph, facts: Facts) -> str:
+    finder = LatentFinder(graph, facts.form)
+    for index, (site, proof) in enumerate(zip(facts.sites, facts.proofs, strict=True)):
+        if isinstance(proof, AttentionProof) and (latent := latent_of(finder, site, proof, pool_dtype(site, facts.model))):
+            facts.latents[index] = latent
+    facts.result.num_latents = sum(isinstance(each, LatentProof) for each in facts.latents.values())
+    return f"{facts.result.num_latents} layers"
 
 
 def _positions(graph: fx.Graph, facts: Facts) -> str:
@@ -101,6 +112,9 @@ PASSES = (
     GraphPass("specialise_numbers", "numbers of the model that Dynamo made symbolic become constants again", _specialise),
     GraphPass("find_attention", "every attention, in whatever way it is written", _find),
     GraphPass("prove_attention", "what each computes (mask, bias, scale, softcap, sinks), evaluated and compared", _prove),
+    GraphPass(
+        "latent_attention", "keys and values that are maps of one narrow row per token: only the row is kept", _latents, optional=True
+    ),
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
     GraphPass("experts", "modules of experts that are proved become one op each, while the model is traced", _experts, optional=True),

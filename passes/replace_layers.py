@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
@@ -13,11 +14,13 @@ from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
 from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.prove.latent import LatentProof
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.replace import RecomputeReplacer
 from paged_attn.passes.replace.attention import replace_attention
 from paged_attn.passes.replace.equal_heads import has_equal_heads
 from paged_attn.passes.replace.kv_heads import KVSource, as_received, is_written, kv_source
+from paged_attn.passes.replace.latent import replace_latent
 from paged_attn.passes.replace.operand_layout import operand_of
 from paged_attn.passes.report import Facts, LayerReport
 
@@ -37,6 +40,13 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
             recomputed, op, replaced[found.node] = recompute.replace(found, layer_id, proof)
             words = (found.found_by, f"{proof.what}: {RECOMPUTED}", NOT_COMPARED)
             result.layers.append(LayerReport(layer_id, recomputed, *words, found.original, found.original_order, op.name))
+            continue
+        latent = facts.latents.get(layer_id, "")
+        if isinstance(latent, LatentProof):
+            site = replace(found, query=replaced.get(found.query, found.query))
+            kept, op, replaced[found.node] = replace_latent(site, latent, proof, layer_id, pool_dtype(found, model))
+            words = (found.found_by, f"{proof.evidence}; {latent.evidence}", proof.declared)
+            result.layers.append(LayerReport(layer_id, kept, *words, found.original, found.original_order, op.name))
             continue
         operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
         site = replace(found, **operands)  # type: ignore[arg-type]
@@ -62,15 +72,21 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
             module=site.module,
             window_ahead=proof.family.ahead,
         )
-        dtype = value_of(site.value).dtype if model is None else model_dtype(model)
+        dtype = pool_dtype(site, model)
         traced = [operand_of(source, form) for source in (as_received(site.query, spec.num_q_heads), key, value)]
         come_from = tuple(each for each in traced if each is not None) if None not in traced else ()
         op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value, proof, dtype)
         owners[key, value] = owner or (layer_id, op)
-        words = (site.found_by, proof.evidence, proof.declared)
+        words = (site.found_by, proof.evidence + (f"; keys and values stay expanded: {latent}" if latent else ""), proof.declared)
         result.layers.append(LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name, come_from))
     remove_dead_code(graph)
     return f"{len(result.layers)} layers"
+
+
+def pool_dtype(site: AttentionSite, model: nn.Module | None) -> torch.dtype:
+    """Of the pool that will hold a layer's keys and values."""
+    dtype: torch.dtype = value_of(site.value).dtype if model is None else model_dtype(model)
+    return dtype
 
 
 def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:

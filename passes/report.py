@@ -13,6 +13,7 @@ from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.read_values import ReadValues
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.prove.attention import AttentionProof
+from paged_attn.passes.prove.latent import LatentProof
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.replace.operand_layout import Operand
 
@@ -40,6 +41,8 @@ class OptionalPasses:
     """What makes a paged graph faster, each alone or all together.
 
     Attributes:
+        latent_attention: keep the one row of each token that keys and values are made of, in place of these; whoever runs the graph must
+            have a backend with Feature.MLA.
         merge_linears: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
         early_logits_gather: pick the rows whose logits are wanted as early as is proved.
         gemv: linears through an op that has a kernel for a single row.
@@ -47,6 +50,7 @@ class OptionalPasses:
         routing: what stands between a router's logits and its experts is one op.
     """
 
+    latent_attention: bool = False
     merge_linears: bool = False
     early_logits_gather: bool = False
     gemv: bool = False
@@ -76,6 +80,7 @@ class Rewrite:
     nodes_after: int = 0
     positions_redirected: int = 0
     merges: tuple[Merge, ...] = ()
+    num_latents: int = 0  # attentions that keep one row per token in place of keys and values
     num_gathered: int = 0  # nodes that compute the wanted rows only
     num_gemv: int = 0  # linears with a kernel for a single row
     experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
@@ -99,6 +104,7 @@ class Facts:
         form: which call it was traced from, by the placeholders of the copy.
         values: the tensors behind the placeholders; remembers which were read.
         model: if it is known.
+        latents: of each site that keeps a latent, its maps; of one that looks like it, why it does not; by the place of the site.
         sites: every attention, once it was found; those that a later pass replaced are in `result.layers`.
         proofs: of each site, why it may be replaced and by what.
     """
@@ -110,6 +116,7 @@ class Facts:
     result: Rewrite
     sites: list[AttentionSite] = field(default_factory=list)
     proofs: list[AttentionProof | Recomputable] = field(default_factory=list)
+    latents: dict[int, LatentProof | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

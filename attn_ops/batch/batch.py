@@ -150,7 +150,7 @@ class Batch:
         if buffers is not None and shape.requests is not None:
             page_table = buffers.place_table(page_table)
         return cls(
-            mode=ForwardMode.DECODE if shape.requests is not None else _mode(cached, new),
+            mode=ForwardMode.DECODE if shape.requests is not None else mode_of(cached, new),
             page_size=page_size,
             num_tokens=num_tokens + num_dummies,
             num_logits=num_logits + num_dummies,
@@ -183,7 +183,8 @@ class Batch:
         return {**inputs, "use_cache": False}
 
 
-def _mode(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
+def mode_of(cached: NDArray[np.int64], new: NDArray[np.int64]) -> ForwardMode:
+    """Of requests with so many cached and new tokens each."""
     decoding = int(np.count_nonzero((new == 1) & (cached > 0)))
     if not decoding:
         return ForwardMode.EXTEND if new.size else ForwardMode.IDLE

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
 
 
 class KVPool:
     """`num_pages` pages of `page_size` tokens for every layer that owns KV; page 0 is reserved for padded rows.
 
-    A page holds, for each such layer, K [page_size, kv_heads, qk_head_dim] and then V [page_size, kv_heads, v_head_dim].
+    A page holds, for each such layer, K [page_size, kv_heads, qk_head_dim] and then V [page_size, kv_heads, v_head_dim]; of a layer with a
+    latent one row per token [page_size, 1, qk_head_dim], whose first v_head_dim elements are `value(i)`.
     `key(i)` and `value(i)` are views [num_pages, page_size, kv_heads, head_dim] with the page stride of the whole allocation.
 
     Args:
@@ -51,11 +53,17 @@ class KVPool:
                 self._keys.append(self._keys[spec.kv_layer])
                 self._values.append(self._values[spec.kv_layer])
                 continue
-            for views, dim in ((self._keys, spec.qk_head_dim), (self._values, spec.v_head_dim)):
-                shape = (num_pages, page_size, spec.num_kv_heads, dim)
-                strides = (self.page_elements, spec.num_kv_heads * dim, dim, 1)
-                views.append(self.storage.as_strided(shape, strides, offset))
-                offset += page_size * spec.num_kv_heads * dim
+            if isinstance(spec, LatentSpec):
+                self._keys.append(self._view(spec.num_kv_heads, spec.qk_head_dim, offset))
+                self._values.append(self._keys[-1][..., : spec.v_head_dim])
+            else:
+                self._keys.append(self._view(spec.num_kv_heads, spec.qk_head_dim, offset))
+                self._values.append(self._view(spec.num_kv_heads, spec.v_head_dim, offset + self._keys[-1][0].numel()))
+            offset += page_size * spec.kv_elements
+
+    def _view(self, heads: int, dim: int, offset: int) -> Tensor:
+        shape = (self.num_pages, self.page_size, heads, dim)
+        return self.storage.as_strided(shape, (self.page_elements, heads * dim, dim, 1), offset)
 
     def key(self, layer_id: int) -> Tensor:
         """K of a layer: [num_pages, page_size, kv_heads, qk_head_dim]."""
@@ -81,7 +89,7 @@ class KVPool:
 def page_elements(layers: Sequence[AttentionSpec], page_size: int) -> int:
     """Elements in one page over all layers that own KV."""
     owners = (spec for index, spec in enumerate(layers) if spec.kv_layer == index)
-    return sum(page_size * s.num_kv_heads * (s.qk_head_dim + s.v_head_dim) for s in owners)
+    return sum(page_size * spec.kv_elements for spec in owners)
 
 
 def _check_shared(layers: Sequence[AttentionSpec], index: int) -> None:

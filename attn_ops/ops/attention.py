@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paged_attn.attn_ops.context import current_context
+from paged_attn.attn_ops.context import context_of
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.ops.define import define_op
 
@@ -33,19 +33,9 @@ def _run(
     sinks [q_heads]; bias [q_heads, N], see `AttentionSpec.bias_index`.
     Rows past the batch's real tokens are zeroed. lse_out [T, q_heads] float32: log-sum-exp of the scores.
     """
-    context = current_context()
-    if context is None:
-        raise ContextError(
-            "unified_attention_with_output was called outside any forward context; "
-            "wrap the call in `with paged_attn.forward_context(batch, pool):`"
-        )
+    context = context_of("unified_attention_with_output", query.shape[0])
     if q_rope is not None or k_rope is not None or positions is not None:
         raise UnsupportedError("q_rope, k_rope and positions are reserved for fused rotary embedding; no backend takes them yet")
-    if query.shape[0] != context.batch.num_rows:
-        raise ContextError(
-            f"attention got {query.shape[0]} rows but the forward context's batch has {context.batch.num_rows}; "
-            "call the model with batch.model_inputs()"
-        )
     if not 0 <= layer_id < len(context.layers):
         raise ContextError(f"layer {layer_id} is not in the pool, which has {len(context.layers)} layers; allocate the pool for this model")
     context.backend.forward(

@@ -8,8 +8,9 @@ from torch._ops import OpOverload
 
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.attn_ops.ops.linear import LINEAR
-from paged_attn.attn_ops.ops.lora import LORA
+from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.lora import LORA
 from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
@@ -35,6 +36,7 @@ class OpKind:
 
 KINDS = (
     OpKind(UNIFIED_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(LATENT_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(RECOMPUTE_ATTENTION, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(MODULE, splits=True, in_full_graphs=False, on_disk=False),

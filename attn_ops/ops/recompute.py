@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.context import ForwardContext, current_context
+from paged_attn.attn_ops.context import ForwardContext, context_of
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
@@ -23,17 +23,7 @@ def _run(rows: Sequence[Tensor], owned: Sequence[Tensor], output: Tensor, layer_
 
     Rows past the batch's real tokens are zeroed; no such row and no page that a request does not use is read.
     """
-    context = current_context()
-    if context is None:
-        raise ContextError(
-            "recompute_attention_with_output was called outside any forward context; "
-            "wrap the call in `with paged_attn.forward_context(batch, pool):`"
-        )
-    if output.shape[0] != context.batch.num_rows:
-        raise ContextError(
-            f"attention got {output.shape[0]} rows but the forward context's batch has {context.batch.num_rows}; "
-            "call the model with batch.model_inputs()"
-        )
+    context = context_of("recompute_attention_with_output", output.shape[0])
     spec = context.layers[layer_id] if 0 <= layer_id < len(context.layers) else None
     if not isinstance(spec, RecomputeSpec) or [row.shape[1] for row in rows] != [row.width for row in spec.rows]:
         raise ContextError(

@@ -64,6 +64,16 @@ class AttentionSpec:
         return True
 
     @property
+    def kv_elements(self) -> int:
+        """Of the pool, that one token takes."""
+        return self.num_kv_heads * (self.qk_head_dim + self.v_head_dim)
+
+    @property
+    def output_dim(self) -> int:
+        """Width of a head of the layer's output."""
+        return self.v_head_dim
+
+    @property
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_q_heads // self.num_kv_heads

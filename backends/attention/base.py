@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
+from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.latent import LatentCall
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport
+from paged_attn.backends.attention.latent.step import attend_to_latents
 
 
 @dataclass(slots=True)
@@ -118,6 +121,11 @@ class AttentionBackend(ABC):
         else:
             self.forward_extend(plan, call)
         zero_padding(batch, output, lse_out)
+
+    def forward_latent(self, context: ForwardContext, call: LatentCall) -> None:
+        """A latent layer of the step, for backends with Feature.MLA: what `forward` is then given is one KV head of rows, whose values are
+        the first `spec.rank` elements of their keys, in the pool as well. Batch-invariant backends attend to rows alone."""
+        attend_to_latents(self, context, call, always_absorbed=self.deterministic)
 
     @abstractmethod
     def write_kv(self, plan: Any, call: AttentionCall) -> None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
 
 
@@ -145,6 +146,7 @@ class Problem:
             Feature.BIDIRECTIONAL: not spec.causal,
             Feature.WINDOW_AHEAD: spec.window_ahead is not None,
             Feature.LSE: spec.gives_lse,
+            Feature.MLA: isinstance(spec, LatentSpec),
             Feature.UNEQUAL_DIMS: spec.qk_head_dim != spec.v_head_dim,
         }
         return frozenset(feature for feature, wanted in needed.items() if wanted) | self.extra

@@ -33,7 +33,7 @@ class ReferenceBackend(AttentionBackend):
         kv_dtypes=_DTYPES,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.WINDOW_AHEAD, Feature.LSE, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
+             Feature.WINDOW_AHEAD, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
         ),
         note="the float32 oracle of the tests; slow",
     )  # fmt: skip

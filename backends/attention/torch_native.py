@@ -21,6 +21,7 @@ from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature
 
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+MOST_MASK = 1 << 26  # elements of a mask that is written out for every head
 MaskKey = tuple[bool, int | None, int | None, int | None]
 
 
@@ -58,7 +59,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_dtypes=_DTYPES,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.WINDOW_AHEAD, Feature.LSE, Feature.UNEQUAL_DIMS}
+             Feature.WINDOW_AHEAD, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS}
         ),
         note="PyTorch operations only",
     )  # fmt: skip
@@ -174,6 +175,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, gather: Gather, call: A
     spec, sinks = call.spec, call.sinks
     q, k, v = query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
     if spec.softcap is None and spec.alibi_slopes is None and call.bias is None and sinks is None and call.lse_out is None:
+        if spec.num_kv_heads == 1 and gather.visible.numel() * spec.group_size <= MOST_MASK:
+            return _attend_to_one_head(q, k, v, gather, spec).transpose(1, 2), query
         result = F.scaled_dot_product_attention(q, k, v, attn_mask=gather.visible, scale=spec.scale, enable_gqa=spec.group_size > 1)
         return result.transpose(1, 2), result
     k, v = (t.repeat_interleave(spec.group_size, dim=1) for t in (k, v))
@@ -192,6 +195,15 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, gather: Gather, call: A
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None])[..., : keys.shape[1]]
     return (weights.to(v.dtype) @ v).transpose(1, 2), lse.float().transpose(1, 2)
+
+
+def _attend_to_one_head(q: Tensor, k: Tensor, v: Tensor, gather: Gather, spec: AttentionSpec) -> Tensor:
+    """[R, q_heads, Q, dim]: the heads' queries are rows of one head, so that keys and values are not repeated."""
+    heads, count = q.shape[1:3]
+    visible = gather.visible.expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
+    result = F.scaled_dot_product_attention(q.flatten(1, 2)[:, None], k, v, attn_mask=visible, scale=spec.scale)
+    by_head: Tensor = result[:, 0].unflatten(1, (heads, count))
+    return by_head
 
 
 def _bias(call: AttentionCall, gather: Gather) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.capture.split.symbolic_sizes import Sizes
 
 _PLAIN = (

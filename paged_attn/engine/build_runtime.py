@@ -11,11 +11,12 @@ from torch import nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.experts import use_experts
-from paged_attn.attn_ops.ops.linear import use_one_row_kernel
-from paged_attn.attn_ops.ops.lora import use_lora
+from paged_attn.attn_ops.ops.linears.linear import use_one_row_kernel
+from paged_attn.attn_ops.ops.linears.lora import use_lora
 from paged_attn.attn_ops.ops.routing import use_route
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.selection.experts import experts_backend
+from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.select import Selection, select_for_pool
 from paged_attn.calling.body import Body
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
@@ -72,6 +73,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
 
                 use_lora(lora_on_gpu)
         passes = OptionalPasses(
+            latent_attention=serves_latents(config.backend, only_device(model)),
             experts=True,
             routing=True,
             merge_linears=bool(config.merge_linears),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
 from paged_attn.capture.compiled.artifacts import ArtifactCache
 from paged_attn.capture.compiled.pieces import CachedPiece, load_pieces
 from paged_attn.capture.split.split_graph import split_graph
@@ -36,7 +37,7 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         args: the flat inputs of the traced call.
     """
     found = compiled.rewrite
-    if found.gm is None or any(type(spec) is not AttentionSpec for spec in compiled.specs) or compiled.recurrent:
+    if found.gm is None or any(type(spec) not in (AttentionSpec, LatentSpec) for spec in compiled.specs) or compiled.recurrent:
         raise Indescribable("a graph with layers of its own kind")
     if compiled.pieces is not None and compiled.pieces.kept is None:
         raise Indescribable("a graph of which some piece is compiled in each process")
@@ -51,6 +52,7 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "layers": [asdict(layer) for layer in found.layers],
         "merges": [[list(merge.inputs), list(merge.rows)] for merge in found.merges],
         "nodes": [found.nodes_before, found.nodes_after],
+        "num_latents": found.num_latents,
         "num_gathered": found.num_gathered,
         "num_gemv": found.num_gemv,
         "experts": found.experts,
@@ -101,7 +103,7 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
         CallForm("T", roles, "", record["max_tokens"], record["min_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
         nodes_before=before, nodes_after=after, positions_redirected=record["positions_redirected"],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
-        num_gathered=record["num_gathered"], num_gemv=record["num_gemv"],
+        num_latents=record["num_latents"], num_gathered=record["num_gathered"], num_gemv=record["num_gemv"],
         experts=dict(record["experts"]), num_routed=record["num_routed"],
         max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
         modules=dict(record["modules"]),
@@ -109,12 +111,18 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
 
 
 def _layer(data: Data) -> LayerReport:
-    spec = dict(data["spec"])
-    if spec["alibi_slopes"] is not None:
-        spec["alibi_slopes"] = tuple(spec["alibi_slopes"])
     operands = tuple(Operand(**operand) for operand in data["operands"])
     order = tuple(data["original_order"])
-    return LayerReport(**{**data, "spec": AttentionSpec(**spec), "original_order": order, "operands": operands})
+    return LayerReport(**{**data, "spec": _spec(data["spec"]), "original_order": order, "operands": operands})
+
+
+def _spec(data: Data) -> AttentionSpec:
+    known = dict(data)
+    if known["alibi_slopes"] is not None:
+        known["alibi_slopes"] = tuple(known["alibi_slopes"])
+    if "rotated" not in known:
+        return AttentionSpec(**known)
+    return LatentSpec(**known | {name: HeadRows(*known[name]) for name in ("keys", "values")})
 
 
 def _input(role: str, arg: Any, owned: OwnedTensors) -> Data:

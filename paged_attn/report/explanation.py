@@ -229,6 +229,7 @@ def besides(found: Rewrite) -> tuple[str, ...]:
     """What was done to a graph beyond what paging needs."""
     linears = sum(len(merge.inputs) for merge in found.merges)
     done = (
+        (found.num_latents, f"{found.num_latents} layers keep one row per token in place of keys and values"),
         (found.num_gathered, f"{found.num_gathered} operations at the end compute the wanted rows only"),
         (linears, f"{linears} weights merged into {len(found.merges)}"),
         *((count, f"{count} layers of experts are one op each, by {name}") for name, count in found.experts.items()),

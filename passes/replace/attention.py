@@ -11,6 +11,7 @@ Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def replace_attention(
 
     with graph.inserting_before(site.node):
         sources = as_received(site.query, spec.num_q_heads), key, value
-        query, keys, values = (_converted(head_rows(each, plain), each.base, dtype) for each in sources)
+        query, keys, values = (converted(head_rows(each, plain), each.base, dtype) for each in sources)
         tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
         output = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads, spec.v_head_dim]))
         extra = _extra_operands(graph, proof, layer_id)
@@ -52,17 +53,28 @@ def replace_attention(
         op = graph.call_function(UNIFIED_ATTENTION, arguments, dict[str, Argument](extra))
         if "lse_out" in extra:
             _use_log_sum_exp(site, extra["lse_out"])
+    return op, use_output(site, output, [query, keys, values, *extra.values(), op], dtype)
+
+
+def use_output(site: AttentionSite, output: fx.Node, made: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
+    """What an op writes, [T, heads, v_dim] of `dtype`, takes the place of the attention's output; returns the node that stands for that.
+
+    Args:
+        made: the other nodes that the op needed.
+    """
+    graph = site.node.graph
+    with graph.inserting_before(site.node):
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
-        result = _converted(graph.call_function(aten.unsqueeze.default, (heads_first, 0)), None, value_of(site.node).dtype, dtype)
-    for node in (query, keys, values, output, *extra.values(), op, heads_first, result):
+        result = converted(graph.call_function(aten.unsqueeze.default, (heads_first, 0)), None, value_of(site.node).dtype, dtype)
+    for node in (*made, output, heads_first, result):
         node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
     result.meta["example_value"] = site.node.meta.get("example_value")
     site.node.replace_all_uses_with(result)
     graph.erase_node(site.node)
-    return op, result
+    return result
 
 
-def _converted(node: fx.Node, source: fx.Node | None, dtype: torch.dtype, known: torch.dtype | None = None) -> fx.Node:
+def converted(node: fx.Node, source: fx.Node | None, dtype: torch.dtype, known: torch.dtype | None = None) -> fx.Node:
     """A node as another dtype; it has that of `source`, or a known one."""
     if (known if source is None else value_of(source).dtype) == dtype:
         return node

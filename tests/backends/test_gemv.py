@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.backends.linear.gemv import fits, one_row_linear
 
 

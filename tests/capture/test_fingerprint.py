@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.capture.split.fingerprint import fingerprint, portable
 
 _mine = torch.library.Library("fingerprint_test", "DEF")

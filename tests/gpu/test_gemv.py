@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.ops.linear import LINEAR, use_one_row_kernel
+from paged_attn.attn_ops.ops.linears.linear import LINEAR, use_one_row_kernel
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 

@@ -31,7 +31,7 @@ from paged_attn.passes.report import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
-MERGED = OptionalPasses(merge_linears=True, early_logits_gather=True, gemv=True, experts=True, routing=True)
+MERGED = OptionalPasses(latent_attention=True, merge_linears=True, early_logits_gather=True, gemv=True, experts=True, routing=True)
 OPTIONS = CompileOptions(inductor=False, passes=MERGED)
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module
-from paged_attn.passes.report import Rewrite
+from paged_attn.passes.report import NO_PASSES, OptionalPasses, Rewrite
 from paged_attn.passes.runner import rewrite
 
 VOCAB = 32
@@ -153,11 +153,13 @@ def rewrite_of(module: nn.Module, model: nn.Module | None = None, **how: Any) ->
     return result
 
 
-def assert_ragged_equals_alone(module: nn.Module, lengths: Sequence[int] = (5, 24, 13), vocabulary: int = VOCAB) -> Rewrite:
+def assert_ragged_equals_alone(
+    module: nn.Module, lengths: Sequence[int] = (5, 24, 13), vocabulary: int = VOCAB, optional: OptionalPasses = NO_PASSES
+) -> Rewrite:
     """Rewritten graph on packed prompts in two steps (with chunks) = the plain module on each prompt alone."""
 
     def both(traced: Traced) -> tuple[Rewrite, float]:
-        result = rewrite(traced.gm, traced.args, None)
+        result = rewrite(traced.gm, traced.args, None, optional=optional)
         return result, ragged_error(module, result, traced.args, lengths, vocabulary)
 
     result, error = trace(module, both, vocabulary=vocabulary).result

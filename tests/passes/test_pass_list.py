@@ -16,7 +16,8 @@ from tests.tiny_models import build
 
 ALL = {"merge_linears": True, "early_logits_gather": True, "gemv": True, "num_pages": 16, "self_check": False}
 DID = {
-    "experts": "num_experts", "early_logits_gather": "num_gathered", "routing": "num_routed", "merge_linears": "merges", "gemv": "num_gemv",
+    "latent_attention": "num_latents", "experts": "num_experts", "early_logits_gather": "num_gathered", "routing": "num_routed",
+    "merge_linears": "merges", "gemv": "num_gemv",
 }  # fmt: skip
 
 
@@ -27,17 +28,18 @@ def rewrite_of(model_type: str = "llama", **settings: Any) -> Any:
 
 def test_every_optional_pass_can_be_switched_off_by_its_name() -> None:
     assert set(DID) == set(OPTIONAL)
-    whole = rewrite_of("qwen3_moe")
+    whole = rewrite_of("deepseek_v3")
     assert all(getattr(whole, did) for did in DID.values())
     for name in OPTIONAL:
-        without = rewrite_of("qwen3_moe", disable_passes=(name,))
+        without = rewrite_of("deepseek_v3", disable_passes=(name,))
         lost = {DID[name], "num_routed"} if name == "experts" else {DID[name]}  # routers are those of experts
         assert {did for did in DID.values() if not getattr(without, did)} == lost and name not in without.seconds
 
 
 @pytest.mark.parametrize("name", ["prove_attention", "nonsense"])
 def test_a_pass_that_is_needed_or_not_there_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}'.* can be switched off are experts, early_logits_gather, routing, merge_linears, gemv"):
+    allowed = "latent_attention, experts, early_logits_gather, routing, merge_linears, gemv"
+    with pytest.raises(ValueError, match=f"'{name}'.* can be switched off are {allowed}"):
         EngineConfig(disable_passes=["gemv", name])
 
 
@@ -48,7 +50,7 @@ def test_the_graph_is_dumped_before_and_after_each_pass(tmp_path: Path, monkeypa
     names = ["traced", *(each.name for each in PASSES if each.name != "gemv")]
     assert folder.name.endswith("-LlamaForCausalLM")
     assert sorted(path.name for path in folder.iterdir()) == [f"{i:02}-{name}.txt" for i, name in enumerate(names)]
-    before, after = (folder.joinpath(f"0{i}-{names[i]}.txt").read_text() for i in (3, 4))
+    before, after = (folder.joinpath(f"0{i}-{names[i]}.txt").read_text() for i in (4, 5))
     assert before.count("scaled_dot_product_attention](") == 3 and "unified_attention_with_output" not in before
     assert after.startswith("# after replace_attention: 3 layers\n") and after.count("unified_attention_with_output.default](") == 3
     assert "     3 torch.ops.paged_attn.unified_attention_with_output.default\n" in after and "scaled_dot_product_attention" not in after

@@ -129,9 +129,11 @@ class LoraPool:
         if unknown := [module for module in adapter.factors if module not in self._parts_of]:
             more = f" (and {len(unknown) - NAMED} more)" if len(unknown) > NAMED else ""
             kinds = ", ".join(sorted({module.rpartition(".")[2] for module in self._parts_of})) or "none"
+            linears = {path for path, module in self._model.named_modules() if isinstance(module, nn.Linear)}
+            hint = ". Linears that latent attention has taken in come back with disable_passes=('latent_attention',)"
             raise UnsupportedError(
                 f"{adapter.source} changes {', '.join(unknown[:NAMED])}{more}, where the graph of this model has no linear layer of its "
-                f"own that adapters can be added to; those that it has are named {kinds}"
+                f"own that adapters can be added to; those that it has are named {kinds}{hint if linears.issuperset(unknown) else ''}"
             )
         for name, carried in adapter.carried.items():
             mine = self._parameters().get(name)

@@ -11,7 +11,7 @@ import logging
 
 from torch import SymInt, fx
 
-from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import shape_of
 from paged_attn.passes.optimize.linears.sites import linear_of

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from paged_attn.attn_ops.ops.linear import LINEAR
-from paged_attn.attn_ops.ops.lora import LORA
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.lora import LORA
 from paged_attn.attn_ops.specs.lora import LoraPart, LoraSite
 from paged_attn.passes.fx.graph_tools import shape_of, symbol, value_of
 from paged_attn.passes.optimize.linears.merge import Merge

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, symbol, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.token_data import name_of, read_inputs
 

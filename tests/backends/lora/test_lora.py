@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from paged_attn.attn_ops.ops.lora import LORA, lora_one_by_one
+from paged_attn.attn_ops.ops.linears.lora import LORA, lora_one_by_one
 
 pytest.importorskip("triton")
 from paged_attn.backends.lora.on_gpu import LoraTiling, _splits, lora_on_gpu

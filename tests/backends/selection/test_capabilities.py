@@ -238,6 +238,7 @@ def test_built_in_backends_claim_what_the_tests_run(name):
         Feature.BIDIRECTIONAL,
         Feature.WINDOW_AHEAD,
         Feature.LSE,
+        Feature.MLA,
         Feature.UNEQUAL_DIMS,
     }
     assert features - {Feature.DETERMINISTIC} == tested

@@ -13,7 +13,7 @@ from paged_attn import SamplingParams
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import CaptureError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.attn_ops.ops.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.compiled.options import CompileOptions

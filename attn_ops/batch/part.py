@@ -1,0 +1,46 @@
+"""Some of a batch's requests as a batch of their own, for what runs them apart from the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, mode_of
+
+
+def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
+    """A batch of these requests (by their places, ascending), and the rows [tokens] of `batch` that are its rows. It has no padding.
+
+    Host lengths are copied to the device, which nothing waits for.
+    """
+    device, new = batch.slots.device, [batch.query_lens_host[r] for r in requests]
+    seq = [batch.seq_lens_host[r] for r in requests]
+    starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
+    rows = np.concatenate([np.arange(starts[r], starts[r] + count) for r, count in zip(requests, new, strict=True)])
+    at = torch.from_numpy(rows).to(device, non_blocking=True)
+    which = torch.tensor(requests, dtype=torch.int64).to(device, non_blocking=True)
+    lengths = np.array([*seq, *new, *itertools.accumulate(new, initial=0)], dtype=np.int32)
+    on_device = torch.from_numpy(lengths).to(device, non_blocking=True)
+    host = batch.page_table_host
+    part = Batch(
+        mode=mode_of(np.array(seq) - np.array(new), np.array(new)),
+        page_size=batch.page_size,
+        num_tokens=len(rows),
+        num_logits=0,
+        input_ids=batch.input_ids[at],
+        positions=batch.positions[at],
+        slots=batch.slots[at],
+        page_table=batch.page_table[which],
+        seq_lens=on_device[: len(seq)],
+        query_lens=on_device[len(seq) : 2 * len(seq)],
+        query_start=on_device[2 * len(seq) :],
+        logits_rows=batch.logits_rows[:0],
+        seq_lens_host=tuple(seq),
+        query_lens_host=tuple(new),
+        page_table_host=None if host is None else host[list(requests)],
+    )
+    return part, at

@@ -1,0 +1,55 @@
+"""`torch.ops.paged_attn.latent_attention_with_output`: attention whose keys and values are linear maps of one row per token.
+
+It mutates `output` alone. The row goes to the pool; which of the two ways computes the output (queries mapped to the latent, or keys and
+values expanded) is chosen in each step, see `paged_attn.backends.attention.latent`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paged_attn.attn_ops.context import context_of
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.specs.latent import LatentSpec
+
+
+@dataclass(slots=True)
+class LatentCall:
+    """One layer of one step, as the op got it.
+
+    query [T, heads, key_dim + rotated], latent [T, rank], rotated [T, rotated] or None, any strides; output [T, heads, value_dim];
+    weight_k and weight_v [rows, rank], perhaps one tensor: what `spec.keys` and `spec.values` say of them makes K and V.
+    """
+
+    layer_id: int
+    spec: LatentSpec
+    query: Tensor
+    latent: Tensor
+    rotated: Tensor | None
+    weight_k: Tensor
+    weight_v: Tensor
+    output: Tensor
+
+
+def _run(query: Tensor, latent: Tensor, rotated: Tensor | None, weight_k: Tensor, weight_v: Tensor, output: Tensor, layer_id: int) -> None:
+    """The tensors of a `LatentCall`. Rows past the batch's real tokens are zeroed."""
+    context = context_of("latent_attention_with_output", query.shape[0])
+    spec = context.layers[layer_id] if 0 <= layer_id < len(context.layers) else None
+    width = latent.shape[1] + (0 if rotated is None else rotated.shape[1])
+    if not isinstance(spec, LatentSpec) or (spec.rank, spec.qk_head_dim) != (latent.shape[1], width):
+        raise ContextError(
+            f"layer {layer_id} of the pool is not the model's, which keeps a row of {width} values a token; "
+            "allocate the pool with attention_layers(compiled)"
+        )
+    call = LatentCall(layer_id, spec, query, latent, rotated, weight_k, weight_v, output)
+    context.backend.forward_latent(context, call)
+
+
+LATENT_ATTENTION = define_op(
+    "latent_attention_with_output(Tensor query, Tensor latent, Tensor? rotated, Tensor weight_k, Tensor weight_v, "
+    "Tensor(a!) output, int layer_id) -> ()",
+    _run,
+)

@@ -1,0 +1,73 @@
+"""What a layer computes whose keys and values are linear maps of one narrow row per token (MLA of DeepSeek V2 and its kind)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+
+
+class HeadRows(NamedTuple):
+    """Where a weight [rows, rank] has what makes the keys, or the values, of head h: rows `start + h * stride` and those after it."""
+
+    start: int
+    stride: int
+
+    def of(self, weight: Tensor, heads: int, dim: int) -> Tensor:
+        """[heads, dim, rank] of a weight, as a view wherever its memory is dense."""
+        dense = weight.contiguous()
+        rank = dense.shape[1]
+        return dense.as_strided((heads, dim, rank), (self.stride * rank, rank, 1), dense.storage_offset() + self.start * rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec(AttentionSpec):
+    """k = [W_UK latent, rotated] and v = W_UV latent, with a map of each head and a rotated part that all heads share (or none).
+
+    What is kept of a token is one row: the latent, then the rotated part. Queries that are mapped by W_UK meet that row directly. So to
+    pool and backends this is attention with one KV head, whose key is the row and whose value is the row's first `rank` elements:
+    num_kv_heads is 1, qk_head_dim is rank + rotated, v_head_dim is rank. The fields below say what the model's own attention has.
+
+    Attributes:
+        rotated: width of the shared part of keys; 0 without one.
+        key_dim: width of a head's keys without the rotated part; the model's query heads are `key_dim + rotated` wide.
+        value_dim: width of a head's values, and of its output.
+        rotated_first: whether queries (and keys) have the rotated part in front of the other.
+        keys, values: the rows of the weights of the op.
+    """
+
+    rotated: int
+    key_dim: int
+    value_dim: int
+    rotated_first: bool = False
+    keys: HeadRows
+    values: HeadRows
+
+    @property
+    def rank(self) -> int:
+        """Width of the latent."""
+        return self.v_head_dim
+
+    @property
+    def kv_elements(self) -> int:
+        """Of the pool, that one token takes: values are part of the keys' row."""
+        return self.qk_head_dim
+
+    @property
+    def output_dim(self) -> int:
+        return self.value_dim
+
+    def split(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Of queries [.., key_dim + rotated] the part that meets the latent, and the rotated one."""
+        at = self.rotated if self.rotated_first else self.key_dim
+        first, second = query[..., :at], query[..., at:]
+        return (second, first) if self.rotated_first else (first, second)
+
+    def describe(self) -> str:
+        """One line: `16 heads of one latent of 512 + 64 rotated, dim 192/128, causal, scale 0.1147`."""
+        row = f"{self.rank} + {self.rotated} rotated" if self.rotated else str(self.rank)
+        dims = f"dim {self.key_dim + self.rotated}/{self.value_dim}"
+        return f"{self.num_q_heads} heads of one latent of {row}, {dims}, causal, scale {self.scale:.4g}"

@@ -1,0 +1,69 @@
+"""Keys and values are made of the rows in the pool, so many at a time as fit into a bounded memory, and attended to as in the model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.latent import LatentCall
+
+MOST_BYTES = 256 << 20  # of expanded keys and values, and of scores, at a time
+FEWEST_TOKENS = 16
+
+
+def attend_expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, rows: slice, most_bytes: int = MOST_BYTES) -> None:
+    """Write `call.output[rows]` for one request, whose rows of this step are in the pool already."""
+    spec, length = call.spec, batch.seq_lens_host[request]
+    query = call.query[rows].transpose(0, 1)  # [heads, new, dim]
+    token_bytes = spec.num_q_heads * (spec.key_dim + spec.rotated + spec.value_dim) * query.element_size()
+    if length * token_bytes <= most_bytes:
+        keys, values = _expanded(call, pool, batch, request, 0, length)
+        visible = None if query.shape[1] == length else _visible(query, length, 0, length)
+        result = F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=visible, is_causal=visible is None, scale=spec.scale
+        )
+        call.output[rows] = result[0].transpose(0, 1)
+        return
+    wide = torch.promote_types(query.dtype, torch.float32)
+    score_bytes = 2 * spec.num_q_heads * query.shape[1] * wide.itemsize
+    step = max(FEWEST_TOKENS, most_bytes // (token_bytes + score_bytes))
+    call.output[rows] = _in_parts(call, pool, batch, request, query.to(wide), step).transpose(0, 1).to(call.output.dtype)
+
+
+def _in_parts(call: LatentCall, pool: KVPool, batch: Batch, request: int, query: Tensor, step: int) -> Tensor:
+    """[heads, new, value_dim]: the parts' results, each weighted with the sum of its exponents."""
+    length = batch.seq_lens_host[request]
+    most = query.new_full((*query.shape[:2], 1), float("-inf"))
+    total = torch.zeros_like(most)
+    result = query.new_zeros((*query.shape[:2], call.spec.value_dim))
+    for start in range(0, length, step):
+        end = min(start + step, length)
+        keys, values = (each.to(query.dtype) for each in _expanded(call, pool, batch, request, start, end))
+        scores = (query @ keys.transpose(1, 2)) * call.spec.scale
+        scores = scores.masked_fill(~_visible(query, length, start, end), float("-inf"))
+        higher = torch.maximum(most, scores.amax(-1, keepdim=True))  # the first part holds token 0, which all see
+        weights, keep = torch.exp(scores - higher), torch.exp(most - higher)
+        most, total = higher, total * keep + weights.sum(-1, keepdim=True)
+        result = result * keep + weights @ values
+    return result / total
+
+
+def _expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Keys [heads, tokens, key_dim + rotated] and values [heads, tokens, value_dim] of a request's tokens from `start` up to `end`."""
+    spec, heads = call.spec, call.spec.num_q_heads
+    positions = torch.arange(start, end, device=pool.device)
+    pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
+    kept = pool.key(call.layer_id)[pages, positions % batch.page_size, 0].to(call.query.dtype)  # [tokens, rank + rotated]
+    latent, rotated = kept[:, : spec.rank], kept[:, spec.rank :].expand(heads, -1, -1)
+    plain = latent @ spec.keys.of(call.weight_k, heads, spec.key_dim).transpose(1, 2)
+    values = latent @ spec.values.of(call.weight_v, heads, spec.value_dim).transpose(1, 2)
+    return torch.cat((rotated, plain) if spec.rotated_first else (plain, rotated), -1), values
+
+
+def _visible(query: Tensor, length: int, start: int, end: int) -> Tensor:
+    """[new, end - start]: which of these tokens each of the last ones of `length` sees."""
+    new = torch.arange(length - query.shape[1], length, device=query.device)
+    return torch.arange(start, end, device=query.device) <= new[:, None]

@@ -1,0 +1,93 @@
+"""One step of a latent layer: its rows go to the pool, and each request attends in the way that is cheaper for it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
+from paged_attn.attn_ops.batch.part import part_of
+from paged_attn.attn_ops.context import Backend, ForwardContext
+from paged_attn.attn_ops.ops.latent import LatentCall
+from paged_attn.attn_ops.specs.latent import LatentSpec
+from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_queries, rows_to_keep
+from paged_attn.backends.attention.latent.choose import expands
+from paged_attn.backends.attention.latent.expanded import attend_expanded
+from paged_attn.backends.kv_write.store import store_kv
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """How a step is dealt out: requests whose keys and values are expanded, with their rows, and the others as a batch of their own.
+
+    Attributes:
+        others: that batch, the backend's plan for it, and its rows; None where every request is expanded.
+    """
+
+    expanded: tuple[tuple[int, slice], ...]
+    others: tuple[Batch, Any, Tensor] | None
+
+
+def attend_to_latents(backend: Backend, context: ForwardContext, call: LatentCall, always_absorbed: bool) -> None:
+    """Write `call.output`, and the step's rows to the pool.
+
+    Args:
+        always_absorbed: the way must not depend on how a prompt was cut into steps.
+    """
+    batch, spec = context.batch, call.spec
+    key = rows_to_keep(spec, call.latent, call.rotated)
+    step = None if always_absorbed or batch.mode is ForwardMode.DECODE else _step_part(backend, context, spec)
+    if step is None:
+        sums = call.query.new_empty((batch.num_rows, spec.num_q_heads, spec.rank))
+        _attend(backend, context.plan, call, call.query, key, sums, save=True)
+        mapped_back(spec, sums, call.weight_v, call.output)
+        return
+    store_kv(context.pool, call.layer_id, key, key[..., : spec.rank], batch)
+    for request, rows in step.expanded:
+        attend_expanded(call, context.pool, batch, request, rows)
+    if step.others is not None:
+        part, plan, at = step.others
+        sums = call.query.new_empty((part.num_rows, spec.num_q_heads, spec.rank))
+        _attend(backend, plan, call, call.query[at], key[at], sums, save=False)
+        output = call.output.new_empty((part.num_rows, spec.num_q_heads, spec.value_dim))
+        mapped_back(spec, sums, call.weight_v, output)
+        call.output[at] = output
+    call.output[batch.num_tokens :].zero_()
+
+
+def _attend(backend: Backend, plan: Any, call: LatentCall, query: Tensor, key: Tensor, sums: Tensor, save: bool) -> None:
+    backend.forward(
+        plan, call.layer_id, call.spec, mapped_queries(call.spec, query, call.weight_k), key, key[..., : call.spec.rank], sums,
+        save_kv_cache=save, sinks=None, bias=None, lse_out=None,
+    )  # fmt: skip
+
+
+def _step_part(backend: Backend, context: ForwardContext, spec: LatentSpec) -> StepPart | None:
+    """None where no request is expanded. Layers of one kind share it."""
+    if context.latent_plan is None:
+        context.latent_plan = {}
+    kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim)
+    if kind not in context.latent_plan:
+        context.latent_plan[kind] = _deal_out(backend, context, spec)
+    step: StepPart | None = context.latent_plan[kind]
+    return step
+
+
+def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec) -> StepPart | None:
+    batch, device = context.batch, context.pool.device.type
+    starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
+    lengths = list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))
+    chosen = [r for r, (new, length) in enumerate(lengths) if expands(spec, new, length - new, device)]
+    if not chosen:
+        return None
+    others = [r for r in range(batch.num_requests) if r not in set(chosen)]
+    planned = None
+    if others:
+        part, rows = part_of(batch, others)
+        plan = backend.plan(part, context.pool)
+        backend.plan_in_graph(plan)
+        planned = (part, plan, rows)
+    return StepPart(tuple((r, slice(starts[r], starts[r + 1])) for r in chosen), planned)

@@ -1,0 +1,133 @@
+"""Find the one narrow row per token that the keys and values of an attention are made of.
+
+Before: kv = linear(latent [1, T, rank], weight) [1, T, rows], cut into keys and values by heads; a part [1, T, r] that all heads share
+        joins the keys. In whatever way heads are cut, put together, copied and laid out; keys and values may come from two products.
+After:  the same graph, and which nodes these are. That they are that is for `passes.prove.latent` to show on numbers.
+Declines: keys or values that something computes on after the products; several rows besides the latent; a row that is not narrow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from paged_attn.passes.find.attention_site import AttentionSite
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import is_view, shape_of, symbol, token_dims, value_of
+from paged_attn.passes.fx.token_data import name_of, read_inputs, writers_of
+from paged_attn.passes.optimize.linears.sites import Linear, linear_of
+
+NARROW = 2  # a row is kept if keys and values together are more than so many times as wide
+_PUT_TOGETHER = {"cat", "concat", "concatenate", "stack", "copy_", "setitem", "clone", "repeat", "repeat_interleave", "new_empty",
+                 "empty", "empty_like", "new_zeros"}  # fmt: skip
+_OTHER_SHAPE = {"view", "reshape", "unsqueeze", "squeeze", "contiguous"}
+
+
+@dataclass(frozen=True)
+class LatentSite:
+    """What an attention's keys and values seem to be made of.
+
+    Attributes:
+        latent: [.., T, rank], other dims 1.
+        rotated: [.., T, r] in any layout with one other dim, or None.
+        products: linears of the latent.
+    """
+
+    latent: fx.Node
+    rotated: fx.Node | None
+    products: tuple[Linear, ...]
+
+    @property
+    def rank(self) -> int:
+        return int(shape_of(self.latent)[-1])
+
+    @property
+    def num_rotated(self) -> int:
+        return 0 if self.rotated is None else int(shape_of(self.rotated)[-1])
+
+
+class LatentFinder:
+    """Finds the rows of a graph's attentions; make it anew once the graph was changed."""
+
+    def __init__(self, graph: fx.Graph, form: CallForm) -> None:
+        self.form, self.writers = form, writers_of(graph)
+
+    def find(self, site: AttentionSite) -> LatentSite | str:
+        """The row of one attention; or why it has none that can be kept: "" for what does not look like it."""
+        form = self.form
+        made_of, _ = self._sources(site.value, site.node)
+        product = linear_of(next(iter(made_of)), form) if len(made_of) == 1 else None
+        if product is None:
+            return ""
+        latent = _as_shaped_first(product.input)
+        rank = int(shape_of(product.input)[-1])
+        width = int(shape_of(product.node)[-1]) * (1 + int(shape_of(site.key)[3]) / int(shape_of(site.value)[3]))
+        if NARROW * rank >= width or self._row_width(latent) != rank:
+            return ""
+        made_of, between = self._sources(site.key, site.node)
+        linears = [each for node in made_of if (each := linear_of(node, form)) is not None and _as_shaped_first(each.input) is latent]
+        if not linears:
+            return f"its keys are not made of the {rank} values that its values are made of"
+        products = tuple(dict.fromkeys([product, *linears]))
+        if any(each.bias is not None for each in products):
+            return "its keys or values have a bias"
+        others = made_of - {each.node for each in linears}
+        rotated = self._shared_row(site, made_of - others, between) if others else None
+        if others and rotated is None:
+            return f"the part of its keys that is made of {', '.join(node.name for node in sorted(others))} is no one row per token"
+        found = LatentSite(latent, rotated, products)
+        both = sum(int(shape_of(each)[1]) * int(shape_of(each)[3]) for each in (site.key, site.value))
+        if NARROW * (rank + found.num_rotated) >= both:
+            return f"its row of {rank} + {found.num_rotated} values is not narrow beside its keys and values of {both}"
+        return found
+
+    def _sources(self, node: fx.Node, user: fx.Node, stop: fx.Node | None = None) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What a value is made of, where nothing but layout lies between; and the nodes on the way. `stop` is not looked behind."""
+        found, seen, pending = set[fx.Node](), set[fx.Node](), [node]
+        while pending:
+            each = pending.pop()
+            if each in seen or not isinstance(value_of(each), (Tensor, tuple, list)):
+                continue
+            seen.add(each)
+            moves = (is_view(each) or name_of(each) in _PUT_TOGETHER) and linear_of(each, self.form) is None
+            if each.op == "placeholder" or not moves or each is stop:
+                found.add(each)
+                continue
+            pending += read_inputs(each)
+            for writer in self.writers.get(each, ()):
+                if writer < user and name_of(writer) in _PUT_TOGETHER:
+                    pending += read_inputs(writer)
+                elif writer < user:
+                    found.add(writer)
+        return found, seen
+
+    def _shared_row(self, site: AttentionSite, products: set[fx.Node], between: set[fx.Node]) -> fx.Node | None:
+        """The last and narrowest value with one row per token of which, beside the products, the keys are made."""
+        best: tuple[int, fx.Node] | None = None
+        for node in sorted(between - products, reverse=True):
+            width = self._row_width(node)
+            if width is None or (best is not None and width >= best[0]):
+                continue
+            if self._sources(site.key, site.node, node)[0] == products | {node}:
+                best = width, node
+        return None if best is None else best[1]
+
+    def _row_width(self, node: fx.Node) -> int | None:
+        """Of floating [.., T, width], other dims 1; None for anything else."""
+        value, tokens = value_of(node), self.form.num_tokens
+        if not isinstance(value, Tensor) or not value.is_floating_point() or token_dims(node, tokens) != 1:
+            return None
+        sizes = [symbol(size) for size in value.shape]
+        fits = sizes[-1] != tokens and sizes.count(tokens) == 1 and all(size in (1, tokens) for size in sizes[:-1])
+        return int(sizes[-1]) if fits and isinstance(sizes[-1], int) else None
+
+
+def _as_shaped_first(node: fx.Node) -> fx.Node:
+    """Without the views that only add or drop dims of 1."""
+    while node.op == "call_method" and node.target in _OTHER_SHAPE and isinstance(node.args[0], fx.Node):
+        source = node.args[0]
+        if not isinstance(value_of(source), Tensor) or symbol(shape_of(source)[-1]) != symbol(shape_of(node)[-1]):
+            break
+        node = source
+    return node

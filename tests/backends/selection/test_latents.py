@@ -1,0 +1,36 @@
+"""Latents are kept only where the backend that will run reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paged_attn.backends.selection.latents import serves_latents
+
+CPU = torch.device("cpu")
+
+
+SERVES = {
+    "auto": True,
+    "torch_native": True,
+    "reference": True,
+    "flex": False,
+    "torch_native,reference": True,
+    "torch_native,flex": False,
+}
+
+
+@pytest.mark.parametrize(("name", "serves"), SERVES.items())
+def test_on_a_cpu(name: str, serves: bool) -> None:
+    assert serves_latents(name, CPU) is serves
+
+
+def test_on_a_gpu_auto_has_no_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paged_attn.backends.selection.latents.device_word", lambda _: "cuda")
+    monkeypatch.setattr("paged_attn.backends.selection.latents.architecture_of", lambda _: 90)
+    assert not serves_latents("auto", torch.device("cuda")) and serves_latents("torch_native", torch.device("cuda"))
+
+
+def test_an_unknown_name_is_refused_as_ever() -> None:
+    with pytest.raises(ValueError, match="unknown attention backend 'nonsense'"):
+        serves_latents("nonsense", CPU)
