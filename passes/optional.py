@@ -1,6 +1,6 @@
 """Which passes may be left out, by name. Imports nothing, since settings are checked with it."""
 
-OPTIONAL = ("experts", "early_logits_gather", "routing", "merge_linears", "gemv")
+OPTIONAL = ("experts", "scans", "early_logits_gather", "routing", "merge_linears", "gemv")
 
 
 def check_disabled(names: tuple[str, ...]) -> None:

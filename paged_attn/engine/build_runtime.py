@@ -56,6 +56,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         passes = OptionalPasses(
             experts=True,
             routing=True,
+            scans=True,
             merge_linears=bool(config.merge_linears),
             early_logits_gather=config.early_logits_gather,
             gemv=bool(config.gemv),

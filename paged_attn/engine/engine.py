@@ -84,7 +84,7 @@ class Engine:
             self.config = self.config.with_(max_batch_tokens=rows)
         device, layers = self.runner.device, self.runner.layers
         recurrent = [layer.spec for layer in self.runner.recurrent]
-        slots = num_state_slots(self.config, recurrent, device, all(layer.chunks for layer in self.runner.recurrent))
+        slots = num_state_slots(self.config, recurrent, device, all(layer.takes_chunks for layer in self.runner.recurrent))
         self.states = StatePool(recurrent, slots.total, device) if recurrent else None
         states = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
         state_bytes = self.states.nbytes if self.states else 0

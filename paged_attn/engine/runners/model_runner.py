@@ -31,6 +31,7 @@ from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, c
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.recurrent.by_ops import with_ops
 from paged_attn.recurrent.discover import find_recurrent_layers, state_outside_layers
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.wrap import replaced_by_ops
@@ -111,6 +112,8 @@ class ModelRunner:
     def _capture(self, options: CompileOptions, positions: bool) -> None:
         with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
+            if options.passes.scans:
+                self.recurrent = with_ops(self.recurrent)
         with replaced_by_ops(self.recurrent), as_served(self.model):
             kept = CachedGraphs.of(self.model, options, positions)
         found = None if kept is None else kept.find()
