@@ -108,9 +108,7 @@ PASSES = (
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
     GraphPass("experts", "modules of experts that are proved become one op each, while the model is traced", _experts, optional=True),
-    GraphPass(
-        "scans", "what layers with recurrent state do with it becomes ops on slots, while the model is traced", _scans, optional=True
-    ),
+    GraphPass("scans", "what recurrent layers do with their states becomes ops on slots, while the model is traced", _scans, optional=True),
     GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
     GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing, optional=True),
     GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge, optional=True),

@@ -84,13 +84,15 @@ def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
         inputs = _rows(layer, total, number)
         output = torch.zeros(1, total + PADDING, *_output_shape(layer), dtype=layer.output_dtype, device=_device(layer))
         own.forward(own.plan(batch), 0, inputs, output)
-        pool = KVPool((), 2, PAGE, torch.float32, _device(layer))
-        with ForwardContext(batch, pool, _NoAttention(), ops), layer_of_ops(0, shapes), replaced_functions(scopes):
+        no_kv = KVPool((), 2, PAGE, torch.float32, _device(layer))
+        with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(0, shapes), replaced_functions(scopes):
             result = layer.run_without_cache(inputs)
         slots = [SLOTS[i] for i in active]
-        error = max(error, difference(*[
-            (rows[:, :total].flatten(2), [state[slots] for state in states.states(0)]) for rows, states in zip((output, result), pools, strict=True)
-        ]))  # fmt: skip
+        results = [
+            (rows[:, :total].flatten(2), [state[slots] for state in pool.states(0)])
+            for rows, pool in zip((output, result), pools, strict=True)
+        ]
+        error = max(error, difference(*results))
         seen = [before + new for before, new in zip(seen, counts, strict=True)]
     return error
 

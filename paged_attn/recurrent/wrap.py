@@ -19,8 +19,9 @@ from paged_attn.recurrent.layer import RecurrentLayer
 
 @contextmanager
 def replaced_by_ops(layers: Sequence[RecurrentLayer]) -> Iterator[None]:
-    """Inside, while torch.compile traces, each layer's module emits `recurrent_layer_with_output` with its index in `layers`; of a layer with
-    `ops` those take the place of its functions, and all else that its forward computes is traced.
+    """Inside, while torch.compile traces, each layer's module emits `recurrent_layer_with_output` with its index in `layers`.
+
+    Of a layer with `ops` those take the place of its functions, and all else that its forward computes is traced.
 
     Called without torch.compile the module computes what it did before.
     """

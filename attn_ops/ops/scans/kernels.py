@@ -23,7 +23,7 @@ def run_scan(
     extend: Callable[..., None], step: Callable[..., None], given: tuple[Any, ...], limits: tuple[float, ...], output: Tensor,
     states: Tensor, plan: RecurrentPlan,
 ) -> None:  # fmt: skip
-    """Each call of the plan: `extend(*given, *limits, states, extends)`, then `step(*given, states, rows)`; no other row stays as it was."""
+    """Each call of the plan: `extend(*given, *limits, states, extends)`, then `step(*given, states, rows)`; padding becomes zero."""
     for rows in plan.calls:
         if rows.extends is not None:
             _run(extend, (*given, *limits, states, rows.extends), output)
