@@ -49,10 +49,12 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             from paged_attn.backends.experts.on_gpu import experts_on_gpu
             from paged_attn.backends.experts.triton.route import route
             from paged_attn.backends.linear.gemv import one_row_linear
+            from paged_attn.backends.scans.on_gpu import use_scans_on_gpu
 
             use_one_row_kernel(one_row_linear)
             use_experts(experts_on_gpu)
             use_route(route)
+            use_scans_on_gpu()
         passes = OptionalPasses(
             experts=True,
             routing=True,
