@@ -19,8 +19,8 @@ def _row_and_slot(rows, slots, HAS_ROWS: tl.constexpr):
 
 @triton.jit
 def gated_delta_kernel(
-    query, key, value, g, beta, output, states, rows, slots, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, g_row, g_head,
-    beta_row, beta_head, output_row, slot_stride, scale, eps, REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    query, key, value, g, beta, output, states, rows, slots, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, g_row,
+    g_head, beta_row, beta_head, output_row, slot_stride, scale, eps, REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     NORMALISE: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """A head's columns of its state [K, V]: they decay, forget what they give for the key, learn the value, and the query reads them."""

@@ -45,9 +45,8 @@ def test_decoding_rows(name: str, rows: list[int] | None, dtype: torch.dtype) ->
     states.append(states[0].clone())
     given = [strided(value.to(DEVICE, dtype)) for value in kind.given(7)]
     output = [torch.full((7, *kind.output), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
-    where = StateRows(
-        None if rows is None else torch.tensor(rows, device=DEVICE), torch.tensor(slots, dtype=torch.int32, device=DEVICE), None
-    )
+    decode_rows = None if rows is None else torch.tensor(rows, device=DEVICE)
+    where = StateRows(decode_rows, torch.tensor(slots, dtype=torch.int32, device=DEVICE), None)
     kind.step(*given, output[0], *kind.options, states[0], where)
     assert STEPS[name](*given, output[1], *kind.options, states[1], where)
     same(output[1], output[0], dtype)
@@ -61,7 +60,7 @@ def test_a_convolution_of_three_taps_with_states_of_any_width(width: int) -> Non
     kind, slots = RECURRENCES["short_conv"], [5, 2, 8]
     states = [states_of("short_conv", slots, torch.float32, width)]
     states.append(states[0].clone())
-    x, weight, bias = (value.to(DEVICE) for value in kind.given(3))
+    x, weight, _ = (value.to(DEVICE) for value in kind.given(3))
     output = [torch.zeros(3, 6, device=DEVICE) for _ in range(2)]
     rows = StateRows(None, torch.tensor(slots, device=DEVICE), None)
     kind.step(x, weight, None, output[0], "", states[0], rows)
