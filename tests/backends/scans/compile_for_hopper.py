@@ -1,5 +1,5 @@
-"""Compile the kernels of recurrences for SM90 without a GPU; prints a line of JSON per variant. Run by test_triton_scans_compile in a process
-of its own, because a process of the tests runs Triton's interpreter."""
+"""Compile the kernels of recurrences for SM90 without a GPU; prints a line of JSON per variant. Run by test_triton_scans_compile in a
+process of its own, because a process of the tests runs Triton's interpreter."""
 
 from __future__ import annotations
 
