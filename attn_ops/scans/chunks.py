@@ -25,7 +25,7 @@ class Chunks:
     rows: Tensor
     real: Tensor
     order: Tensor
-    waves: tuple[Tensor, ...]
+    waves: Sequence[Tensor]
 
     @classmethod
     def of(cls, starts: Sequence[int], lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
@@ -38,10 +38,8 @@ class Chunks:
         rows = np.where(real, np.array(starts)[owner][:, None] + position, 0)
         order = np.argsort(-counts, kind="stable")
         waves = [first[order][counts[order] > wave] + wave for wave in range(counts.max())]
-        return cls(
-            size, *(torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, real, order)),
-            tuple(torch.from_numpy(wave).to(device, non_blocking=True) for wave in waves),
-        )  # fmt: skip
+        parts = [torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, real, order, np.concatenate(waves))]
+        return cls(size, parts[0], parts[1], parts[2], parts[3].split([len(wave) for wave in waves]))
 
     def gather(self, values: Tensor) -> Tensor:
         """values [T, H, ...] as float32 [N, H, size, ...], zero where a chunk is filled up."""

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
@@ -37,12 +38,6 @@ class Extends:
     def slots_on_device(self) -> Tensor:
         """[E] int64."""
         return self._on_device(np.array(self.slots))
-
-    @cached_property
-    def query_start(self) -> Tensor:
-        """[E, 2] int64: of each request its first row and the row after its last one."""
-        starts = np.array(self.starts)
-        return self._on_device(np.stack([starts, starts + np.array(self.lengths)], 1))
 
     @cached_property
     def continues(self) -> Tensor:
@@ -79,7 +74,7 @@ class Extends:
             self._taps[count, width] = self._on_device(found[0]), self._on_device(found[1])
         return self._taps[count, width]
 
-    def _on_device(self, values: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def _on_device(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
 
 

@@ -20,7 +20,7 @@ from paged_attn.calling.evaluating import evaluating
 from paged_attn.recurrent.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner
-from paged_attn.recurrent.verify import difference
+from paged_attn.recurrent.verify import LIMIT_16_BIT, difference
 from paged_attn.tolerances import MULTIPLE, rounding
 
 logger = logging.getLogger("paged_attn")
@@ -55,6 +55,8 @@ def _tried(layer: RecurrentLayer) -> RecurrentLayer:
     scopes = scopes_of([layer.module])
     if not scopes:
         return dataclasses.replace(layer, why_no_ops="it calls no function that an op is known for")
+    if not all(state.dtype.is_floating_point for state in layer.spec.states):
+        return dataclasses.replace(layer, why_no_ops="a state of it is no floating-point tensor")
     try:
         with torch.no_grad(), evaluating(layer.module):
             error = _apart(layer, scopes)
@@ -62,7 +64,7 @@ def _tried(layer: RecurrentLayer) -> RecurrentLayer:
         return dataclasses.replace(layer, why_no_ops=str(reason))
     if len(ops_that_ran()) < len(layer.spec.states):
         return dataclasses.replace(layer, why_no_ops="ops are known for some of its states alone")
-    allowed = max(layer.own_error, MULTIPLE * rounding(layer.output_dtype, *(state.dtype for state in layer.spec.states)))
+    allowed = _limit(layer)
     if not error <= allowed:
         return dataclasses.replace(layer, why_no_ops=f"its ops are off by {error:.2g} of its size, allowed is {allowed:.2g}")
     return dataclasses.replace(layer, ops=ops_that_ran())
@@ -111,6 +113,14 @@ def _rows(layer: RecurrentLayer, count: int, seed: int) -> list[Tensor]:
             rows[count:] = float("nan")
         made.append(rows[None])
     return made
+
+
+def _limit(layer: RecurrentLayer) -> float:
+    """What an error may be: rounding; in 16 bits, where the layer's own forward rounds between its steps, as much as its two forms may."""
+    dtypes = (layer.output_dtype, *(state.dtype for state in layer.spec.states))
+    if any(dtype.itemsize < 4 for dtype in dtypes):
+        return LIMIT_16_BIT
+    return max(layer.own_error, MULTIPLE * rounding(*dtypes))
 
 
 def _output_shape(layer: RecurrentLayer) -> tuple[int, ...]:

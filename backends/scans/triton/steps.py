@@ -67,4 +67,4 @@ def _where(rows: StateRows) -> tuple[Any, Tensor]:
 
 def _block(size: int, beside: int) -> int:
     """How many of a dimension's elements a program holds beside `beside` of the other's."""
-    return min(triton.next_power_of_2(size), max(NUMBERS // beside, 1))
+    return min(int(triton.next_power_of_2(size)), max(NUMBERS // beside, 1))
