@@ -49,7 +49,11 @@ def poison_freed_slots(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [*[(name, {}) for name in RECURRENT], *[(name, OWN_FORWARD) for name in ("qwen3_next", "falcon_h1", "mamba")]]
+    ("name", "settings"),
+    [
+        *(pytest.param(name, {}, id=name) for name in RECURRENT),
+        *(pytest.param(name, OWN_FORWARD, id=f"{name}, own forward") for name in ("qwen3_next", "falcon_h1", "mamba")),
+    ],
 )
 def test_same_tokens_as_generate_and_as_a_loop_without_cache(name: str, settings: dict[str, Any]) -> None:
     model = recurrent(name)
