@@ -17,6 +17,7 @@ class Chunks:
     Attributes:
         rows: [N, size] int64, of the batch; row 0 where a chunk is filled up.
         real: [N, size] bool, false where it is filled up.
+        targets, places: [tokens] int64: of each real token its row in the batch, and its place among all N * size of the chunks.
         order: [E] int64, the requests, those of most chunks first.
         waves: the i-th chunks of all requests that have so many, as int64 indices, in that order.
     """
@@ -24,6 +25,8 @@ class Chunks:
     size: int
     rows: Tensor
     real: Tensor
+    targets: Tensor
+    places: Tensor
     order: Tensor
     waves: Sequence[Tensor]
 
@@ -38,8 +41,9 @@ class Chunks:
         rows = np.where(real, np.array(starts)[owner][:, None] + position, 0)
         order = np.argsort(-counts, kind="stable")
         waves = [first[order][counts[order] > wave] + wave for wave in range(counts.max())]
-        parts = [torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, real, order, np.concatenate(waves))]
-        return cls(size, parts[0], parts[1], parts[2], parts[3].split([len(wave) for wave in waves]))
+        parts = [torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, real, rows[real], np.flatnonzero(real), order)]
+        joined = torch.from_numpy(np.concatenate(waves)).to(device, non_blocking=True)
+        return cls(size, *parts, joined.split([len(wave) for wave in waves]))
 
     def gather(self, values: Tensor) -> Tensor:
         """values [T, H, ...] as float32 [N, H, size, ...], zero where a chunk is filled up."""
@@ -48,8 +52,8 @@ class Chunks:
         return found.transpose(1, 2)
 
     def scatter(self, result: Tensor, output: Tensor) -> None:
-        """Write float32 [N, H, size, ...] to the rows of output [T, H, ...]."""
-        output[self.rows[self.real]] = result.transpose(1, 2)[self.real].to(output.dtype)
+        """Write float32 [N, size, ...] to the rows of output [T, ...]."""
+        output[self.targets] = result.flatten(0, 1)[self.places].to(output.dtype)
 
 
 def scan_chunks(

@@ -34,7 +34,7 @@ def gated_delta_extend(
         chunks, extends.before(states).float(), q * total.exp()[..., None], k * (last - total).exp()[..., None], new,
         q @ k.transpose(-1, -2) * pairs, last.exp()[..., None], reads,
     )  # fmt: skip
-    chunks.scatter(result, output)
+    chunks.scatter(result.transpose(1, 2), output)
     states[extends.slots_on_device] = after.to(states.dtype)
 
 

@@ -17,6 +17,7 @@ def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output
     """
     chunks = extends.chunks(CHUNK)
     now = extends.before(states).float()[chunks.order]
+    result = torch.empty(*chunks.rows.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for wave in chunks.waves:
         rows, real = chunks.rows[wave], chunks.real[wave][..., None]
         step = torch.where(real, dt[rows].float(), 0.0)
@@ -29,8 +30,8 @@ def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output
             decay = torch.cat([decay[:, :reach], decay[:, reach:] * decay[:, :-reach]], 1)
             reach *= 2
         now[: len(wave)] = added[:, -1]
-        result = (added @ torch.where(real, c[rows].float(), 0.0)[..., None])[..., 0]
-        output[rows[real[..., 0]]] = result[real[..., 0]].to(output.dtype)
+        result[wave] = (added @ torch.where(real, c[rows].float(), 0.0)[..., None])[..., 0]
+    chunks.scatter(result, output)
     after = torch.empty_like(now)
     after[chunks.order] = now
     states[extends.slots_on_device] = after.to(states.dtype)

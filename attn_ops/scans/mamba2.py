@@ -25,7 +25,7 @@ def mamba2_extend(
         chunks, extends.before(states).float().transpose(-1, -2), queries * total.exp()[..., None], keys * (last - total).exp()[..., None],
         new * step[..., None], queries @ keys.transpose(-1, -2) * decay_between(total), last.exp()[..., None],
     )  # fmt: skip
-    chunks.scatter(result, output)
+    chunks.scatter(result.transpose(1, 2), output)
     states[extends.slots_on_device] = after.transpose(-1, -2).to(states.dtype)
 
 

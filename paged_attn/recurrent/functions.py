@@ -6,6 +6,7 @@ state from the forward context instead, for every request of a batch that is one
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,16 +46,21 @@ class _Running:
 
 
 _running = _Running()
+_one_at_a_time = threading.Lock()
+_proving: set[int] = set()  # threads in which `layer_of_ops` is entered; others may run the same model meanwhile
 
 
 @contextmanager
 def layer_of_ops(layer_id: int, shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
     """Inside, the functions of `replaced_functions` are ops of this layer, called without torch.compile, too."""
-    enter_layer(layer_id, shapes)
-    try:
-        yield
-    finally:
-        leave_layer()
+    with _one_at_a_time:
+        enter_layer(layer_id, shapes)
+        _proving.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            _proving.discard(threading.get_ident())
+            leave_layer()
 
 
 def enter_layer(layer_id: int, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -83,7 +89,8 @@ def replaced_functions(scopes: Sequence[dict[str, Any]]) -> Iterator[None]:
 
 def _or_as_it_was(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if _running.layer_id < 0 else function(*args, **kwargs)
+        here = _running.layer_id >= 0 and (torch.compiler.is_compiling() or threading.get_ident() in _proving)
+        return function(*args, **kwargs) if here else original(*args, **kwargs)
 
     return call
 

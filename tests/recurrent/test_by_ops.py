@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from paged_attn.recurrent.by_ops import with_ops
+from paged_attn.recurrent.by_ops import scopes_of, with_ops
 from paged_attn.recurrent.discover import find_recurrent_layers
+from paged_attn.recurrent.functions import layer_of_ops, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
 from tests.recurrent.test_discover import Mixer, Toy
 from tests.recurrent_models import RECURRENT, recurrent
@@ -70,3 +72,27 @@ def test_layers_of_one_kind_are_tried_once(caplog: pytest.LogCaptureFixture) -> 
         layers = with_ops(layers_of(recurrent("mamba2")))
     assert len(layers) == 3
     assert sum("runs by ops on the slots" in record.message for record in caplog.records) == 1
+
+
+def test_a_layer_that_can_not_run_without_a_cache_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = layers_of(recurrent("lfm2"))
+    forward = layers[0].module.forward
+
+    def needs_a_cache(hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return forward(hidden_states, past_key_values=past_key_values if past_key_values.layers else None, **kwargs)
+
+    monkeypatch.setattr(layers[0].module, "forward", needs_a_cache)
+    (layer, *_) = with_ops(layers[:1])
+    assert layer.why_no_ops.startswith("it can not be called without a cache: AttributeError: 'NoneType' object has no attribute 'layers'")
+
+
+def test_what_another_thread_runs_meanwhile_is_as_it_was() -> None:
+    model = recurrent("lfm2")
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    layer = layers_of(model)[0]
+    with replaced_functions(scopes_of([layer.module])), layer_of_ops(0, [state.shape for state in layer.spec.states]):
+        with ThreadPoolExecutor(1) as other, torch.no_grad():
+            found = other.submit(lambda: model(input_ids=ids, use_cache=False).logits.detach()).result()
+    torch.testing.assert_close(found, expected)
