@@ -17,7 +17,7 @@ class Chunks:
     Attributes:
         rows: [N, size] int64, of the batch; row 0 where a chunk is filled up.
         real: [N, size] bool, false where it is filled up.
-        targets, places: [tokens] int64: of each real token its row in the batch, and its place among all N * size of the chunks.
+        targets, indices: [tokens] int64: of each real token its row in the batch, and its index among all N * size of the chunks.
         order: [E] int64, the requests, those of most chunks first.
         waves: the i-th chunks of all requests that have so many, as int64 indices, in that order.
     """
@@ -26,7 +26,7 @@ class Chunks:
     rows: Tensor
     real: Tensor
     targets: Tensor
-    places: Tensor
+    indices: Tensor
     order: Tensor
     waves: Sequence[Tensor]
 
@@ -41,9 +41,10 @@ class Chunks:
         rows = np.where(real, np.array(starts)[owner][:, None] + position, 0)
         order = np.argsort(-counts, kind="stable")
         waves = [first[order][counts[order] > wave] + wave for wave in range(counts.max())]
-        parts = [torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, real, rows[real], np.flatnonzero(real), order)]
-        joined = torch.from_numpy(np.concatenate(waves)).to(device, non_blocking=True)
-        return cls(size, *parts, joined.split([len(wave) for wave in waves]))
+        arrays = (rows, real, rows[real], np.flatnonzero(real), order, np.concatenate(waves))
+        parts = [torch.from_numpy(each).to(device, non_blocking=True) for each in arrays]
+        lengths_of_waves = [len(wave) for wave in waves]
+        return cls(size, parts[0], parts[1], parts[2], parts[3], parts[4], parts[5].split(lengths_of_waves))
 
     def gather(self, values: Tensor) -> Tensor:
         """values [T, H, ...] as float32 [N, H, size, ...], zero where a chunk is filled up."""
@@ -53,7 +54,7 @@ class Chunks:
 
     def scatter(self, result: Tensor, output: Tensor) -> None:
         """Write float32 [N, size, ...] to the rows of output [T, ...]."""
-        output[self.targets] = result.flatten(0, 1)[self.places].to(output.dtype)
+        output[self.targets] = result.flatten(0, 1)[self.indices].to(output.dtype)
 
 
 def scan_chunks(

@@ -62,8 +62,8 @@ def _tried(layer: RecurrentLayer) -> RecurrentLayer:
             error = _apart(layer, scopes)
     except NoOpFits as reason:
         return dataclasses.replace(layer, why_no_ops=str(reason))
-    except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as error:  # of the model's own code
-        return dataclasses.replace(layer, why_no_ops=f"it can not be called without a cache: {type(error).__name__}: {error}")
+    except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:  # of the model's own code
+        return dataclasses.replace(layer, why_no_ops=f"it can not be called without a cache: {type(failure).__name__}: {failure}")
     if len(ops_that_ran()) < len(layer.spec.states):
         return dataclasses.replace(layer, why_no_ops="ops are known for some of its states alone")
     allowed = _limit(layer)
