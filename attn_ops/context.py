@@ -43,6 +43,8 @@ class Recurrent(Protocol):
 
     def forward(self, plan: Any, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None: ...
 
+    def state(self, layer_id: int, state_id: int) -> Tensor: ...
+
 
 class ForwardContext:
     """`with ForwardContext(batch, pool, backend):` one step of one pool. Enter it once, in the thread that runs the model.

@@ -9,6 +9,7 @@ from torch import fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.experts import EXPERTS
+from paged_attn.attn_ops.ops.kinds import WITH_STATE
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.passes.find.attention import find_attention
 from paged_attn.passes.find.attention_site import AttentionSite
@@ -38,7 +39,7 @@ def _find(graph: fx.Graph, facts: Facts) -> str:
     if facts.form.reason:
         refuse_implausible(facts.sites, facts.form, facts.values)
         raise CallNotPaged(facts.form.reason)
-    if not facts.sites and not any(node.target is RECURRENT_LAYER for node in graph.nodes):
+    if not facts.sites and not any(node.target in WITH_STATE for node in graph.nodes):
         none = (
             "the model has no attention that paged_attn can see: there is no KV to page, and nothing shows what a row of its logits takes "
             "from other tokens of a batch"
@@ -98,6 +99,11 @@ def _experts(graph: fx.Graph, facts: Facts) -> str:
     return f"{sum(facts.result.experts.values())} layers"
 
 
+def _scans(graph: fx.Graph, facts: Facts) -> str:
+    facts.result.num_scans = sum(node.target in WITH_STATE and node.target is not RECURRENT_LAYER for node in graph.nodes)
+    return f"{facts.result.num_scans} ops"
+
+
 def _routing(graph: fx.Graph, facts: Facts) -> str:
     facts.result.num_routed = fuse_routing(graph, facts.values)
     return f"{facts.result.num_routed} routers"
@@ -118,6 +124,7 @@ PASSES = (
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
     GraphPass("experts", "modules of experts that are proved become one op each, while the model is traced", _experts, optional=True),
+    GraphPass("scans", "what recurrent layers do with their states becomes ops on slots, while the model is traced", _scans, optional=True),
     GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
     GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing, optional=True),
     GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge, optional=True),

@@ -48,6 +48,7 @@ class OptionalPasses:
         gemv: linears through an op that has a kernel for a single row.
         experts: modules of experts that are proved are traced as one op each.
         routing: what stands between a router's logits and its experts is one op.
+        scans: functions of layers with recurrent state are ops on slots of a pool, where that is proved.
     """
 
     latent_attention: bool = False
@@ -56,6 +57,7 @@ class OptionalPasses:
     gemv: bool = False
     experts: bool = False
     routing: bool = False
+    scans: bool = False
 
     def without(self, names: Sequence[str]) -> OptionalPasses:
         return replace(self, **dict.fromkeys(names, False))
@@ -85,6 +87,7 @@ class Rewrite:
     num_gemv: int = 0  # linears with a kernel for a single row
     experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
     num_routed: int = 0  # routers that are one op
+    num_scans: int = 0  # ops on slots of recurrent state
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest
     traced: dict[str, str] = field(default_factory=dict)  # nodes that stand for the same value in the traced graph, by their names in both

@@ -34,7 +34,7 @@ class Batch:
     """R requests in one row of T tokens; rows at and past `num_tokens` are padding.
 
     Device tensors: input_ids, positions, slots [T] int64; page_table [R, max_pages] int32; seq_lens (tokens in cache after
-    this step), query_lens (new tokens) [R] int32; query_start [R + 1] int32 (exclusive prefix sum of query_lens);
+    this step), query_lens (new tokens), state_slots (0: none) [R] int32; query_start [R + 1] int32 (exclusive prefix sum of query_lens);
     logits_rows [N] int64, the rows whose logits are wanted, of which the first `num_logits` are real.
     A slot is `page * page_size + offset`; padding writes to slot 0, in the reserved page 0.
     page_table_host mirrors the columns of page_table that this step fills, where the batch was built here; do not write to it.
@@ -54,6 +54,7 @@ class Batch:
     query_lens: Tensor
     query_start: Tensor
     logits_rows: Tensor
+    state_slots: Tensor
     seq_lens_host: tuple[int, ...]
     query_lens_host: tuple[int, ...]
     state_slots_host: tuple[int, ...] = ()
@@ -119,14 +120,14 @@ class Batch:
             packed = PackedInts(*fields(shape, num_requests, width), device)
         else:
             packed = buffers.pack(shape, num_requests, width)
-        ids, positions, slots, logits_rows, seq_lens_out, query_lens_out, query_start, flat_table = packed.host
+        ids, positions, slots, logits_rows, seq_lens_out, query_lens_out, query_start, state_slots, flat_table = packed.host
         full_table = flat_table.reshape(num_requests, width)
         table = full_table[:num_real]
         ids[:num_tokens], table[:] = columns.tokens, columns.page_table
         if np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
             refuse(columns.rows(), page_size)
 
-        seq_lens_out[:num_real], query_lens_out[:num_real] = seq_lens, new
+        seq_lens_out[:num_real], query_lens_out[:num_real], state_slots[:num_real] = seq_lens, new, columns.state_slots
         if one_each:
             position, owner, last = cached, np.arange(num_real), np.arange(num_real)
             query_start[:] = np.arange(num_requests + 1)
@@ -162,6 +163,7 @@ class Batch:
             query_lens=lengths[1],
             query_start=lengths[2],
             logits_rows=rows,
+            state_slots=lengths[3],
             seq_lens_host=(*seq_lens.tolist(), *(1,) * num_dummies),
             query_lens_host=(1,) * num_requests if one_each else tuple(new.tolist()),
             state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),

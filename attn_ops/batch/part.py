@@ -39,8 +39,10 @@ def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
         query_lens=on_device[len(seq) : 2 * len(seq)],
         query_start=on_device[2 * len(seq) :],
         logits_rows=batch.logits_rows[:0],
+        state_slots=batch.state_slots[which],
         seq_lens_host=tuple(seq),
         query_lens_host=tuple(new),
+        state_slots_host=tuple(batch.state_slots_host[r] for r in requests) if batch.state_slots_host else (),
         page_table_host=None if host is None else host[list(requests)],
     )
     return part, at

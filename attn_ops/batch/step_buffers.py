@@ -123,6 +123,6 @@ def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
 
 def fields(shape: StepShape, num_requests: int, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of a step's int64 fields (input_ids, positions, slots, logits_rows) and int32 fields (seq_lens, query_lens,
-    query_start, page_table). The table comes last: its width changes from step to step."""
-    lengths = (num_requests, num_requests, num_requests + 1)
+    query_start, state_slots, page_table). The table comes last: its width changes from step to step."""
+    lengths = (num_requests, num_requests, num_requests + 1, num_requests)
     return (shape.rows, shape.rows, shape.rows, shape.logits), (*lengths, num_requests * num_pages)

@@ -32,6 +32,11 @@ class StatePool:
         """The state tensors of a layer, each [num_slots, *shape]."""
         return self._states[layer_id]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of all layers."""
+        return [state for states in self._states for state in states]
+
     def copy(self, source: int, target: int) -> None:
         """Make slot `target` hold what slot `source` holds, in every layer."""
         for states in self._states:

@@ -65,9 +65,11 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         if only_device(model).type == "cuda" and has_triton():
             from paged_attn.backends.experts.triton.route import route
             from paged_attn.backends.linear.gemv import one_row_linear
+            from paged_attn.backends.scans.on_gpu import use_scans_on_gpu
 
             use_one_row_kernel(one_row_linear)
             use_route(route)
+            use_scans_on_gpu()
             if config.max_loras:
                 from paged_attn.backends.lora.on_gpu import lora_on_gpu
 
@@ -76,6 +78,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             latent_attention=serves_latents(config.backend, only_device(model)),
             experts=True,
             routing=True,
+            scans=True,
             merge_linears=bool(config.merge_linears),
             early_logits_gather=config.early_logits_gather,
             gemv=bool(config.gemv),

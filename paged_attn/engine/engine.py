@@ -97,7 +97,7 @@ class Engine:
         if not self.is_causal:
             self.config = self.config.with_(prefix_cache=False)
         recurrent = [layer.spec for layer in self.runner.recurrent]
-        slots = num_state_slots(self.config, recurrent, device, all(layer.chunks for layer in self.runner.recurrent))
+        slots = num_state_slots(self.config, recurrent, device, all(layer.takes_chunks for layer in self.runner.recurrent))
         self.states = StatePool(recurrent, slots.total, device) if recurrent else None
         states = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
         state_bytes = self.states.nbytes if self.states else 0

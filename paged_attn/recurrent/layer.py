@@ -52,6 +52,9 @@ class RecurrentLayer:
         template: makes its caches.
         chunks: whether it takes several tokens at once when it has a state already; else they are fed one by one.
         batches: whether several requests can take a step as one batch; else each steps alone.
+        own_error: what its own forward gives for all tokens at once is off from what it gives one after another, of a row's length.
+        ops: by name, those that take the place of all that its forward does with its states; none: its forward runs, outside the graph.
+        why_no_ops: in words, where that was asked for.
     """
 
     spec: RecurrentSpec
@@ -66,11 +69,22 @@ class RecurrentLayer:
     template: CacheTemplate
     chunks: bool = True
     batches: bool = True
+    own_error: float = 0.0
+    ops: tuple[str, ...] = ()
+    why_no_ops: str = ""
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether it goes on from a state with several tokens at once."""
+        return self.chunks or bool(self.ops)
 
     def describe(self) -> str:
         """How it runs, in words."""
+        if self.ops:
+            return f"by ops on the slots of its state ({', '.join(self.ops)}): all requests of a step in one call"
         prompts = "chunk by chunk" if self.chunks else "token by token after the first chunk"
-        return f"by its own forward: prompts {prompts}, decoding requests {'as one batch' if self.batches else 'one by one'}"
+        why = f" ({self.why_no_ops})" if self.why_no_ops else ""
+        return f"by its own forward{why}: prompts {prompts}, decoding requests {'as one batch' if self.batches else 'one by one'}"
 
     def run(self, inputs: Sequence[Tensor], states: Sequence[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
         """inputs [batch, n, ...] in the order of `operands`; states [batch, ...] before them, or None at the start of a sequence.
@@ -78,6 +92,13 @@ class RecurrentLayer:
         Returns the output [batch, n, ...] and the states after it. `states` may be overwritten.
         """
         cache = self.template.make(states)
+        return self._called(inputs, cache), self.template.read(cache)
+
+    def run_without_cache(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The output [1, T, ...] of a call as it is traced: `inputs` are all that the module is given."""
+        return self._called(inputs, None)
+
+    def _called(self, inputs: Sequence[Tensor], cache: Any) -> Tensor:
         arguments = {**self.arguments, self.cache_name: cache}
         for operand, value in zip(self.operands, inputs, strict=True):
             if operand.at is None:
@@ -88,8 +109,7 @@ class RecurrentLayer:
                 arguments[operand.name] = tuple(parts)
         result = self.module(**arguments)
         parts = [result if output.at is None else result[output.at] for output in self.outputs]
-        joined = parts[0] if len(parts) == 1 else torch.cat([part.flatten(2) for part in parts], -1)
-        return joined, self.template.read(cache)
+        return parts[0] if len(parts) == 1 else torch.cat([part.flatten(2) for part in parts], -1)
 
     def run_tokens(self, inputs: Sequence[Tensor], states: Sequence[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
         """As `run`, in the calls that the module can make: outputs to be joined along the tokens, and the states after them."""

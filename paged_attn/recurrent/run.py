@@ -1,10 +1,9 @@
-"""The body of the recurrent op: each extending request through the layer's own forward, all decoding ones as one batch."""
+"""Recurrent layers of a step: those that run by their own forward, and the states of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,28 +11,9 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.attn_ops.scans.state_rows import Extends, RecurrentPlan, StateRows
 from paged_attn.calling.evaluating import evaluating
 from paged_attn.recurrent.layer import RecurrentLayer
-
-
-@dataclass(frozen=True)
-class Extend:
-    """Rows `start` to `end` of the batch extend the request in `slot`; `fresh` if it has no state yet."""
-
-    start: int
-    end: int
-    slot: int
-    fresh: bool
-
-
-@dataclass(frozen=True)
-class RecurrentPlan:
-    """Decoding requests (one new token, state present) by their rows and slots [D] int64; the others one by one."""
-
-    num_tokens: int
-    decode_rows: Tensor
-    decode_slots: Tensor
-    extends: tuple[Extend, ...]
 
 
 class RecurrentRunner:
@@ -44,58 +24,74 @@ class RecurrentRunner:
 
     def plan(self, batch: Batch) -> RecurrentPlan:
         """Raises ContextError: a request has no slot, one that the pool lacks, or another one's."""
-        slots = batch.state_slots_host
+        slots = batch.state_slots_host[: batch.num_real_requests]
         wrong = [s for s in slots if not 1 <= s < self.pool.num_slots or slots.count(s) > 1]
         if wrong:
             raise ContextError(
                 f"the batch's requests have state slots {list(slots)}; allowed are 1 to {self.pool.num_slots - 1}, each once: "
                 "take them from a SlotAllocator"
             )
-        extends: list[Extend] = []
-        rows: list[int] = []
-        decoding: list[int] = []
-        start = 0
-        for new, seen, slot in zip(batch.query_lens_host, batch.seq_lens_host, slots, strict=True):
-            if new == 1 and seen > 1:
-                rows.append(start)
-                decoding.append(slot)
-            else:
-                extends.append(Extend(start, start + new, slot, seen == new))
-            start += new
-        on_device = [torch.tensor(values, dtype=torch.int64).to(batch.slots.device, non_blocking=True) for values in (rows, decoding)]
-        return RecurrentPlan(batch.num_tokens, on_device[0], on_device[1], tuple(extends))
+        return RecurrentPlan(batch.num_tokens, (StateRows.of(batch),))
+
+    def state(self, layer_id: int, state_id: int) -> Tensor:
+        """[num_slots, ...]: the states that an op reads and writes."""
+        return self.pool.states(layer_id)[state_id]
 
     def forward(self, plan: RecurrentPlan, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None:
-        """inputs [1, T, ...] in the order of the layer's operands; output [1, T, ...]; the states in the pool advance."""
+        """By the layer's own forward: each extending request, then all decoding ones as one batch; the states in the pool advance.
+
+        inputs [1, T, ...] in the order of the layer's operands; output [1, T, ...].
+        """
         layer, states = self.layers[layer_id], self.pool.states(layer_id)
         with evaluating(layer.module) if layer.module.training else nullcontext():
-            for extend in plan.extends:
-                rows, slots = slice(extend.start, extend.end), slice(extend.slot, extend.slot + 1)
-                before = None if extend.fresh else [state[slots].clone() for state in states]
-                parts, after = layer.run_tokens([value[:, rows] for value in inputs], before)
-                output[:, rows] = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-                for state, now in zip(states, after, strict=True):
-                    state[slots] = now
-            self._decode(layer, states, plan, inputs, output)
+            for rows in plan.calls:
+                if rows.extends is not None:
+                    _extend(layer, states, rows.extends, inputs, output)
+                _decode(layer, states, rows, inputs, output)
         output[:, plan.num_tokens :] = 0
 
-    @staticmethod
-    def _decode(layer: RecurrentLayer, states: Sequence[Tensor], plan: RecurrentPlan, inputs: Sequence[Tensor], output: Tensor) -> None:
-        count = plan.decode_rows.shape[0]
-        width = max(count, 1) if layer.batches else 1
-        for start in range(0, count, width):
-            rows, slots = plan.decode_rows[start : start + width], plan.decode_slots[start : start + width]
-            before = [state[slots] for state in states]
-            result, after = layer.run([value[0, rows, None] for value in inputs], before)
-            output[0, rows] = result[:, 0]
-            for state, now in zip(states, after, strict=True):
-                state[slots] = now
+
+def _extend(layer: RecurrentLayer, states: Sequence[Tensor], extends: Extends, inputs: Sequence[Tensor], output: Tensor) -> None:
+    for start, length, slot, fresh in zip(extends.starts, extends.lengths, extends.slots, extends.fresh, strict=True):
+        rows, slots = slice(start, start + length), slice(slot, slot + 1)
+        before = None if fresh else [state[slots].clone() for state in states]
+        parts, after = layer.run_tokens([value[:, rows] for value in inputs], before)
+        output[:, rows] = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        for state, now in zip(states, after, strict=True):
+            state[slots] = now
 
 
-def runner_of(layers: Sequence[RecurrentLayer], num_requests: int, device: torch.device) -> RecurrentRunner | None:
+def _decode(layer: RecurrentLayer, states: Sequence[Tensor], rows: StateRows, inputs: Sequence[Tensor], output: Tensor) -> None:
+    given, results = [rows.decoding(value[0])[:, None] for value in inputs], []
+    width = max(rows.num_decode, 1) if layer.batches else 1
+    for start in range(0, rows.num_decode, width):
+        slots = rows.decode_slots[start : start + width]
+        result, after = layer.run([value[start : start + width] for value in given], [state[slots] for state in states])
+        results.append(result[:, 0])
+        for state, now in zip(states, after, strict=True):
+            state[slots] = now
+    if results:
+        rows.put_decoded(output[0], torch.cat(results))
+
+
+class TokenByToken(RecurrentRunner):
+    """Runs one request a token at a time, as decoding does."""
+
+    def plan(self, batch: Batch) -> RecurrentPlan:
+        """Of a batch of one request without cached tokens."""
+        (slot,), device = batch.state_slots_host, batch.slots.device
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        first = StateRows(none, none, Extends([0], [1], [slot], [True], device))
+        rows = torch.arange(batch.num_tokens, device=device).split(1)
+        return RecurrentPlan(batch.num_tokens, (first, *(StateRows(row, torch.full_like(row, slot), None) for row in rows[1:])))
+
+
+def runner_of(
+    layers: Sequence[RecurrentLayer], num_requests: int, device: torch.device, kind: type[RecurrentRunner] = RecurrentRunner
+) -> RecurrentRunner | None:
     """A runner over a pool of its own, filled with NaN, for a check of so many requests; None for a model without recurrent layers."""
     if not layers:
         return None
     pool = StatePool([layer.spec for layer in layers], num_requests + 1, device)
     pool.fill(float("nan"))
-    return RecurrentRunner(layers, pool)
+    return kind(layers, pool)

@@ -32,7 +32,7 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
     with torch.no_grad():
         whole = layer.run(inputs, None)
         steps, along = _stepwise(layer, inputs)
-        if (error := _difference(whole, steps)) > _limit(whole):
+        if (error := difference(whole, steps)) > _limit(whole):
             raise UnsupportedError(
                 f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for "
                 f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
@@ -41,8 +41,8 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
         batched = _batched(layer, inputs, along)
     # What the two formulas of the layer differ by, by rounding or by themselves, says what is no mistake.
     allowed = MULTIPLE * max(error, rounding(*(tensor.dtype for tensor in (whole[0], *whole[1]))))
-    good = [_difference(one, other) <= allowed for one, other in ((whole, chunked), (_expected_batch(along), batched))]
-    return dataclasses.replace(layer, chunks=good[0], batches=good[1])
+    good = [difference(one, other) <= allowed for one, other in ((whole, chunked), (_expected_batch(along), batched))]
+    return dataclasses.replace(layer, chunks=good[0], batches=good[1], own_error=error)
 
 
 def _stepwise(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> tuple[Result, list[Result]]:
@@ -79,7 +79,7 @@ def _expected_batch(along: list[Result]) -> Result:
     return torch.cat([along[step][0] for step in _STEPS]), states
 
 
-def _difference(expected: Result, got: Result) -> float:
+def difference(expected: Result, got: Result) -> float:
     """The largest error of a token's output, or of a request's state; infinite where a shape differs or a number is not finite."""
     states = list(zip(expected[1], got[1], strict=True))
     pairs = [(expected[0], got[0]), *states]

@@ -1,4 +1,4 @@
-"""For the time of a capture, recurrent layers are replaced by one op each; afterwards the model is as it was."""
+"""For the time of a capture, recurrent layers, or the functions that they call, become ops; afterwards the model is as it was."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.recurrent.by_ops import scopes_of
+from paged_attn.recurrent.functions import enter_layer, leave_layer, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
 
 
@@ -19,12 +21,30 @@ from paged_attn.recurrent.layer import RecurrentLayer
 def replaced_by_ops(layers: Sequence[RecurrentLayer]) -> Iterator[None]:
     """Inside, while torch.compile traces, each layer's module emits `recurrent_layer_with_output` with its index in `layers`.
 
+    Of a layer with `ops` those take the place of its functions, and all else that its forward computes is traced.
+
     Called without torch.compile the module computes what it did before.
     """
     with ExitStack() as undo:
+        undo.enter_context(replaced_functions(scopes_of([layer.module for layer in layers if layer.ops])))
         for layer_id, layer in enumerate(layers):
-            undo.enter_context(replaced_forward(layer.module, _emitter(layer, layer_id)))
+            emitter = _entering(layer, layer_id) if layer.ops else _emitter(layer, layer_id)
+            undo.enter_context(replaced_forward(layer.module, emitter))
         yield
+
+
+def _entering(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
+    original, shapes = layer.module.forward, [state.shape for state in layer.spec.states]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        enter_layer(layer_id, shapes)
+        result = original(*args, **kwargs)
+        leave_layer()
+        return result
+
+    return forward
 
 
 def _emitter(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:

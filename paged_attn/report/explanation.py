@@ -170,7 +170,7 @@ def group_recurrent(layers: Iterable[RecurrentLayer]) -> tuple[RecurrentGroup, .
     """Groups in the order of their first layers."""
     members: dict[tuple[object, ...], list[RecurrentLayer]] = {}
     for layer in layers:
-        members.setdefault((layer.spec.states, layer.chunks, layer.batches), []).append(layer)
+        members.setdefault((layer.spec.states, layer.describe()), []).append(layer)
     return tuple(
         RecurrentGroup(
             len(group), _modules([layer.spec.module for layer in group]), tuple(s.describe() for s in group[0].spec.states),
@@ -234,6 +234,7 @@ def besides(found: Rewrite) -> tuple[str, ...]:
         (linears, f"{linears} weights merged into {len(found.merges)}"),
         *((count, f"{count} layers of experts are one op each, by {name}") for name, count in found.experts.items()),
         (found.num_routed, f"{found.num_routed} routers are one op each"),
+        (found.num_scans, f"{found.num_scans} scans and short convolutions are ops on slots of state"),
         (found.num_gemv, f"{found.num_gemv} linears have a kernel for single rows"),
     )
     return tuple(words for count, words in done if count)

@@ -67,7 +67,7 @@ def test_fields_equal_a_token_by_token_walk(drawn):
 def test_the_tensors_are_views_of_one_copy():
     batch = Batch.build([request(3, 2, 4), request(9, 1, 4, first_page=5)], 4)
     tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 8
+    assert len(tensors) == 9
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
 

@@ -96,11 +96,12 @@ def test_words() -> None:
 
 
 def test_a_part_of_a_batch_is_what_would_be_built_of_its_requests() -> None:
-    requests = [BatchRequest([5], [3], 2, 1), BatchRequest([6, 7, 8], [4, 1], 3, 1), BatchRequest([9, 2], [2], 0, 1)]
+    requests = [BatchRequest([5], [3], 2, 1, 3), BatchRequest([6, 7, 8], [4, 1], 3, 1, 1), BatchRequest([9, 2], [2], 0, 1, 2)]
     part, rows = part_of(Batch.build(requests, 4), [1, 2])
     alone = Batch.build(requests[1:], 4)
     assert rows.tolist() == [1, 2, 3, 4, 5] and part.num_rows == part.num_tokens == alone.num_tokens == 5
-    for name in ("input_ids", "positions", "slots", "page_table", "seq_lens", "query_lens", "query_start"):
+    for name in ("input_ids", "positions", "slots", "page_table", "seq_lens", "query_lens", "query_start", "state_slots"):
         assert torch.equal(getattr(part, name), getattr(alone, name)), name
     assert (part.mode, part.seq_lens_host, part.query_lens_host) == (alone.mode, alone.seq_lens_host, alone.query_lens_host)
+    assert part.state_slots_host == alone.state_slots_host == (1, 2)
     assert part.page_table_host is not None and part.page_table_host.tolist() == part.page_table.tolist()

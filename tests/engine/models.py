@@ -27,6 +27,7 @@ from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.sampling.sampling_state import SamplingState
+from paged_attn.passes.report import OptionalPasses
 from tests.tiny_models import VOCAB, build
 
 OVERLAP = "PAGED_ATTN_TEST_OVERLAP" in os.environ  # how engines of tests run that do not say: CI runs these tests both ways
@@ -40,8 +41,8 @@ def tiny(name: str = "qwen3") -> PreTrainedModel:
 
 
 @functools.cache
-def _runner(model: PreTrainedModel) -> ModelRunner:
-    return ModelRunner(model, CompileOptions())
+def _runner(model: PreTrainedModel, scans: bool) -> ModelRunner:
+    return ModelRunner(model, CompileOptions(passes=OptionalPasses(scans=scans)))
 
 
 def make_engine(model: PreTrainedModel | None = None, tokenizer: Any = None, **settings: Any) -> Engine:
@@ -57,8 +58,8 @@ def make_llm(model: PreTrainedModel | None = None, tokenizer: Any = None, **sett
 
 
 def one_capture() -> Any:
-    """Engines made inside share one capture of each model."""
-    return mock.patch.object(build_runtime, "ModelRunner", lambda model, *_: copy.copy(_runner(model)))
+    """Engines made inside share one capture of each model, without optional passes but `scans`."""
+    return mock.patch.object(build_runtime, "ModelRunner", lambda model, options, *_: copy.copy(_runner(model, options.passes.scans)))
 
 
 def random_prompts(seed: int, *lengths: int) -> list[list[int]]:

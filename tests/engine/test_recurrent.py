@@ -22,7 +22,8 @@ PROMPTS = random_prompts((1, 5, 17, 33, 70))
 NEW = 12
 GREEDY = SamplingParams(max_new_tokens=NEW)
 HYBRID = "falcon_h1"  # attention and state in every layer
-NOT_IN_CHUNKS = ("jamba", "mamba")  # no snapshots unless asked for
+OWN_FORWARD = {"disable_passes": ("scans",)}  # each layer runs its own forward, one request after another
+NOT_IN_CHUNKS = ("jamba", "mamba")  # by their own forward: no snapshots unless asked for
 
 
 @functools.cache
@@ -47,13 +48,20 @@ def poison_freed_slots(engine: Engine) -> list[int]:
     return freed
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_same_tokens_as_generate_and_as_a_loop_without_cache(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *(pytest.param(name, {}, id=name) for name in RECURRENT),
+        *(pytest.param(name, OWN_FORWARD, id=f"{name}, own forward") for name in ("qwen3_next", "falcon_h1", "mamba")),
+    ],
+)
+def test_same_tokens_as_generate_and_as_a_loop_without_cache(name: str, settings: dict[str, Any]) -> None:
     model = recurrent(name)
     assert expected(name) == [without_cache(model, prompt, NEW) for prompt in PROMPTS]
     assert all(len(set(tokens)) > 3 for tokens in expected(name)), "an oracle that repeats itself shows nothing"
     for page_size in (1, 16):
-        llm = make_llm(model, page_size=page_size, max_batch_tokens=16, num_pages=400)
+        llm = make_llm(model, page_size=page_size, max_batch_tokens=16, num_pages=400, **settings)
+        assert all(bool(layer.ops) is not bool(settings) for layer in llm.engine.runner.recurrent)
         poison_freed_slots(llm.engine)
         for run in ("first", "second"):
             got = llm.generate(PROMPTS, GREEDY)
@@ -61,7 +69,7 @@ def test_same_tokens_as_generate_and_as_a_loop_without_cache(name: str) -> None:
             reused = run == "second" and llm.engine.kv.snapshots is not None
             kept = [(len(prompt) - 1) // page_size * page_size for prompt in PROMPTS]  # what the first run left behind
             assert [c.cached_tokens for c in got] == (kept if reused else [0] * 5)
-        assert (llm.engine.kv.snapshots is None) == (name in NOT_IN_CHUNKS)
+        assert (llm.engine.kv.snapshots is None) == (bool(settings) and name in NOT_IN_CHUNKS)
         assert_idle(llm.engine)
 
 
@@ -119,7 +127,7 @@ def test_a_failed_step_is_computed_anew(at_call: int) -> None:
 
 
 def test_a_step_that_fails_inside_a_layer_is_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(recurrent(HYBRID), max_batch_tokens=16)
+    engine = make_engine(recurrent(HYBRID), max_batch_tokens=16, **OWN_FORWARD)
     requests = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
     forward, calls = RecurrentRunner.forward, iter(range(1000))
 
@@ -195,7 +203,7 @@ def test_a_model_with_attention_alone_has_no_state() -> None:
     assert engine.runner.recurrent == () and engine.states is None and engine.kv.state_slots is None and engine.kv.tree is not None
 
 
-@pytest.mark.parametrize(("name", "settings"), [(HYBRID, {"state_snapshots": 0}), ("mamba", {})])
+@pytest.mark.parametrize(("name", "settings"), [(HYBRID, {"state_snapshots": 0}), ("mamba", OWN_FORWARD)])
 def test_without_snapshots_no_prefix_is_reused(caplog: pytest.LogCaptureFixture, name: str, settings: dict[str, Any]) -> None:
     with caplog.at_level("INFO", "paged_attn"):
         llm = make_llm(recurrent(name), **settings)

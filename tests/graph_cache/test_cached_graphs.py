@@ -27,11 +27,12 @@ from paged_attn.graph_cache import entries, key
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.graph_cache.graph_data import graph_data
+from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.report import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
-MERGED = OptionalPasses(latent_attention=True, merge_linears=True, early_logits_gather=True, gemv=True, experts=True, routing=True)
+MERGED = OptionalPasses(**dict.fromkeys(OPTIONAL, True))  # as an engine runs them
 OPTIONS = CompileOptions(inductor=False, passes=MERGED)
 ROOT = Path(__file__).parents[2]
 

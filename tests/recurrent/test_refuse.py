@@ -45,7 +45,9 @@ def test_explain_lists_the_layers() -> None:
     llm = make_llm(recurrent("lfm2"))
     text = paged_attn.explain(llm)
     assert "  2 recurrent layers  model.layers.{0,2}.conv\n    state      conv_states[0] 32x3 float32: 384 bytes per request" in text
-    assert "prompts chunk by chunk, decoding requests as one batch" in text
+    assert "by ops on the slots of its state (short_conv)" in text
+    own = make_llm(recurrent("lfm2"), disable_passes=("scans",))
+    assert "prompts chunk by chunk, decoding requests as one batch" in paged_attn.explain(own)
     assert "recurrent" not in paged_attn.explain(make_llm())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,24 +23,7 @@ from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.find.attention_site import modules_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.report import LayerReport
-from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.run import runner_of
-
-
-class TokenByToken:
-    """Runs the recurrent layers of one prompt by their own forward, a token at a time, as decoding does."""
-
-    def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
-        self.layers = layers
-
-    def plan(self, batch: Batch) -> None: ...
-
-    def forward(self, plan: None, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None:
-        """inputs, output [1, T, ...]"""
-        states: list[Tensor] | None = None
-        for token in range(output.shape[1]):
-            row = slice(token, token + 1)
-            output[:, row], states = self.layers[layer_id].run([value[:, row] for value in inputs], states)
+from paged_attn.recurrent.run import RecurrentRunner, TokenByToken, runner_of
 
 
 class TracedOriginal(Original):
@@ -102,7 +84,7 @@ class TracedOriginal(Original):
         """Recurrent layers are ops of this graph, too, and need a state to write."""
         pool = KVPool((), 2, len(tokens), self.narrow, tokens.device)
         batch = Batch.build([BatchRequest(tokens.tolist(), [1], 0, len(tokens), 1)], len(tokens), tokens.device)
-        runner = TokenByToken(self.recurrent) if token_by_token else runner_of(self.recurrent, 1, tokens.device)
+        runner = runner_of(self.recurrent, 1, tokens.device, TokenByToken if token_by_token else RecurrentRunner)
         return ForwardContext(batch, pool, NoAttention(), runner)  # type: ignore[arg-type]
 
     def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor) -> Tensor | str:

@@ -32,6 +32,7 @@ from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, c
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.recurrent.by_ops import with_ops
 from paged_attn.recurrent.discover import find_recurrent_layers, state_outside_layers
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.wrap import replaced_by_ops
@@ -113,6 +114,8 @@ class ModelRunner:
     def _capture(self, options: CompileOptions, positions: bool) -> None:
         with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
+            if options.passes.scans:
+                self.recurrent = with_ops(self.recurrent)
         with replaced_by_ops(self.recurrent), as_served(self.model):
             # A graph from disk has no example values, from which its variant with adapters is made.
             kept = None if options.max_loras else CachedGraphs.of(self.model, options, positions)

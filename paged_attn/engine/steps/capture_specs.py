@@ -69,8 +69,8 @@ class CaptureSpecs:
             return "not asked for"
         if self.backend.graph_support() is GraphSupport.NEVER:
             return f"{self.backend.name}{' in deterministic mode' * self.backend.deterministic} can not be captured"
-        if self.runner.recurrent:
-            return "recurrent layers run between the graphs"
+        if not all(layer.ops for layer in self.runner.recurrent):
+            return "recurrent layers run by their own forward between the graphs"
         if not all(layer.by_backend for layer in self.runner.layers):
             return "attention that is recomputed runs between the graphs"
         return ""
@@ -127,6 +127,8 @@ class CaptureSpecs:
             batch.positions,
             batch.slots,
             batch.logits_rows,
+            batch.state_slots,
+            *(self.recurrent.pool.tensors if self.recurrent is not None else ()),
             self.pool.storage,
             self.future_tokens.tokens,
             *(slots for slots in (batch.lora_slots, batch.lora_logits_slots) if slots is not None),

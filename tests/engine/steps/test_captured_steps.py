@@ -20,6 +20,7 @@ from paged_attn.engine.engine import Engine
 from tests.capture.fixed_backend import SHORT, FixedBackend
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import assert_idle, one_capture, oracle, random_prompts, run_all, tiny
+from tests.oracle import greedy
 from tests.recurrent_models import recurrent
 from tests.tiny_models import build
 
@@ -146,7 +147,7 @@ def test_a_backend_that_can_not_be_captured_runs_decode_in_pieces() -> None:
 
 def test_recurrent_layers_run_between_the_graphs() -> None:
     model = recurrent("qwen3_next")
-    engine = captured_engine(model, max_batch_tokens=16)
+    engine = captured_engine(model, max_batch_tokens=16, disable_passes=("scans",))
     prompts = PROMPTS[:4]
     plain = LLM(model, page_size=4, num_pages=128, max_requests=6, max_batch_tokens=16)
     modes = modes_of(engine)
@@ -154,7 +155,22 @@ def test_recurrent_layers_run_between_the_graphs() -> None:
     assert set(modes) == {"piecewise"}
     with pytest.raises(UnsupportedError, match="graph_verify runs every step twice"):
         captured_engine(model, graph_verify=True)
-    assert "recurrent layers" in "\n".join(engine.steps.report().lines())
+    assert "recurrent layers run by their own forward" in "\n".join(engine.steps.report().lines())
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "mamba"])
+def test_ops_on_slots_of_state_are_inside_full_graphs(name: str) -> None:
+    """More requests than slots, whose slots change hands; what is in slot 0, and in free ones, reaches nobody."""
+    model = recurrent(name)
+    engine = captured_engine(model, max_batch_tokens=16, max_requests=3)
+    assert engine.states is not None
+    engine.states.fill(float("nan"))
+    prompts, modes = PROMPTS[:6], modes_of(engine)
+    assert tokens_of(engine, prompts) == [greedy(model, prompt, GREEDY.max_new_tokens) for prompt in prompts]
+    assert set(modes) == {"full", "piecewise"}
+    assert engine.steps.graphs is not None
+    assert all(not c.segments.num_calls for key, c in engine.steps.graphs.captured.items() if key.mode == "full")
+    assert_idle(engine)
 
 
 def test_attention_is_called_between_the_graphs_of_pieces_and_inside_full_ones() -> None:

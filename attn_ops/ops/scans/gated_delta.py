@@ -1,0 +1,28 @@
+"""`torch.ops.paged_attn.gated_delta_rule_with_output`: linear attention whose state decays and is corrected, token by token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.ops.scans.kernels import run_scan
+from paged_attn.attn_ops.ops.scans.states import states_and_plan
+from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+
+
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
+) -> None:
+    """query, key [T, key heads, K]; value, output [T, H, V]; g (logarithms of decays), beta [T, H]; the state is [H, K, V].
+
+    `normalise`: queries and keys are divided by their lengths first. Rows past the batch's real tokens are zeroed.
+    """
+    states, plan = states_and_plan("gated_delta_rule", value.shape[0], layer_id, state_id)
+    run_scan(gated_delta_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), (), output, states, plan)
+
+
+GATED_DELTA_RULE = define_op(
+    "gated_delta_rule_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise, "
+    "int layer_id, int state_id) -> ()",
+    _run,
+)

@@ -1,0 +1,67 @@
+"""The gated delta rule: S decays, forgets what it gives for a key, and learns the value instead; a query reads it.
+
+S = exp(g) S; S = S + k (beta (v - S^T k))^T; output = S^T q / sqrt(K), for every token, with S [K, V] of each head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.scans.chunks import scan_chunks
+from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+
+CHUNK = 64
+EPS = 1e-6
+
+
+def gated_delta_extend(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, extends: Extends
+) -> None:
+    """query, key [T, key heads, K]; value, output [T, H, V]; g, beta [T, H]; states [slots, H, K, V]."""
+    chunks = extends.chunks(CHUNK)
+    q, k, v, decay, learned = (chunks.gather(each) for each in (query, key, value, g, beta))
+    q, k = _prepared(q, k, value.shape[1], 1, normalise)
+    total = decay.cumsum(-1)  # [N, H, size]; a filled up token decays nothing
+    pairs = decay_between(total)
+    learned = learned[..., None]
+    system = (k * learned) @ k.transpose(-1, -2) * pairs  # unit lower triangular, its diagonal unread
+    right = torch.cat([v * learned, k * learned * total.exp()[..., None]], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    last = total[..., -1:]
+    result, after = scan_chunks(
+        chunks, extends.before(states).float(), q * total.exp()[..., None], k * (last - total).exp()[..., None], new,
+        q @ k.transpose(-1, -2) * pairs, last.exp()[..., None], reads,
+    )  # fmt: skip
+    chunks.scatter(result.transpose(1, 2), output)
+    states[extends.slots_on_device] = after.to(states.dtype)
+
+
+def gated_delta_step(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, rows: StateRows
+) -> None:
+    """As `gated_delta_extend`, of the decoding rows."""
+    q, k, v, decay, learned = (rows.decoding(each).float() for each in (query, key, value, g, beta))
+    q, k = _prepared(q, k, value.shape[1], 1, normalise)
+    now = states[rows.decode_slots].float() * decay.exp()[..., None, None]
+    given = (v - (now * k[..., None]).sum(-2)) * learned[..., None]
+    now = now + k[..., None] * given[..., None, :]
+    rows.put_decoded(output, (now * q[..., None]).sum(-2))
+    states[rows.decode_slots] = now.to(states.dtype)
+
+
+def _prepared(q: Tensor, k: Tensor, heads: int, dim: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Of unit length where asked for, the query scaled, and each head repeated for the value heads that it serves."""
+    if normalise:
+        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    if (repeats := heads // q.shape[dim]) > 1:
+        q, k = q.repeat_interleave(repeats, dim), k.repeat_interleave(repeats, dim)
+    return q, k
+
+
+def decay_between(total: Tensor) -> Tensor:
+    """[.., i, j]: what is left at token i of what came at token j, zero for a later j; total [.., size] are summed logarithms."""
+    later = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+    return (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()

@@ -1,0 +1,46 @@
+"""A causal convolution of each channel over its last few tokens; the state is the tokens before, the latest last."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+
+ACTIVATIONS = ("", "silu")
+
+
+def short_conv_extend(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, states: Tensor, extends: Extends
+) -> None:
+    """x, output [T, C]; weight [C, taps]; bias [C]; states [slots, C, width], width >= taps - 1."""
+    count, width = weight.shape[1], states.shape[2]
+    rows, before = extends.rows, extends.before(states)
+    seen = torch.cat([before.transpose(1, 2).reshape(-1, x.shape[1]), x[rows].to(before.dtype)])
+    taps, last = extends.taps(count, width)
+    result = _summed([seen[taps[:, tap]] for tap in range(count)], weight, bias)
+    output[rows] = _activated(result.to(x.dtype), activation).to(output.dtype)
+    states[extends.slots_on_device] = seen[last].transpose(1, 2)
+
+
+def short_conv_step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, states: Tensor, rows: StateRows
+) -> None:
+    """As `short_conv_extend`, of the decoding rows."""
+    count, slots = weight.shape[1], rows.decode_slots
+    seen = torch.cat([states[slots], rows.decoding(x)[..., None].to(states.dtype)], -1)
+    result = _summed(list(seen[..., seen.shape[2] - count :].unbind(-1)), weight, bias)
+    rows.put_decoded(output, _activated(result.to(x.dtype), activation))
+    states[slots] = seen[..., 1:]
+
+
+def _summed(taps: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    result = taps[0].float() * weight[:, 0].float()
+    for tap, values in enumerate(taps[1:], 1):
+        result += values.float() * weight[:, tap].float()
+    return result if bias is None else result + bias.float()
+
+
+def _activated(result: Tensor, activation: str) -> Tensor:
+    return F.silu(result) if activation else result

@@ -1,0 +1,141 @@
+"""Which rows of a batch continue which state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.scans.chunks import Chunks
+
+
+@dataclass(frozen=True)
+class Extends:
+    """Requests of several new tokens, or of a first one: rows `starts[i]` to `starts[i] + lengths[i]` continue the state in `slots[i]`, or
+    begin one where `fresh[i]`. At least one."""
+
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    slots: Sequence[int]
+    fresh: Sequence[bool]
+    device: torch.device
+    _chunks: dict[int, Chunks] = field(default_factory=dict, compare=False)
+    _taps: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[N] int64: every row of these requests, in their order."""
+        parts = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
+        return self._on_device(np.concatenate(parts))
+
+    @cached_property
+    def slots_on_device(self) -> Tensor:
+        """[E] int64."""
+        return self._on_device(np.array(self.slots))
+
+    @cached_property
+    def continues(self) -> Tensor:
+        """[E] bool: there is a state in the slot."""
+        return torch.tensor([not fresh for fresh in self.fresh]).to(self.device, non_blocking=True)
+
+    def before(self, states: Tensor) -> Tensor:
+        """The states [E, ...] that the requests start from: zeros for a fresh one, whatever lies in its slot."""
+        found = states[self.slots_on_device]
+        return torch.where(self.continues.view(-1, *[1] * (found.dim() - 1)), found, found.new_zeros(()))
+
+    def chunks(self, size: int) -> Chunks:
+        """The requests cut into chunks of so many tokens; made once for all layers of a step."""
+        if size not in self._chunks:
+            self._chunks[size] = Chunks.of(self.starts, self.lengths, size, self.device)
+        return self._chunks[size]
+
+    def taps(self, count: int, width: int) -> tuple[Tensor, Tensor]:
+        """Where the last `count` tokens lie of every row [N, count], its own included, and the last `width` of each request [E, width].
+
+        int64 rows of [E * width + N, ...]: first the `width` tokens that each request's state remembers, then its new ones, as `rows`.
+        """
+        if (count, width) not in self._taps:
+            lengths = np.array(self.lengths)
+            owner, ends = np.arange(len(lengths)).repeat(lengths), np.add.accumulate(lengths)
+            first = len(lengths) * width + ends - lengths  # of each request's new tokens
+            position = np.arange(ends[-1]) - (ends - lengths)[owner]
+            taps = position[:, None] + np.arange(1 - count, 1)
+            last = lengths[:, None] + np.arange(-width, 0)
+            every = np.arange(len(lengths))
+            found = [
+                np.where(at >= 0, first[who][:, None] + at, who[:, None] * width + width + at) for at, who in ((taps, owner), (last, every))
+            ]
+            self._taps[count, width] = self._on_device(found[0]), self._on_device(found[1])
+        return self._taps[count, width]
+
+    def _on_device(self, values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """The rows of some requests of a batch, each with its slot.
+
+    Attributes:
+        decode_rows: [D] int64, rows of requests with one new token and a state; None: the first D rows, in order.
+        decode_slots: [D] integers, their slots; 0 for a row that is nobody's, whose output is zero.
+        extends: the other requests; None: there are none, and nothing here depends on the host.
+    """
+
+    decode_rows: Tensor | None
+    decode_slots: Tensor
+    extends: Extends | None
+
+    @property
+    def num_decode(self) -> int:
+        return self.decode_slots.shape[0]
+
+    def decoding(self, values: Tensor) -> Tensor:
+        """The decoding rows [D, ...] of values [T, ...]."""
+        return values[: self.num_decode] if self.decode_rows is None else values[self.decode_rows]
+
+    def put_decoded(self, output: Tensor, result: Tensor) -> None:
+        """Write the result [D, ...] of the decoding rows to their rows of output [T, ...]."""
+        real = (self.decode_slots > 0).view(-1, *[1] * (result.dim() - 1))
+        result = torch.where(real, result.to(output.dtype), output.new_zeros(()))
+        if self.decode_rows is None:
+            output[: self.num_decode] = result
+        else:
+            output[self.decode_rows] = result
+
+    @classmethod
+    def of(cls, batch: Batch) -> StateRows:
+        """Of a whole batch. One that decodes alone is read where it lies on the device, dummies included."""
+        rows: list[int] = []
+        slots: list[int] = []
+        starts, lengths, others, fresh = list[int](), list[int](), list[int](), list[bool]()
+        start, real = 0, batch.num_real_requests
+        for new, seen, slot in zip(batch.query_lens_host[:real], batch.seq_lens_host, batch.state_slots_host, strict=False):
+            if new == 1 and seen > 1:
+                rows.append(start)
+                slots.append(slot)
+            else:
+                starts.append(start)
+                lengths.append(new)
+                others.append(slot)
+                fresh.append(seen == new)
+            start += new
+        if not starts:
+            return cls(None, batch.state_slots, None)
+        device = batch.slots.device
+        on_device = [torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True) for values in (rows, slots)]
+        return cls(on_device[0], on_device[1], Extends(starts, lengths, others, fresh, device))
+
+
+@dataclass(frozen=True)
+class RecurrentPlan:
+    """What the layers with recurrent state of one step run: `calls` one after another, each continuing what the one before left."""
+
+    num_tokens: int
+    calls: tuple[StateRows, ...]

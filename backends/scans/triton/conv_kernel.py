@@ -1,0 +1,96 @@
+"""The short convolution: of decoding rows, of prompts, and the states that prompts leave."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def conv_step(
+    x, weight, bias, output, states, rows, slots, x_row, x_channel, weight_channel, weight_tap, output_row, slot_stride,
+    C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, HAS_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """A row of x [T, C] and the state [C, WIDTH] in its slot: output [T, C], and the state with the row after it."""
+    i, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, slot, real = i, tl.load(slots + i).to(tl.int64), channel < C
+    if HAS_ROWS:
+        row = tl.load(rows + i)
+    out = output + row.to(tl.int64) * output_row + channel
+    if slot == 0:
+        tl.store(out, tl.zeros([BLOCK], output.dtype.element_ty), mask=real)
+    else:
+        new = tl.load(x + row.to(tl.int64) * x_row + channel * x_channel, mask=real, other=0.0)
+        state, column = states + slot * slot_stride + channel[:, None] * WIDTH, tl.arange(0, W)[None]
+        shifted = tl.load(state + column + 1, mask=real[:, None] & (column < WIDTH - 1), other=0.0)
+        shifted = tl.where(column == WIDTH - 1, new[:, None].to(shifted.dtype), shifted)
+        tap = column - (WIDTH - TAPS)
+        read = real[:, None] & (tap >= 0) & (tap < TAPS)
+        factor = tl.load(weight + channel[:, None] * weight_channel + tap * weight_tap, mask=read, other=0.0)
+        total = tl.sum(shifted.to(tl.float32) * factor.to(tl.float32), 1)
+        if TAPS > WIDTH:  # a state of the tokens before alone: its first column is not shifted out of what is read
+            first = tl.load(states + slot * slot_stride + channel * WIDTH, mask=real, other=0.0)
+            total += first.to(tl.float32) * tl.load(weight + channel * weight_channel, mask=real, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # all of the old state is read
+        tl.store(state + column, shifted, mask=real[:, None] & (column < WIDTH))
+        tl.store(out, _activated(total, bias, channel, real, x.dtype.element_ty, HAS_BIAS, SILU).to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def conv_extend(
+    x, weight, bias, output, states, rows, slots, continues, taps, x_row, x_channel, weight_channel, weight_tap, output_row, slot_stride,
+    remembered, C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One new token of x [T, C]: `taps` [N, TAPS] says where its last tokens lie, in `remembered` rows of states and then in x."""
+    i, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real, total = channel < C, tl.zeros([BLOCK], tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = tl.load(taps + i * TAPS + tap)
+        value = _seen(x, states, rows, slots, continues, at, channel, real, x_row, x_channel, slot_stride, remembered, WIDTH)
+        total += value * tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0).to(tl.float32)
+    result = _activated(total, bias, channel, real, x.dtype.element_ty, HAS_BIAS, SILU)
+    tl.store(output + tl.load(rows + i) * output_row + channel, result.to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def conv_state(
+    x, states, rows, slots, continues, last, x_row, x_channel, slot_stride, remembered, C: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The state [C, WIDTH] that a request leaves: `last` [E, WIDTH] says where its last tokens lie, as `taps` does."""
+    i, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column, real = tl.arange(0, W)[None], (channel < C)[:, None]
+    at = tl.load(last + i * WIDTH + column, mask=column < WIDTH, other=0)
+    value = _seen(
+        x, states, rows, slots, continues, at, channel[:, None], real & (column < WIDTH), x_row, x_channel, slot_stride, remembered, WIDTH
+    )
+    tl.debug_barrier()  # all of the old state is read
+    state = states + tl.load(slots + i) * slot_stride + channel[:, None] * WIDTH + column
+    tl.store(state, value.to(states.dtype.element_ty), mask=real & (column < WIDTH))
+
+
+@triton.jit
+def _seen(x, states, rows, slots, continues, at, channel, real, x_row, x_channel, slot_stride, remembered, WIDTH: tl.constexpr):
+    """float32: a token that a state remembers (0 where it has none), or a new one, in the states' dtype as it will be remembered."""
+    old = at < remembered
+    request = tl.where(old, at // WIDTH, 0)
+    slot = tl.load(slots + request)
+    known = old & tl.load(continues + request)
+    kept = tl.load(states + slot * slot_stride + channel * WIDTH + at % WIDTH, mask=real & known, other=0.0)
+    row = tl.load(rows + tl.where(old, 0, at - remembered))
+    new = tl.load(x + row * x_row + channel * x_channel, mask=real & (at >= remembered), other=0.0).to(states.dtype.element_ty)
+    return tl.where(old, kept, new).to(tl.float32)
+
+
+@triton.jit
+def _activated(total, bias, channel, real, dtype: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr):
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
+    total = total.to(dtype).to(tl.float32)
+    if SILU:
+        total = total / (1 + tl.exp(-total))
+    return total

@@ -1,0 +1,70 @@
+"""Launches the kernels of decoding rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from paged_attn.attn_ops.scans.gated_delta import EPS
+from paged_attn.attn_ops.scans.state_rows import StateRows
+from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
+
+MOST = 256  # of a state's dimension that a program holds whole
+NUMBERS = 4096  # of a state, about, that a program holds
+
+
+def gated_delta(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, rows: StateRows
+) -> bool:
+    """As `gated_delta_step`; False for longer keys than a program holds."""
+    _, heads, k_dim, v_dim = states.shape
+    if k_dim > MOST:
+        return False
+    block_k = triton.next_power_of_2(k_dim)
+    block_v = _block(v_dim, block_k)
+    gated_delta_kernel[(rows.num_decode, heads, triton.cdiv(v_dim, block_v))](
+        query, key, value, g, beta, output, states, *_where(rows), *query.stride(), *key.stride(), *value.stride(), *g.stride(),
+        *beta.stride(), output.stride(0), states.stride(0), k_dim**-0.5, EPS, REPEATS=heads // key.shape[1], K=k_dim, V=v_dim,
+        NORMALISE=normalise, HAS_ROWS=rows.decode_rows is not None, BLOCK_K=block_k, BLOCK_V=block_v,
+    )  # fmt: skip
+    return True
+
+
+def mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> bool:
+    """As `mamba2_step`; False for larger states of a channel than a program holds."""
+    _, heads, p_dim, n_dim = states.shape
+    if n_dim > MOST:
+        return False
+    block_n = triton.next_power_of_2(n_dim)
+    block_p = _block(p_dim, block_n)
+    mamba2_kernel[(rows.num_decode, heads, triton.cdiv(p_dim, block_p))](
+        x, dt, a.contiguous(), b, c, output, states, *_where(rows), *x.stride(), *dt.stride(), *b.stride(), *c.stride(), output.stride(0),
+        states.stride(0), REPEATS=heads // b.shape[1], P=p_dim, N=n_dim, HAS_ROWS=rows.decode_rows is not None, BLOCK_P=block_p,
+        BLOCK_N=block_n,
+    )  # fmt: skip
+    return True
+
+
+def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> bool:
+    """As `mamba1_step`; False for larger states of a channel than a program holds."""
+    _, channels, n_dim = states.shape
+    if n_dim > MOST:
+        return False
+    block_n = triton.next_power_of_2(n_dim)
+    block_c = _block(channels, block_n)
+    mamba1_kernel[(rows.num_decode, triton.cdiv(channels, block_c))](
+        x, dt, a, b, c, output, states, *_where(rows), *x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(), output.stride(0),
+        states.stride(0), C=channels, N=n_dim, HAS_ROWS=rows.decode_rows is not None, BLOCK_C=block_c, BLOCK_N=block_n,
+    )  # fmt: skip
+    return True
+
+
+def _where(rows: StateRows) -> tuple[Any, Tensor]:
+    return rows.decode_rows, rows.decode_slots
+
+
+def _block(size: int, beside: int) -> int:
+    """How many of a dimension's elements a program holds beside `beside` of the other's."""
+    return min(int(triton.next_power_of_2(size)), max(NUMBERS // beside, 1))

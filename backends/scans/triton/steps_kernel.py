@@ -1,0 +1,94 @@
+"""One token of each decoding request through its state: read once, written once."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _row_and_slot(rows, slots, HAS_ROWS: tl.constexpr):
+    i = tl.program_id(0)
+    row = i.to(tl.int64)
+    if HAS_ROWS:
+        row = tl.load(rows + i)
+    return row, tl.load(slots + i).to(tl.int64)
+
+
+@triton.jit
+def gated_delta_kernel(
+    query, key, value, g, beta, output, states, rows, slots, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, g_row,
+    g_head, beta_row, beta_head, output_row, slot_stride, scale, eps, REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    NORMALISE: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A head's columns of its state [K, V]: they decay, forget what they give for the key, learn the value, and the query reads them."""
+    row, slot = _row_and_slot(rows, slots, HAS_ROWS)
+    head, k, v = tl.program_id(1), tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    out = output + row * output_row + head * V + v
+    if slot == 0:
+        tl.store(out, tl.zeros([BLOCK_V], output.dtype.element_ty), mask=v < V)
+    else:
+        q_k = tl.load(query + row * q_row + (head // REPEATS) * q_head + k * q_dim, mask=k < K, other=0.0).to(tl.float32)
+        k_k = tl.load(key + row * k_row + (head // REPEATS) * k_head + k * k_dim, mask=k < K, other=0.0).to(tl.float32)
+        if NORMALISE:
+            q_k *= tl.rsqrt(tl.sum(q_k * q_k, 0) + eps)
+            k_k *= tl.rsqrt(tl.sum(k_k * k_k, 0) + eps)
+        v_v = tl.load(value + row * v_row + head * v_head + v * v_dim, mask=v < V, other=0.0).to(tl.float32)
+        state = states + slot * slot_stride + (head * K + k[:, None]).to(tl.int64) * V + v[None]
+        real = (k < K)[:, None] & (v < V)[None]
+        now = tl.load(state, mask=real, other=0.0).to(tl.float32) * tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
+        learned = (v_v - tl.sum(now * k_k[:, None], 0)) * tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
+        now += k_k[:, None] * learned[None]
+        tl.store(state, now.to(states.dtype.element_ty), mask=real)
+        tl.store(out, (tl.sum(now * q_k[:, None], 0) * scale).to(output.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
+def mamba2_kernel(
+    x, dt, a, b, c, output, states, rows, slots, x_row, x_head, x_dim, dt_row, dt_head, b_row, b_group, b_dim, c_row, c_group, c_dim,
+    output_row, slot_stride, REPEATS: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A head's rows of its state [P, N]."""
+    row, slot = _row_and_slot(rows, slots, HAS_ROWS)
+    head, p, n = tl.program_id(1), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
+    out = output + row * output_row + head * P + p
+    if slot == 0:
+        tl.store(out, tl.zeros([BLOCK_P], output.dtype.element_ty), mask=p < P)
+    else:
+        step = tl.load(dt + row * dt_row + head * dt_head).to(tl.float32)
+        new = tl.load(x + row * x_row + head * x_head + p * x_dim, mask=p < P, other=0.0).to(tl.float32) * step
+        b_n = tl.load(b + row * b_row + (head // REPEATS) * b_group + n * b_dim, mask=n < N, other=0.0).to(tl.float32)
+        c_n = tl.load(c + row * c_row + (head // REPEATS) * c_group + n * c_dim, mask=n < N, other=0.0).to(tl.float32)
+        state = states + slot * slot_stride + (head * P + p[:, None]).to(tl.int64) * N + n[None]
+        real = (p < P)[:, None] & (n < N)[None]
+        decay = tl.exp(step * tl.load(a + head).to(tl.float32))
+        now = tl.load(state, mask=real, other=0.0).to(tl.float32) * decay + new[:, None] * b_n[None]
+        tl.store(state, now.to(states.dtype.element_ty), mask=real)
+        tl.store(out, tl.sum(now * c_n[None], 1).to(output.dtype.element_ty), mask=p < P)
+
+
+@triton.jit
+def mamba1_kernel(
+    x, dt, a, b, c, output, states, rows, slots, x_row, x_dim, dt_row, dt_dim, a_dim, a_state, b_row, b_dim, c_row, c_dim, output_row,
+    slot_stride, C: tl.constexpr, N: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Some channels of a state [C, N]."""
+    row, slot = _row_and_slot(rows, slots, HAS_ROWS)
+    channel, n = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
+    out = output + row * output_row + channel
+    if slot == 0:
+        tl.store(out, tl.zeros([BLOCK_C], output.dtype.element_ty), mask=channel < C)
+    else:
+        step = tl.load(dt + row * dt_row + channel * dt_dim, mask=channel < C, other=0.0).to(tl.float32)
+        new = tl.load(x + row * x_row + channel * x_dim, mask=channel < C, other=0.0).to(tl.float32) * step
+        b_n = tl.load(b + row * b_row + n * b_dim, mask=n < N, other=0.0).to(tl.float32)
+        c_n = tl.load(c + row * c_row + n * c_dim, mask=n < N, other=0.0).to(tl.float32)
+        real = (channel < C)[:, None] & (n < N)[None]
+        rate = tl.load(a + channel[:, None] * a_dim + n[None] * a_state, mask=real, other=0.0).to(tl.float32)
+        state = states + slot * slot_stride + channel[:, None] * N + n[None]
+        now = tl.load(state, mask=real, other=0.0).to(tl.float32) * tl.exp(step[:, None] * rate) + new[:, None] * b_n[None]
+        tl.store(state, now.to(states.dtype.element_ty), mask=real)
+        tl.store(out, tl.sum(now * c_n[None], 1).to(output.dtype.element_ty), mask=channel < C)

@@ -1,0 +1,157 @@
+"""Which recurrent layers run by ops on the state pool, seen on numbers: beside the layer's own forward, on ragged batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.calling.evaluating import evaluating
+from paged_attn.recurrent.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.recurrent.verify import LIMIT_16_BIT, difference
+from paged_attn.tolerances import MULTIPLE, rounding
+
+logger = logging.getLogger("paged_attn")
+# New tokens of each request in each step: prompts of several chunks, first tokens, going on from a state, decoding rows.
+STEPS = ((66, 1, 3, 0), (1, 9, 2, 1), (1, 1, 1, 1), (2, 1, 0, 5))
+SLOTS = (3, 1, 5, 2)
+PADDING, PAGE = 2, 4096
+_INDICES = ("layer_idx", "layer_id")  # which of its kind a layer is
+
+
+def with_ops(layers: Sequence[RecurrentLayer]) -> tuple[RecurrentLayer, ...]:
+    """The layers, those whose ops are proved with `ops`, the others with `why_no_ops`."""
+    known: dict[tuple[Any, ...], RecurrentLayer] = {}
+    found = []
+    for layer in layers:
+        kind = _kind(layer)
+        if kind not in known:
+            known[kind] = _tried(layer)
+            logger.info("%s (%s) runs %s", layer.spec.module, type(layer.module).__name__, known[kind].describe())
+        found.append(dataclasses.replace(layer, ops=known[kind].ops, why_no_ops=known[kind].why_no_ops))
+    return tuple(found)
+
+
+def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """The globals in which the forwards of these modules and of theirs find functions that have an op."""
+    forwards = [inspect.unwrap(type(each).forward) for module in modules for each in module.modules()]
+    scopes = {id(forward.__globals__): forward.__globals__ for forward in forwards if inspect.isfunction(forward)}
+    return [scope for scope in scopes.values() if FUNCTIONS.keys() & scope.keys()]
+
+
+def _tried(layer: RecurrentLayer) -> RecurrentLayer:
+    scopes = scopes_of([layer.module])
+    if not scopes:
+        return dataclasses.replace(layer, why_no_ops="it calls no function that an op is known for")
+    if not all(state.dtype.is_floating_point for state in layer.spec.states):
+        return dataclasses.replace(layer, why_no_ops="a state of it is no floating-point tensor")
+    try:
+        with torch.no_grad(), evaluating(layer.module):
+            error = _apart(layer, scopes)
+    except NoOpFits as reason:
+        return dataclasses.replace(layer, why_no_ops=str(reason))
+    except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:  # of the model's own code
+        return dataclasses.replace(layer, why_no_ops=f"it can not be called without a cache: {type(failure).__name__}: {failure}")
+    if len(ops_that_ran()) < len(layer.spec.states):
+        return dataclasses.replace(layer, why_no_ops="ops are known for some of its states alone")
+    allowed = _limit(layer)
+    if not error <= allowed:
+        return dataclasses.replace(layer, why_no_ops=f"its ops are off by {error:.2g} of its size, allowed is {allowed:.2g}")
+    return dataclasses.replace(layer, ops=ops_that_ran())
+
+
+def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
+    """The largest error of an output row or of a request's state, in ragged steps from states among NaN; infinite where one has NaN."""
+    pools = [StatePool([layer.spec], max(SLOTS) + 1, _device(layer)) for _ in range(2)]
+    for pool in pools:
+        pool.fill(float("nan"))
+    own, ops = (RecurrentRunner([layer], pool) for pool in pools)
+    shapes = [state.shape for state in layer.spec.states]
+    seen, error = [0] * len(SLOTS), 0.0
+    for number, counts in enumerate(STEPS):
+        active = [i for i, count in enumerate(counts) if count]
+        requests = [BatchRequest([0] * counts[i], [1], seen[i], state_slot=SLOTS[i]) for i in active]
+        total = sum(counts)
+        batch = Batch.build(requests, PAGE, _device(layer), StepShape(total + PADDING, max(total, MIN_ROWS)))
+        inputs = _rows(layer, total, number)
+        output = torch.zeros(1, total + PADDING, *_output_shape(layer), dtype=layer.output_dtype, device=_device(layer))
+        own.forward(own.plan(batch), 0, inputs, output)
+        no_kv = KVPool((), 2, PAGE, torch.float32, _device(layer))
+        with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(0, shapes), replaced_functions(scopes):
+            result = layer.run_without_cache(inputs)
+        slots = [SLOTS[i] for i in active]
+        results = [
+            (rows[:, :total].flatten(2), [state[slots] for state in pool.states(0)])
+            for rows, pool in zip((output, result), pools, strict=True)
+        ]
+        error = max(error, difference(*results))
+        seen = [before + new for before, new in zip(seen, counts, strict=True)]
+    return error
+
+
+def _rows(layer: RecurrentLayer, count: int, seed: int) -> list[Tensor]:
+    """What a layer is given for so many tokens [1, count + PADDING, ...], made of what it was given in a real call; padding is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for operand in layer.operands:
+        given = operand.of(layer.arguments)[0]
+        one, other = (torch.randint(0, len(given), (count + PADDING,), generator=generator).to(given.device) for _ in range(2))
+        rows = given[one]
+        if given.is_floating_point():
+            share = torch.rand(count + PADDING, generator=generator).to(given.device, given.dtype).view(-1, *[1] * (given.dim() - 1))
+            rows = rows * share - given[other] * (1 - share)
+            rows[count:] = float("nan")
+        made.append(rows[None])
+    return made
+
+
+def _limit(layer: RecurrentLayer) -> float:
+    """What an error may be: rounding; in 16 bits, where the layer's own forward rounds between its steps, as much as its two forms may."""
+    dtypes = (layer.output_dtype, *(state.dtype for state in layer.spec.states))
+    if any(dtype.itemsize < 4 for dtype in dtypes):
+        return LIMIT_16_BIT
+    return max(layer.own_error, MULTIPLE * rounding(*dtypes))
+
+
+def _output_shape(layer: RecurrentLayer) -> tuple[int, ...]:
+    return layer.outputs[0].shape if len(layer.outputs) == 1 else (sum(output.width for output in layer.outputs),)
+
+
+def _device(layer: RecurrentLayer) -> torch.device:
+    device: torch.device = layer.operands[0].of(layer.arguments).device
+    return device
+
+
+def _kind(layer: RecurrentLayer) -> tuple[Any, ...]:
+    """What makes two layers compute the same apart from the values of their weights, as far as can be said without running them."""
+    parts = [
+        (name, type(module), sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str)))
+        for name, module in layer.module.named_modules()
+    ]
+    numbers = [[(key, value) for key, value in values if key not in _INDICES] for _, _, values in parts]
+    owned = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in layer.module.state_dict(keep_vars=True).items()]
+    return tuple(kind for _, kind, _ in parts), repr(numbers), tuple(owned), repr([(s.shape, s.dtype) for s in layer.spec.states])
+
+
+class _NoAttention:
+    """The backend of a context in which no attention runs."""
+
+    def plan(self, batch: Batch, pool: KVPool) -> None: ...
+
+    def plan_in_graph(self, plan: None) -> None: ...
+
+    def forward(self, *_: Any, **__: Any) -> None: ...
+
+    def forward_latent(self, *_: Any) -> None: ...

@@ -1,0 +1,177 @@
+"""Functions that layers with recurrent state call by a name of their module, and the ops that compute the same on slots of a pool.
+
+Called without a cache, as a model is traced, a layer gives them all tokens of a call and no state. An op in a function's place takes the
+state from the forward context instead, for every request of a batch that is one row of tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE
+from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
+from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
+
+_ACTIVATIONS = {None: "", "silu": "silu", "swish": "silu"}
+
+
+class NoOpFits(Exception):
+    """Why what a layer computes is not what an op computes."""
+
+
+@dataclass
+class _Running:
+    """The layer whose forward runs: its id (-1: none), the shapes of its states, which of them its ops have taken, and those ops' names."""
+
+    layer_id: int = -1
+    shapes: Sequence[tuple[int, ...]] = ()
+    taken: tuple[int, ...] = ()
+    ops: tuple[str, ...] = ()
+
+    def take(self, op: str, fits: Callable[[tuple[int, ...]], bool]) -> int:
+        """The first state of that shape that no other op of the layer has."""
+        for index, shape in enumerate(self.shapes):
+            if index not in self.taken and fits(shape):
+                self.taken, self.ops = (*self.taken, index), (*self.ops, op)
+                return index
+        raise NoOpFits(f"none of its states is one of {op}")
+
+
+_running = _Running()
+_one_at_a_time = threading.Lock()
+_proving: set[int] = set()  # threads in which `layer_of_ops` is entered; others may run the same model meanwhile
+
+
+@contextmanager
+def layer_of_ops(layer_id: int, shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
+    """Inside, the functions of `replaced_functions` are ops of this layer, called without torch.compile, too."""
+    with _one_at_a_time:
+        enter_layer(layer_id, shapes)
+        _proving.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            _proving.discard(threading.get_ident())
+            leave_layer()
+
+
+def enter_layer(layer_id: int, shapes: Sequence[tuple[int, ...]]) -> None:
+    _running.layer_id, _running.shapes, _running.taken, _running.ops = layer_id, shapes, (), ()
+
+
+def leave_layer() -> None:
+    _running.layer_id, _running.shapes = -1, ()
+
+
+def ops_that_ran() -> tuple[str, ...]:
+    """The ops of the last layer by name, one for each of its states that an op has taken."""
+    return _running.ops
+
+
+@contextmanager
+def replaced_functions(scopes: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Inside, the known names in these modules' globals are ops while a layer runs that `enter_layer` named, and else what they were."""
+    with ExitStack() as undo:
+        for scope in scopes:
+            for name in FUNCTIONS.keys() & scope.keys():
+                undo.callback(scope.__setitem__, name, scope[name])
+                scope[name] = _or_as_it_was(FUNCTIONS[name], scope[name])
+        yield
+
+
+def _or_as_it_was(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        here = _running.layer_id >= 0 and (torch.compiler.is_compiling() or threading.get_ident() in _proving)
+        return function(*args, **kwargs) if here else original(*args, **kwargs)
+
+    return call
+
+
+def _short_conv(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: Any) -> Tensor:
+    """[1, C, T] -> [1, C, T]"""
+    _one_row_of_tokens(hidden_states, more)
+    if activation not in _ACTIVATIONS:
+        raise NoOpFits(f"its convolution has the activation {activation}; known are none and silu")
+    channels, taps = weight.shape
+    state = _running.take("short_conv", lambda shape: len(shape) == 2 and shape[0] == channels and shape[1] >= taps - 1)
+    x = hidden_states[0].transpose(0, 1)
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    SHORT_CONV(x, weight, bias, output, _ACTIVATIONS[activation], _running.layer_id, state)
+    return output.transpose(0, 1)[None]
+
+
+def _gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """query, key [1, T, key heads, K], value [1, T, H, V], g, beta [1, T, H] -> [1, T, H, V]"""
+    _one_row_of_tokens(query, more, initial_state, output_final_state)
+    wanted = (value.shape[2], key.shape[3], value.shape[3])
+    state = _running.take("gated_delta_rule", lambda shape: shape == wanted)
+    output = torch.empty_like(value[0], dtype=query.dtype, memory_format=torch.contiguous_format)
+    GATED_DELTA_RULE(query[0], key[0], value[0], g[0], beta[0], output, use_qk_l2norm_in_kernel, _running.layer_id, state)
+    return output[None], None
+
+
+def _mamba2_scan(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+    dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, z: Tensor | None = None, **more: Any,
+) -> Tensor:  # fmt: skip
+    """hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, groups, N], D, dt_bias [H] -> float32 [1, T, H, P]"""
+    _one_row_of_tokens(hidden_states, more, initial_states, return_final_states)
+    if z is not None:
+        raise NoOpFits("its scan has a gate")
+    wanted = (hidden_states.shape[2], hidden_states.shape[3], B.shape[3])
+    state = _running.take("mamba2_scan", lambda shape: shape == wanted)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    output = torch.empty_like(hidden_states[0], dtype=torch.float32, memory_format=torch.contiguous_format)
+    MAMBA2_SCAN(hidden_states[0], dt[0], A, B[0], C[0], output, float(dt_limit[0]), float(dt_limit[1]), _running.layer_id, state)
+    if D is not None:
+        output = output + hidden_states[0].float() * D[:, None]
+    return output[None]
+
+
+def _mamba1_scan(
+    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False, **more: Any,
+) -> Tensor:  # fmt: skip
+    """hidden_states, dt, z [1, channels, T], A [channels, N], B, C [1, N, T], D, delta_bias [channels] -> float32 [1, channels, T]"""
+    _one_row_of_tokens(hidden_states, more, final=return_last_state)
+    wanted = tuple(A.shape)
+    state = _running.take("mamba1_scan", lambda shape: shape == wanted)
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    x = hidden_states[0].transpose(0, 1)
+    output = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    MAMBA1_SCAN(x, dt[0].transpose(0, 1), A, B[0].transpose(0, 1), C[0].transpose(0, 1), output, _running.layer_id, state)
+    result = output.transpose(0, 1)[None]
+    if D is not None:
+        result = result + hidden_states * D[:, None]
+    return result if z is None else result * F.silu(z)
+
+
+def _one_row_of_tokens(given: Tensor, more: dict[str, Any], initial: Tensor | None = None, final: bool = False) -> None:
+    if given.shape[0] != 1 or initial is not None or final or more.get("cu_seqlens") is not None or more.get("seq_idx") is not None:
+        raise NoOpFits("it calls its functions with states or several sequences when it has no cache")
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _short_conv,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba2_chunk_scan": _mamba2_scan,
+    "mamba_selective_scan": _mamba1_scan,
+}

@@ -1,0 +1,92 @@
+"""Each kernel beside the float32 truth: rows in order and not, slots of nobody, states among NaN, strided operands, 16 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
+
+pytest.importorskip("triton")
+from paged_attn.backends.scans.triton import conv, steps
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEPS = {"short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "mamba2_scan": steps.mamba2, "mamba1_scan": steps.mamba1}
+CLOSE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+
+
+def strided(value: Tensor) -> Tensor:
+    """The same numbers with other strides."""
+    return value.transpose(0, -1).contiguous().transpose(0, -1) if value.dim() > 1 else value
+
+
+def states_of(name: str, slots: list[int], dtype: torch.dtype, width: int | None = None) -> Tensor:
+    shape = RECURRENCES[name].state if width is None else (RECURRENCES[name].state[0], width)
+    states = torch.full((SLOTS, *shape), float("nan"), dtype=dtype)
+    for slot in slots:
+        states[slot] = torch.randn(shape)
+    return states.to(DEVICE)
+
+
+def same(one: Tensor, other: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(one, other, equal_nan=True, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [None, [6, 0, 3, 4]])
+@pytest.mark.parametrize("name", STEPS)
+def test_decoding_rows(name: str, rows: list[int] | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    kind, slots = RECURRENCES[name], [5, 2, 0, 8]
+    kept = torch.float32 if name != "short_conv" else dtype
+    states = [states_of(name, [5, 2, 8], kept)]
+    states.append(states[0].clone())
+    given = [strided(value.to(DEVICE, dtype)) for value in kind.given(7)]
+    output = [torch.full((7, *kind.output), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
+    decode_rows = None if rows is None else torch.tensor(rows, device=DEVICE)
+    where = StateRows(decode_rows, torch.tensor(slots, dtype=torch.int32, device=DEVICE), None)
+    kind.step(*given, output[0], *kind.options, states[0], where)
+    assert STEPS[name](*given, output[1], *kind.options, states[1], where)
+    same(output[1], output[0], dtype)
+    real = [1, *range(2, SLOTS)]  # what is in slot 0 is nobody's
+    same(states[1][real], states[0][real], dtype)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4, 5])
+def test_a_convolution_of_three_taps_with_states_of_any_width(width: int) -> None:
+    torch.manual_seed(6)
+    kind, slots = RECURRENCES["short_conv"], [5, 2, 8]
+    states = [states_of("short_conv", slots, torch.float32, width)]
+    states.append(states[0].clone())
+    x, weight, _ = (value.to(DEVICE) for value in kind.given(3))
+    output = [torch.zeros(3, 6, device=DEVICE) for _ in range(2)]
+    rows = StateRows(None, torch.tensor(slots, device=DEVICE), None)
+    kind.step(x, weight, None, output[0], "", states[0], rows)
+    assert conv.step(x, weight, None, output[1], "", states[1], rows)
+    same(output[1], output[0], torch.float32)
+    same(states[1], states[0], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 4])
+def test_the_convolution_of_prompts(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(7)
+    kind, lengths, slots, fresh = RECURRENCES["short_conv"], [1, 5, 2, 1, 9], [3, 8, 1, 6, 2], [True, False, False, False, True]
+    states = [states_of("short_conv", [8, 1, 6], dtype, width)]
+    states.append(states[0].clone())
+    x, weight, bias = (strided(value.to(DEVICE, dtype)) for value in kind.given(20))
+    output = [torch.full((20, 6), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
+    extends = Extends([start + 1 for start in starts_of(lengths)], lengths, slots, fresh, x.device)
+    kind.extend(x, weight, bias, output[0], "silu", states[0], extends)
+    assert conv.extend(x, weight, bias, output[1], "silu", states[1], extends)
+    same(output[1], output[0], dtype)
+    same(states[1], states[0], dtype)
+
+
+def test_what_a_program_does_not_hold_is_left_alone() -> None:
+    rows = StateRows(None, torch.tensor([1]), None)
+    q, v, g = torch.randn(1, 1, 300), torch.randn(1, 1, 2), torch.zeros(1, 1)
+    output = torch.full((1, 1, 2), 7.0)
+    assert not steps.gated_delta(q, q, v, g, g, output, False, torch.zeros(2, 1, 300, 2), rows) and (output == 7).all()

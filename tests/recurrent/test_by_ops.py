@@ -1,0 +1,98 @@
+"""Which layers run by ops on slots: those whose ops give the numbers of the layer's own forward, and no others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paged_attn.recurrent.by_ops import scopes_of, with_ops
+from paged_attn.recurrent.discover import find_recurrent_layers
+from paged_attn.recurrent.functions import layer_of_ops, replaced_functions
+from paged_attn.recurrent.layer import RecurrentLayer
+from tests.recurrent.test_discover import Mixer, Toy
+from tests.recurrent_models import RECURRENT, recurrent
+
+OPS = {
+    "qwen3_next": ("short_conv", "gated_delta_rule"), "falcon_h1": ("short_conv", "mamba2_scan"), "bamba": ("short_conv", "mamba2_scan"),
+    "lfm2": ("short_conv",), "jamba": ("short_conv", "mamba1_scan"), "mamba": ("short_conv", "mamba1_scan"),
+    "mamba2": ("short_conv", "mamba2_scan"),
+}  # fmt: skip
+
+
+def layers_of(model: nn.Module) -> tuple[RecurrentLayer, ...]:
+    return find_recurrent_layers(model, lambda length: {"input_ids": torch.arange(length)[None] % 7 + 1})
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_every_layer_of_these_models_is_proved(name: str) -> None:
+    model = recurrent(name)
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    layers = with_ops(layers_of(model))
+    assert layers and all(layer.ops == OPS[name] and layer.takes_chunks for layer in layers)
+    assert f"by ops on the slots of its state ({', '.join(OPS[name])})" in layers[0].describe()
+    assert dict(vars(module)) == before, "the model's module is as it was"
+
+
+def test_functions_that_compute_something_else_keep_their_layer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of the delta rule learn half of what they are told to, as if a version of transformers had changed them."""
+    model = recurrent("qwen3_next")
+    module = sys.modules[type(model).__module__]
+
+    def half(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: original(*args, **{**kwargs, "beta": kwargs["beta"] / 2})
+
+    for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+        monkeypatch.setattr(module, name, half(getattr(module, name)))
+    layer = with_ops(layers_of(model))[0]
+    assert not layer.ops and layer.why_no_ops.startswith("its ops are off by ")
+    assert f"by its own forward ({layer.why_no_ops})" in layer.describe()
+
+
+def test_an_activation_that_no_op_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = layers_of(recurrent("qwen3_next"))
+    monkeypatch.setattr(layers[0].module, "activation", "gelu")
+    (layer, *_) = with_ops(layers[:1])
+    assert layer.why_no_ops == "its convolution has the activation gelu; known are none and silu"
+
+
+def test_a_layer_that_calls_none_of_the_functions_says_so() -> None:
+    (layer,) = with_ops(layers_of(Toy(Mixer)))
+    assert not layer.ops and layer.describe().startswith("by its own forward (it calls no function that an op is known for): ")
+
+
+def test_layers_of_one_kind_are_tried_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "paged_attn"):
+        layers = with_ops(layers_of(recurrent("mamba2")))
+    assert len(layers) == 3
+    assert sum("runs by ops on the slots" in record.message for record in caplog.records) == 1
+
+
+def test_a_layer_that_can_not_run_without_a_cache_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = layers_of(recurrent("lfm2"))
+    forward = layers[0].module.forward
+
+    def needs_a_cache(hidden_states: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return forward(hidden_states, past_key_values=past_key_values if past_key_values.layers else None, **kwargs)
+
+    monkeypatch.setattr(layers[0].module, "forward", needs_a_cache)
+    (layer, *_) = with_ops(layers[:1])
+    assert layer.why_no_ops.startswith("it can not be called without a cache: AttributeError: 'NoneType' object has no attribute 'layers'")
+
+
+def test_what_another_thread_runs_meanwhile_is_as_it_was() -> None:
+    model = recurrent("lfm2")
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    layer = layers_of(model)[0]
+    with replaced_functions(scopes_of([layer.module])), layer_of_ops(0, [state.shape for state in layer.spec.states]):
+        with ThreadPoolExecutor(1) as other, torch.no_grad():
+            found = other.submit(lambda: model(input_ids=ids, use_cache=False).logits.detach()).result()
+    torch.testing.assert_close(found, expected)
