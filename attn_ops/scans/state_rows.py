@@ -27,6 +27,7 @@ class Extends:
     device: torch.device
     _chunks: dict[int, Chunks] = field(default_factory=dict, compare=False)
     _taps: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    _bounds: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -54,6 +55,13 @@ class Extends:
         if size not in self._chunks:
             self._chunks[size] = Chunks.of(self.starts, self.lengths, size, self.device)
         return self._chunks[size]
+
+    def bounds(self, size: int) -> Tensor:
+        """[3, E] int64: of each request its first row, its number of tokens, and which of `chunks(size)` is its first."""
+        if size not in self._bounds:
+            counts = -(-np.array(self.lengths) // size)
+            self._bounds[size] = self._on_device(np.stack([self.starts, self.lengths, np.add.accumulate(counts) - counts]))
+        return self._bounds[size]
 
     def taps(self, count: int, width: int) -> tuple[Tensor, Tensor]:
         """Where the last `count` tokens lie of every row [N, count], its own included, and the last `width` of each request [E, width].

@@ -4,21 +4,42 @@ process of its own, because a process of the tests runs Triton's interpreter."""
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
+from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
 POINTERS = {
     "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "output": "*bf16", "rows": "*i64", "slots": "*i64", "taps": "*i64", "last": "*i64",
     "continues": "*i1", "query": "*bf16", "key": "*bf16", "value": "*bf16", "g": "*fp32", "beta": "*bf16", "states": "*fp32", "dt": "*bf16",
     "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32",
+    "real": "*i1", "bounds": "*i64", "new": "*bf16", "reads": "*bf16",
 }  # fmt: skip
 CONV: dict[str, Any] = {"C": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
+SOLVED: dict[str, Any] = {
+    "HEADS": 32, "REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "CHUNK": 64, "BLOCK_K": 128, "BLOCK_V": 32, "NARROW": tl.bfloat16,
+    "k_dim": 1, "v_dim": 1,
+}  # fmt: skip
+DELTA: dict[str, Any] = {**SOLVED, "DELTA": True, "q_dim": 1, "state_v": 1}
+SSD: dict[str, Any] = {
+    **SOLVED, "HEADS": 128, "REPEATS": 128, "V": 64, "DELTA": False, "NORMALISE": False, "q_dim": 1, "state_k": 1, "new": None,
+    "reads": None,
+}  # fmt: skip
+LONG: dict[str, Any] = {"K": 256, "BLOCK_K": 256, "CHUNK": 32}
+CHANNELS: dict[str, Any] = {
+    "C": 8192, "N": 16, "x_dim": 1, "dt_dim": 1, "b_dim": 1, "c_dim": 1, "BLOCK_T": 32, "BLOCK_C": 4, "BLOCK_N": 16,
+}  # fmt: skip
+AS_LAUNCHED = {"num_stages": 1, "num_warps": 8}  # by `prompts.py`
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV, "W": 4, "HAS_ROWS": True}),
     "conv_step in order": (conv_step, {**CONV, "W": 4, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
@@ -30,10 +51,37 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "mamba2": (mamba2_kernel, {"REPEATS": 16, "P": 64, "N": 128, "HAS_ROWS": True, "BLOCK_P": 32, "BLOCK_N": 128}),
     "mamba1": (mamba1_kernel, {"C": 8192, "N": 16, "HAS_ROWS": False, "rows": None, "BLOCK_C": 256, "BLOCK_N": 16}),
+    "solve_chunks": (solve_chunks, SOLVED),
+    "solve_chunks of long keys": (solve_chunks, SOLVED | LONG),
+    "scan_chunks": (scan_chunks, DELTA),
+    "scan_chunks of long keys": (scan_chunks, DELTA | LONG),
+    "scan_chunks of float32": (scan_chunks, {**DELTA, "CHUNK": 16, "NARROW": None}),
+    "scan_chunks without the delta rule": (scan_chunks, SSD),
+    "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
+
+WITHOUT = ("rows", "slots", "scale", "eps")  # what is not sure to be divisible by 16
+
+
+def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
+    signature = {each: "constexpr" if each in constants else POINTERS.get(each, "i32") for each in kernel.arg_names}
+    named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
+    attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
+    options = AS_LAUNCHED if kernel is scan_chunks else {}
+    result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+    return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
+
+
+def spilled(ptx: str) -> int:
+    """Bytes of registers that ptxas stores to local memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
+        log = subprocess.run(command, check=True, text=True, capture_output=True).stderr
+    return sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", log))
+
 
 if __name__ == "__main__":
     for name, (kernel, constants) in VARIANTS.items():
-        signature = {each: "constexpr" if each in constants else POINTERS.get(each, "i32") for each in kernel.arg_names}
-        result = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
-        print(json.dumps({"variant": name, "cubin": len(result.asm["cubin"])}), flush=True)
+        print(json.dumps({"variant": name, **compiled(kernel, constants)}), flush=True)

@@ -10,11 +10,17 @@ from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
 pytest.importorskip("triton")
-from paged_attn.backends.scans.triton import conv, steps
+from paged_attn.backends.scans.triton import conv, prompts, steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {"short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "mamba2_scan": steps.mamba2, "mamba1_scan": steps.mamba1}
-CLOSE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+PROMPTS = {"gated_delta_rule": prompts.gated_delta, "mamba2_scan": prompts.mamba2, "mamba1_scan": prompts.mamba1}
+NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no products of bfloat16
+CLOSE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float16: {"rtol": 5e-3, "atol": 5e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
 
 
 def strided(value: Tensor) -> Tensor:
@@ -83,6 +89,24 @@ def test_the_convolution_of_prompts(width: int, dtype: torch.dtype) -> None:
     assert conv.extend(x, weight, bias, output[1], "silu", states[1], extends)
     same(output[1], output[0], dtype)
     same(states[1], states[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(name: str, dtype: torch.dtype) -> None:
+    """Of several chunks, one whole chunk, single tokens, on fresh states and on others, between rows that are not theirs."""
+    torch.manual_seed(8)
+    kind, lengths, slots, fresh = RECURRENCES[name], [1, 70, 2, 1, 64, 33], [3, 8, 1, 6, 2, 4], [True, False, False, False, True, True]
+    states = [states_of(name, [8, 1, 6], torch.float32)]
+    states.append(states[0].clone())
+    given = [strided(value.to(DEVICE, dtype)) for value in kind.given(sum(lengths) + 3)]
+    output = [torch.full((sum(lengths) + 3, *kind.output), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
+    extends = Extends([start + 1 for start in starts_of(lengths)], lengths, slots, fresh, given[0].device)
+    kind.extend(*given, output[0], *kind.options, *kind.limits, states[0], extends)
+    assert PROMPTS[name](*given, output[1], *kind.options, *kind.limits, states[1], extends)
+    same(output[1], output[0], dtype)
+    same(states[1], states[0], dtype)
+    assert (output[1][0] == 7).all() and (output[1][-2:] == 7).all(), "rows that are nobody's are not written"
 
 
 def test_what_a_program_does_not_hold_is_left_alone() -> None:

@@ -1,0 +1,150 @@
+"""Prompts through their states: what a chunk teaches, made for all chunks at once, and one loop over the chunks of each request."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def solve_chunks(
+    key, value, g, beta, rows, real, new, reads, k_row, k_head, k_dim, v_row, v_head, v_dim, g_row, g_head, beta_row, beta_head, eps,
+    REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk of a head under the delta rule: `new` [N * CHUNK, H, V] and `reads` [N * CHUNK, H, K], so that what its tokens
+    write is new - reads S, for the state S before the chunk. `rows` and `real` [N, CHUNK] say which tokens it has."""
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    row, there = tl.load(rows + chunk * CHUNK + i), tl.load(real + chunk * CHUNK + i)
+    keys, factor = _vectors(key + (head // REPEATS) * k_head, row, there, k, k_row, k_dim, eps, K, NORMALISE)
+    total = tl.cumsum(tl.load(g + row * g_row + head * g_head, mask=there, other=0.0).to(tl.float32), 0)
+    learned = tl.load(beta + row * beta_row + head * beta_head, mask=there, other=0.0).to(tl.float32)
+    before = i[:, None] > i[None]
+    system = _dot(keys, tl.trans(keys), NARROW) * (_decay(total, before) * (factor * learned)[:, None] * factor[None])
+    solved = -system  # the inverse of 1 + system, row by row, without its diagonal
+    for last in range(1, CHUNK):
+        found = tl.sum(tl.where(i[:, None] == last, solved, 0.0), 0)
+        found += tl.sum(found[:, None] * tl.where(i[:, None] < last, solved, 0.0), 0)
+        solved = tl.where(i[:, None] == last, found[None], solved)
+    solved += tl.where(i[:, None] == i[None], 1.0, 0.0)
+    place = (chunk * CHUNK + i) * HEADS + head
+    read = _dot(solved * (factor * learned * tl.exp(total))[None], keys, NARROW)
+    tl.store(reads + place[:, None] * K + k[None], read.to(reads.dtype.element_ty), mask=(k < K)[None])
+    solved *= learned[None]
+    for first in tl.static_range(0, V, BLOCK_V):
+        v = first + tl.arange(0, BLOCK_V)
+        written = _dot(solved, _tile(value + head * v_head, row, there, v, v_row, v_dim, V), NARROW)
+        tl.store(new + place[:, None] * V + v[None], written.to(new.dtype.element_ty), mask=(v < V)[None])
+
+
+@triton.jit
+def scan_chunks(
+    query, key, value, g, beta, new, reads, output, states, slots, continues, bounds, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row,
+    v_head, v_dim, g_row, g_head, beta_row, beta_head, output_row, slot_stride, state_head, state_k, state_v, scale, eps,
+    REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, DELTA: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a head's state [K, V] through a request: each chunk is read by its queries and then written by its keys.
+
+    `bounds` [3, E]: the request's first row, its number of tokens, and its first chunk, where `new` and `reads` of the delta rule lie;
+    without that rule a token writes beta * value.
+    """
+    request, head, v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    i, k, requests = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.num_programs(0)
+    first, length = tl.load(bounds + request), tl.load(bounds + requests + request)
+    first_chunk = tl.load(bounds + 2 * requests + request)
+    held = (k < K)[:, None] & (v < V)[None]
+    state = states + tl.load(slots + request).to(tl.int64) * slot_stride + head * state_head + k[:, None] * state_k + v[None] * state_v
+    now = tl.load(state, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
+    until = i[:, None] >= i[None]
+    for start in range(0, length, CHUNK):
+        row, there = first + start + i, start + i < length
+        queries, query_factor = _vectors(query + (head // REPEATS) * q_head, row, there, k, q_row, q_dim, eps, K, NORMALISE)
+        keys, key_factor = _vectors(key + (head // REPEATS) * k_head, row, there, k, k_row, k_dim, eps, K, NORMALISE)
+        log_decay = tl.load(g + row * g_row + head * g_head, mask=there, other=0.0).to(tl.float32)
+        total, last = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+        if DELTA:
+            place = ((first_chunk * CHUNK + start + i) * HEADS + head)[:, None]
+            written = tl.load(new + place * V + v[None], mask=(v < V)[None], other=0.0).to(tl.float32)
+            written -= _dot(tl.load(reads + place * K + k[None], mask=(k < K)[None], other=0.0), now, NARROW)
+        else:
+            learned = tl.load(beta + row * beta_row + head * beta_head, mask=there, other=0.0).to(tl.float32)
+            written = _tile(value + head * v_head, row, there, v, v_row, v_dim, V).to(tl.float32) * learned[:, None]
+        scores = _dot(queries, tl.trans(keys), NARROW) * _decay(total, until) * key_factor[None]
+        result = _dot(queries, now, NARROW) * tl.exp(total)[:, None] + _dot(scores, written, NARROW)
+        out = output + row[:, None] * output_row + head * V + v[None]
+        result *= (query_factor * scale)[:, None]
+        tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (v < V)[None])
+        written *= (key_factor * tl.exp(last - total))[:, None]
+        now = now * tl.exp(last) + _dot(tl.trans(keys), written, NARROW)
+    tl.store(state, now.to(states.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def scan_channels(
+    x, dt, a, b, c, output, states, slots, continues, bounds, x_row, x_dim, dt_row, dt_dim, a_dim, a_state, b_row, b_dim, c_row, c_dim,
+    output_row, slot_stride, C: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Some channels of a state [C, N] of Mamba-1 through a request, BLOCK_T tokens at a time."""
+    request, channel, n = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
+    t, requests = tl.arange(0, BLOCK_T), tl.num_programs(0)
+    first, length = tl.load(bounds + request), tl.load(bounds + requests + request)
+    held = (channel < C)[:, None] & (n < N)[None]
+    state = states + tl.load(slots + request).to(tl.int64) * slot_stride + channel[:, None] * N + n[None]
+    now = tl.load(state, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
+    rate = tl.load(a + channel[:, None] * a_dim + n[None] * a_state, mask=held, other=0.0).to(tl.float32)
+    for start in range(0, length, BLOCK_T):
+        row, there = first + start + t, start + t < length
+        step = _tile(dt, row, there, channel, dt_row, dt_dim, C).to(tl.float32)
+        new = _tile(x, row, there, channel, x_row, x_dim, C).to(tl.float32) * step
+        keys = _tile(b, row, there, n, b_row, b_dim, N).to(tl.float32)
+        queries = _tile(c, row, there, n, c_row, c_dim, N).to(tl.float32)
+        decay, added = tl.exp(step[:, :, None] * rate[None]), new[:, :, None] * keys[:, None]  # a token past the end keeps the state
+        decay, added = tl.associative_scan((decay, added), 0, _joined)
+        every = decay * now[None] + added
+        out = output + row[:, None] * output_row + channel[None]
+        result = tl.sum(every * queries[:, None], 2)
+        tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (channel < C)[None])
+        now = tl.sum(tl.where(t[:, None, None] == BLOCK_T - 1, every, 0.0), 0)
+    tl.store(state, now.to(states.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _dot(one, other, NARROW: tl.constexpr):
+    """Their product, summed in float32; their numbers rounded to NARROW, if that is a dtype."""
+    if NARROW is None:
+        return tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(one.to(NARROW), other.to(NARROW))
+
+
+@triton.jit
+def _joined(decay, added, later_decay, later_added):
+    return decay * later_decay, added * later_decay + later_added
+
+
+@triton.jit
+def _decay(total, which):
+    """[i, j]: what is left at token i of what came at token j, where `which` says so, else 0."""
+    return tl.exp(tl.where(which, total[:, None] - total[None], float("-inf")))
+
+
+@triton.jit
+def _tile(base, row, there, column, row_stride, column_stride, SIZE: tl.constexpr):
+    """[rows, columns], zero where there is none."""
+    at = base + row.to(tl.int64)[:, None] * row_stride + column[None] * column_stride
+    return tl.load(at, mask=there[:, None] & (column < SIZE)[None], other=0.0)
+
+
+@triton.jit
+def _vectors(base, row, there, column, row_stride, column_stride, eps, SIZE: tl.constexpr, NORMALISE: tl.constexpr):
+    """As `_tile`, and by what each row is to be multiplied: that makes it of unit length if NORMALISE, else nothing changes."""
+    found = _tile(base, row, there, column, row_stride, column_stride, SIZE)
+    factor = tl.full(row.shape, 1.0, tl.float32)
+    if NORMALISE:
+        wide = found.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 1) + eps)
+    return found, factor
