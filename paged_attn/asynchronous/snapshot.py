@@ -15,6 +15,8 @@ class EngineSnapshot:
     Attributes:
         pages_used: held by requests. pages_cached: held by the prefix cache alone, to be evicted when needed.
         waiting_of: how many of each tenant wait.
+        snapshots: recurrent states at the ends of cached prefixes; snapshot_bytes: their memory.
+        tokens_without_state: prompt tokens that the prefix cache had, of no use as no recurrent state was kept there.
         prompt_tokens: computed; cached_tokens: taken from the prefix cache instead.
     """
 
@@ -23,6 +25,9 @@ class EngineSnapshot:
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0
+    snapshots: int = 0
+    snapshot_bytes: int = 0
+    tokens_without_state: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -35,7 +40,9 @@ class EngineSnapshot:
         kv, stats, scheduler = engine.kv, engine.stats, engine.scheduler
         return cls(
             running=len(scheduler.running), waiting=len(scheduler.waiting), pages_total=kv.num_usable,
-            pages_used=kv.num_usable - kv.num_available, pages_cached=kv.num_available - kv.allocator.num_free, steps=stats.steps,
+            pages_used=kv.num_usable - kv.num_available, pages_cached=kv.num_available - kv.allocator.num_free,
+            snapshots=kv.num_snapshots, snapshot_bytes=kv.snapshot_bytes,
+            tokens_without_state=scheduler.stats.prompt_tokens_without_state, steps=stats.steps,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,
             preemptions=scheduler.num_preemptions, waiting_of=dict(scheduler.waiting.count_of),
         )  # fmt: skip

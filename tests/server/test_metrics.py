@@ -7,6 +7,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.models import make_engine
+from tests.recurrent_models import recurrent
 from tests.server.serving import Running, chat_tokenizer, serving
 
 
@@ -39,3 +40,19 @@ def test_counts_of_requests_tokens_pages_and_steps() -> None:
         assert found["http_responses_total", (("route", "/v1/completions"), ("status", "200"))] == 2
         assert found["http_responses_total", (("route", "/v1/completions"), ("status", "400"))] == 1
         assert found["http_responses_total", (("route", "other"), ("status", "404"))] == 1
+
+
+def test_snapshots_of_recurrent_state_and_what_was_computed_for_want_of_one() -> None:
+    stem = list(range(5, 29))
+    with serving(lambda: make_engine(recurrent("lfm2"), page_size=4)) as running:
+        for more in ([40], [41], [42]):
+            body = {"prompt": [*stem, *more, *[50] * 8], "max_tokens": 1, "temperature": 0}
+            assert running.http.post("/v1/completions", json=body).status_code == 200
+        running.wait_idle()
+        found = samples(running)
+        assert found["cached_prompt_tokens_total", ()] == 24, "the second one saw where they part, and kept the state for the third"
+        assert found["stateless_prompt_tokens_total", ()] == 24
+        assert found["state_snapshots", ()] == running.engine.kv.num_snapshots == 4  # where each ends, and where they part
+        assert running.engine.states is not None
+        slot = running.engine.states.nbytes // running.engine.states.num_slots
+        assert found["state_snapshot_bytes", ()] == 4 * slot

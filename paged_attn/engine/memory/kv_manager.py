@@ -34,6 +34,7 @@ class KVManager:
         self.allocator = PageAllocator(num_pages, page_size)
         self.page_size = page_size
         self.state_slots = SlotAllocator(slots.running) if states else None
+        self._slot_bytes = states.nbytes // states.num_slots if states else 0
         self.version = 0  # grows when pages are given back or shared: until then who could not be admitted still can not
         self.snapshots: StateSnapshots | None = None
         self.tree: RadixCache | None = None
@@ -52,6 +53,16 @@ class KVManager:
     @property
     def num_usable(self) -> int:
         return self.allocator.num_usable
+
+    @property
+    def num_snapshots(self) -> int:
+        """Recurrent states that are kept at the ends of cached prefixes."""
+        return 0 if self.snapshots is None else self.snapshots.num_attached
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What these take of the memory for states."""
+        return self.num_snapshots * self._slot_bytes
 
     @property
     def can_admit(self) -> bool:
@@ -75,6 +86,7 @@ class KVManager:
         match = self.tree.match(request.tokens[: request.num_reusable], request.namespace)
         if self.snapshots is not None:
             fork, match = match.num_tokens, self.tree.cut_to_payload(match)
+            request.tokens_without_state = fork - match.num_tokens
             last = (len(request.tokens) - 1) // self.page_size * self.page_size
             worth = {last, fork} if fork - match.num_tokens >= MIN_FORK else {last}
             request.snapshot_points = sorted(point for point in worth if point > match.num_tokens)

@@ -70,6 +70,7 @@ class Request:
         snapshot_points: numbers of tokens, ascending, at which a prefill stops so that its state there can be kept.
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
+        tokens_without_state: those that the prefix cache has besides, of no use as no recurrent state is kept there.
         known: its new tokens with their log-probabilities, if the params ask for these.
         scored: likewise its prompt's tokens from `first_scored` on, as far as their scores have come.
         index, answer: which prompt of the call it is for, and which of the answers to it.
@@ -96,6 +97,7 @@ class Request:
     snapshot_points: list[int] = field(default_factory=list)
     snapshots: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0
+    tokens_without_state: int = 0
     known: list[SampledToken] = field(default_factory=list)
     scored: list[SampledToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -162,7 +162,7 @@ class Scheduler:
         self.kv.take_state_slot(request)
         waited = self.waiting.take(request)
         if waited is not None:
-            self.stats.count_admission(waited, len(request.tokens), request.num_cached)
+            self.stats.count_admission(waited, len(request.tokens), request.num_cached, request.tokens_without_state)
         if not request.num_sampled:
             request.cached_tokens = request.num_cached
         self._prefills.start(request)

@@ -63,11 +63,19 @@ class ServerMetrics(Collector):
         pages.add_metric(["free"], now.pages_total - now.pages_used - now.pages_cached)
         yield pages
         yield GaugeMetricFamily(PREFIX + "kv_pages_total", "Usable KV pages", value=now.pages_total)
+        snapshots = "Recurrent states at the ends of cached prefixes"
+        yield GaugeMetricFamily(PREFIX + "state_snapshots", snapshots, value=now.snapshots)
+        yield GaugeMetricFamily(PREFIX + "state_snapshot_bytes", f"{snapshots}, in bytes", value=now.snapshot_bytes)
         yield GaugeMetricFamily(PREFIX + "queue_limit", "Requests that may wait", value=self._max_queue)
         yield GaugeMetricFamily(PREFIX + "ready", "1 while requests are served", value=int(self._is_ready()))
         for name, help, value in (
             ("prompt_tokens", "Prompt tokens computed", now.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens taken from the prefix cache", now.cached_tokens),
+            (
+                "stateless_prompt_tokens",
+                "Cached prompt tokens computed anew for want of a state",
+                now.tokens_without_state,
+            ),
             ("new_tokens", "Tokens generated", now.new_tokens),
             ("preemptions", "Requests that lost their pages and were recomputed", now.preemptions),
         ):
