@@ -137,6 +137,15 @@ def test_capture_times_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads(out.read_text())["startup"]["full_merged"]["first_token"] > 0
 
 
+def test_scans_times_the_truth_where_there_is_no_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "scans.json"
+    small = ["--device", "cpu", "--shape", "falcon-mamba-7b", "--prompts", "3,2", "--decode", "1"]
+    assert script("scans").main([*small, "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["what"] for row in rows] == ["2 prompts of 5 tokens", "1 decoding"]
+    assert all(row["truth us"] > 0 < row["read once us"] for row in rows)
+
+
 @pytest.mark.slow
 def test_hf_generate_times_every_system(tmp_path: Path) -> None:
     out = tmp_path / "hf_generate.json"

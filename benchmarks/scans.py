@@ -1,0 +1,145 @@
+"""A recurrence at published shapes: microseconds of its kernels, beside the float32 truth in `attn_ops/scans/` and beside what reading its
+operands and states once takes.
+
+    python benchmarks/scans.py --json out.json                    on a GPU, every shape, prompts and decoding rows
+    python benchmarks/scans.py --device cpu --shape bamba-9b --prompts 64 --decode 2     anywhere: the truth alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
+from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
+from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+
+PROMPTS = ("8192", "2048,2048,2048,2048", "512", "16," * 63 + "16")
+DECODE = (1, 8, 32, 128)
+HBM = 4.8e12  # bytes a second of an H200, by its data sheet
+REPEATS = 10
+INFINITE = float("inf")
+
+
+class Shape(NamedTuple):
+    """Of one layer: which recurrence, and the shape of its state."""
+
+    kind: str
+    state: tuple[int, ...]
+    groups: int = 1
+
+
+SHAPES = {
+    "qwen3-next": Shape("gated_delta", (32, 128, 128), 16),
+    "bamba-9b": Shape("mamba2", (128, 64, 128)),
+    "nemotron-h-8b": Shape("mamba2", (128, 64, 128), 8),
+    "falcon-mamba-7b": Shape("mamba1", (8192, 16)),
+}
+
+
+def operands(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
+    """What the functions take before the states: of 16-bit layers, decays in float32 as models have them."""
+
+    def of(*sizes: int) -> Tensor:
+        return torch.randn(rows, *sizes, device=device).to(dtype)
+
+    if shape.kind == "gated_delta":
+        heads, k, v = shape.state
+        decay, learned = -torch.rand(rows, heads, device=device), torch.rand(rows, heads, device=device).to(dtype)
+        return [of(shape.groups, k), of(shape.groups, k), of(heads, v), decay, learned, of(heads, v), True]
+    if shape.kind == "mamba2":
+        heads, p, n = shape.state
+        rates = -torch.rand(heads, device=device)
+        return [of(heads, p), of(heads).abs(), rates, of(shape.groups, n), of(shape.groups, n), of(heads, p)]
+    channels, n = shape.state
+    rates = -torch.rand(channels, n, device=device)
+    return [of(channels), of(channels).abs(), rates, of(n), of(n), of(channels)]
+
+
+def functions(kind: str, device: torch.device) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """By name: of prompts, and of decoding rows."""
+    truths = {
+        "gated_delta": (gated_delta_extend, gated_delta_step), "mamba2": (mamba2_extend, mamba2_step),
+        "mamba1": (mamba1_extend, mamba1_step),
+    }  # fmt: skip
+    found: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"truth": truths[kind]}
+    if device.type == "cuda":
+        from paged_attn.backends.scans.triton import prompts, steps
+
+        found["triton"] = (getattr(prompts, kind), getattr(steps, kind))
+    return found
+
+
+def microseconds(run: Callable[[], Any], device: torch.device) -> float:
+    """The median, behind a device that has nothing else to do."""
+    taken = []
+    for _ in range(REPEATS + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(taken[2:])
+
+
+def row_of(shape: Shape, lengths: Sequence[int], decode: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Times of some prompts, or of `decode` decoding rows; and how far the kernels are from the truth, as a share of its largest number."""
+    requests, rows = len(lengths) or decode, sum(lengths) or decode
+    given = operands(shape, rows, dtype, device)
+    states = torch.randn(requests + 1, *shape.state, device=device)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    slots = list(range(1, requests + 1))
+    where = Extends(starts, lengths, slots, [True] * requests, device) if lengths else None
+    decoding = StateRows(None, torch.tensor(slots, dtype=torch.int32, device=device), None)
+    limits = (0.0, INFINITE) if shape.kind == "mamba2" and lengths else ()
+    outputs, found = {}, dict[str, Any]()
+    for name, (extend, step) in functions(shape.kind, device).items():
+        output = given[5]
+        after = states.clone()
+        call = (lambda f=extend, s=after: f(*given, *limits, s, where)) if lengths else (lambda f=step, s=after: f(*given, s, decoding))
+        call()
+        outputs[name] = (output.clone().float(), after.clone())
+        found[f"{name} us"] = microseconds(call, device)
+    if "triton" in outputs:
+        pairs = zip(outputs["triton"], outputs["truth"], strict=True)
+        found["error"] = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    read = sum(each.nbytes for each in given if isinstance(each, Tensor)) + 2 * states[1:].nbytes
+    return {**found, "read once us": read / HBM * 1e6}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", nargs="*", default=PROMPTS, help="lengths that run together, with commas")
+    parser.add_argument("--decode", nargs="*", type=int, default=DECODE, help="numbers of decoding rows")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    device, dtype, table = torch.device(args.device), getattr(torch, args.dtype), []
+    for name in args.shape or SHAPES:
+        cases = [*((tuple(map(int, lengths.split(","))), 0) for lengths in args.prompts), *(((), count) for count in args.decode)]
+        for lengths, decode in cases:
+            what = f"{len(lengths)} prompts of {sum(lengths)} tokens" if lengths else f"{decode} decoding"
+            row = {"shape": name, "what": what, **row_of(SHAPES[name], lengths, decode, dtype, device)}
+            table.append(row)
+            print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "dtype": args.dtype, "rows": table}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

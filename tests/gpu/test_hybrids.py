@@ -1,0 +1,50 @@
+"""Models with recurrent state on a GPU: their kernels in the engine, in full graphs, with prefixes and preemption."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from paged_attn import LLM, SamplingParams, explain
+from tests.oracle import greedy, random_prompts
+from tests.recurrent_models import recurrent
+
+NAMES = ["qwen3_next", "bamba", "falcon_h1", "lfm2", "jamba", "mamba", "mamba2"]
+PROMPTS = random_prompts((80, 3, 1, 21, 130), seed=5)
+
+
+def on_gpu(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    return copy.deepcopy(recurrent(name)).to("cuda", dtype)
+
+
+def answers(llm: LLM, prompts: Sequence[list[int]], new: int = 12) -> list[list[int]]:
+    return [completion.token_ids for completion in llm.generate(prompts, SamplingParams(max_new_tokens=new))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_the_models_in_float32(name: str, full_float32: None) -> None:
+    expected = [greedy(recurrent(name), prompt, 12) for prompt in PROMPTS]
+    with LLM(on_gpu(name), page_size=4, num_pages=400, max_batch_tokens=64, inductor=False) as llm:
+        assert "by ops on the slots of its state" in explain(llm), explain(llm)
+        assert answers(llm, PROMPTS) == expected
+        assert answers(llm, PROMPTS) == expected, "from snapshots"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba"])
+def test_who_is_preempted_goes_on(name: str, full_float32: None) -> None:
+    expected = [greedy(recurrent(name), prompt, 12) for prompt in PROMPTS[:4]]
+    with LLM(on_gpu(name), page_size=4, num_pages=32, max_batch_tokens=32, inductor=False) as llm:
+        assert answers(llm, PROMPTS[:4]) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba", "lfm2"])
+def test_in_sixteen_bits_the_kernels_are_taken_and_decode_is_captured_whole(name: str) -> None:
+    with LLM(on_gpu(name, torch.bfloat16), page_size=16, num_pages=200) as llm:
+        text = explain(llm)
+        assert all(layer.ops for layer in llm.engine.runner.recurrent), text
+        assert llm.engine.steps.graphs is not None and llm.engine.steps.report().full, "full graphs hold the scans"
+        assert all(len(tokens) == 12 for tokens in answers(llm, PROMPTS))
