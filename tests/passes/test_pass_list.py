@@ -16,7 +16,7 @@ from tests.tiny_models import build
 
 ALL = {"merge_linears": True, "early_logits_gather": True, "gemv": True, "num_pages": 16, "self_check": False}
 DID = {
-    "latent_attention": "num_latents", "experts": "num_experts", "scans": "num_scans", "early_logits_gather": "num_gathered",
+    "latent_attention": "num_latents", "experts": "experts", "scans": "num_scans", "early_logits_gather": "num_gathered",
     "routing": "num_routed", "merge_linears": "merges", "gemv": "num_gemv",
 }  # fmt: skip
 

@@ -134,6 +134,9 @@ SPELLINGS: dict[str, tuple[Mask, str]] = {
     "chunk 8192, on rows": (window("(k <= q) & (q // 8192 == k // 8192)", rows), "causal & chunk 8192"),
     "chunk 8192, div": (window("(k <= q) & (torch.div(q, 8192, rounding_mode='floor') == torch.div(k, 8192, rounding_mode='floor'))"),
                         "causal & chunk 8192"),
+    "symmetric window": (window("(q - k).abs() < 8"), "bidirectional & window 8 & window ahead 8"),
+    "symmetric window 4096": (window("(q - k).abs() <= 4096"), "bidirectional & window 4097 & window ahead 4097"),
+    "lopsided window": (window("(q - k < 4096) & (k - q < 1000)"), "bidirectional & window 4096 & window ahead 1000"),
     "window 4096 & chunk 8192": (window("(k <= q) & (q // 8192 == k // 8192) & (q - k < 4096)"), "causal & window 4096 & chunk 8192"),
 }  # fmt: skip
 
@@ -143,7 +146,8 @@ def test_each_spelling(name: str) -> None:
     mask, words = SPELLINGS[name]
     (report,) = rewrite_of(masked(mask)).layers
     spec = report.spec
-    limits = [f"{what} {value}" for what, value in (("window", spec.sliding_window), ("chunk", spec.chunk)) if value is not None]
+    named = (("window", spec.sliding_window), ("window ahead", spec.window_ahead), ("chunk", spec.chunk))
+    limits = [f"{what} {value}" for what, value in named if value is not None]
     assert " & ".join(["causal" if spec.causal else "bidirectional", *limits]) == words
     assert "7 probes" in report.proof and words in report.proof
 

@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Mask, str]] = {
     "sink and window": (window("(k <= q) & ((q - k < 8) | (k == 0))"), "matches no known family"),
     "strictly below": (window("k < q"), "matches no known family"),
     "anticausal": (window("k >= q"), "matches no known family"),
-    "symmetric window": (window("(q - k).abs() < 8"), "matches no known family"),
+    "lopsided window": (window("((q - k) * 2 < 16 + (k % 2)) & (k - q < 8)"), "matches no known family"),
     "window by distance on packed rows": (window_by_distance_on_packed_rows, r"packed sequences \(5, 26, 31\) see each other in a way"),
     "window over segments": (counts_segments, r"see each other in a way"),
     "window that grows": (lambda ids, pos: tril(ids, pos).triu(-(ids.shape[1] // 3)), "is 20 and 23 on two probes"),
