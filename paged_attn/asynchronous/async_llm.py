@@ -26,7 +26,11 @@ from paged_attn.chat.several import ChatEventReader, listed_conversations
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM, Loras, Params, as_list, loras_of_each, one_of, params_of_each
 from paged_attn.engine.llm import Prompt as GivenPrompt
-from paged_attn.engine.requests.request import Completion, TokenEvent
+from paged_attn.engine.pooling.outputs import ClassValues, EmbeddingValues, PoolingOutput, ScoreValues
+from paged_attn.engine.pooling.plans import PoolingPlan, classify_plan, embed_plan, score_plan
+from paged_attn.engine.pooling.texts import Text
+from paged_attn.engine.requests.pooling_params import PoolingKind
+from paged_attn.engine.requests.request import Completion, Request, TokenEvent
 from paged_attn.engine.sampling.structured.guides import Guide
 from paged_attn.engine.sampling_params import SamplingParams
 
@@ -155,6 +159,32 @@ class AsyncLLM:
         chosen = one_of(params, sampling_params)
         return Stream(lambda tell: self._chat(messages, chosen, lora, namespace, priority, settings, tell))
 
+    async def embed(
+        self,
+        prompts: Text | Sequence[Text],
+        *,
+        pooling: PoolingKind | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        namespace: Any = None,
+        priority: int = 0,
+    ) -> list[PoolingOutput[EmbeddingValues]]:
+        """As `LLM.embed`; meanwhile other coroutines run. Raises what that raises, and ServingError as `generate` does."""
+        engine = self.thread.refuse_unless_ready()
+        return await self._pool(embed_plan(engine, as_list(prompts), pooling, normalize, dimensions), namespace, priority)
+
+    async def classify(
+        self, prompts: Text | Sequence[Text], *, namespace: Any = None, priority: int = 0
+    ) -> list[PoolingOutput[ClassValues]]:
+        """As `LLM.classify`; raises as `embed` does."""
+        return await self._pool(classify_plan(self.thread.refuse_unless_ready(), as_list(prompts)), namespace, priority)
+
+    async def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, namespace: Any = None, priority: int = 0
+    ) -> list[PoolingOutput[ScoreValues]]:
+        """As `LLM.score`; raises as `embed` does."""
+        return await self._pool(score_plan(self.thread.refuse_unless_ready(), text_1, text_2), namespace, priority)
+
     @property
     def default_params(self) -> SamplingParams:
         """As of `LLM`."""
@@ -260,27 +290,49 @@ class AsyncLLM:
 
         return await _all(one, len(conversations), "conversation")
 
+    async def _pool(self, plan: PoolingPlan, namespace: Any, priority: int) -> list[PoolingOutput[Any]]:
+        assert self.texts is not None
+        texts, client = self.texts, object()
+
+        async def one(index: int) -> list[Request]:
+            async with self._limit.taken(1):
+                given = [plan.prompts[index]]
+                (prompt,) = await (texts.pairs(given, client) if plan.pairs else texts.prompts(given, client))
+                return await self._ended(Job([prompt], [plan.params], namespace, priority=priority, text_at_end=True))
+
+        requests: list[Request] = await _all(one, len(plan.prompts), "prompt")
+        return await asyncio.to_thread(plan.read, requests)
+
     async def _run(
         self, prompt: Prompt, params: SamplingParams, index: int, lora: str | None, namespace: Any, priority: int, tell: Tell | None
     ) -> list[Completion]:
         """All answers to one prompt; with `tell`, which takes each event, without their completions' text before the end."""
         guide = await self.guide(params, object())
         job = Job([prompt], params.answers(), namespace, priority=priority, text_at_end=tell is None, guide=guide, lora=lora)
+
+        def told(answer: int, event: TokenEvent) -> None:
+            if tell is not None:
+                event.index, event.answer = index, answer
+                tell(event)
+
+        requests = await self._ended(job, told)
+        for answer, request in enumerate(requests):
+            request.index, request.answer = index, answer
+        return [Completion.of(request) for request in requests]
+
+    async def _ended(self, job: Job, tell: Callable[[int, TokenEvent], None] = lambda *_: None) -> list[Request]:
+        """The job's requests when all have ended; whatever happens, nothing of it runs any more."""
         self.submit(job)
         try:
             await job.accepted()
-            for answer, request in enumerate(job.requests):
-                request.index, request.answer = index, answer
             async for answer, event in job.events():
-                if tell is not None:
-                    event.index, event.answer = index, answer
-                    tell(event)
+                tell(answer, event)
         except RequestFailedError as error:
             assert error.__cause__ is not None
             raise error.__cause__ from None
         finally:
             self.thread.cancel(job)
-        return [Completion.of(request) for request in job.requests]
+        return job.requests
 
 
 async def _all(one: Callable[[int], Any], count: int, what: str) -> list[T]:

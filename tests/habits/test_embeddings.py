@@ -3,6 +3,7 @@ cross-encoders, Jina's and Cohere's rerank."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import copy
 import json
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
 import paged_attn
-from paged_attn import LLM, UnsupportedError
+from paged_attn import LLM, AsyncLLM, UnsupportedError
 from tests.engine.models import tokenizer
 from tests.engine.pooling.models import SETTINGS, classifier, embedder, own_embedding, own_logits
 from tests.server.serving import Running, serving
@@ -138,6 +139,39 @@ def test_a_cross_encoder_scores_and_ranks(cross_encoder: Path) -> None:
             refused = running.http.post("/v1/embeddings", json={"input": "She"})
             assert refused.status_code == 400 and "classifies and does not embed" in refused.json()["error"]["message"]
             running.wait_idle()
+
+
+def test_an_async_llm_does_so_too(cross_encoder: Path, body: Any) -> None:
+    async def embeds() -> None:
+        async with AsyncLLM(DEMO, task="embed", device="cpu", dtype=torch.float32, num_pages=256) as llm:
+            several = await asyncio.gather(*(llm.embed(text) for text in TEXTS), llm.embed(TEXTS), llm.score("She had", "It was"))
+            for text, (alone,), together in zip(TEXTS, several, several[-2], strict=False):
+                close(alone.outputs.embedding, unit(body, text))
+                close(together.outputs.embedding, unit(body, text))
+            assert several[-1][0].outputs.score == pytest.approx(float(unit(body, "She had") @ unit(body, "It was")), abs=1e-5)
+            with pytest.raises(UnsupportedError, match="classify is not for this LLM"):
+                await llm.classify("She")
+            with pytest.raises(ValueError, match="dimensions"):
+                await llm.embed("She", dimensions=0)
+            long = asyncio.ensure_future(llm.embed(["word " * 200] * 40))
+            await asyncio.sleep(0.01)
+            long.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await long
+            close((await llm.embed(TEXTS[0]))[0].outputs.embedding, unit(body, TEXTS[0]))
+            assert llm._limit.free == llm._limit.count
+
+    async def scores() -> None:
+        documents = ["a dark night", "never", "had it been so"]
+        with LLM(cross_encoder, device="cpu", **SETTINGS) as llm:
+            expected = [output.outputs.score for output in llm.score("She had", documents)]
+        async with AsyncLLM(cross_encoder, device="cpu", **SETTINGS) as llm:
+            assert [output.outputs.score for output in await llm.score("She had", documents)] == pytest.approx(expected, abs=1e-6)
+            (output,) = await llm.classify("She had")
+            assert len(output.outputs.probs) == 1
+
+    asyncio.run(embeds())
+    asyncio.run(scores())
 
 
 def write_modules(folder: Path, kinds: list[str], pooling: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ Text = str | Sequence[int]
 
 
 class PairTokens(NamedTuple):
-    """Two texts in one row: token ids, and which of both texts a token is of where the tokenizer says so."""
+    """Two texts in one row, or one: token ids, and which of both texts a token is of where the tokenizer says so."""
 
-    ids: list[int]
+    ids: Sequence[int]
     token_types: list[int] | None
 
 

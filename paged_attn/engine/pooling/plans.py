@@ -1,0 +1,120 @@
+"""What `embed`, `classify` and `score` run, and how their answers are read: the same for `LLM` and `AsyncLLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.pooling.outputs import ClassValues, EmbeddingValues, PoolingOutput, ScoreValues
+from paged_attn.engine.pooling.pooler import Pooler
+from paged_attn.engine.pooling.texts import Text, paired
+from paged_attn.engine.requests.pooling_params import PoolingKind, PoolingParams
+from paged_attn.engine.requests.request import Request
+
+
+class OwnEngine(Protocol):
+    """What a plan needs of `Engine`."""
+
+    @property
+    def pooler(self) -> Pooler | None: ...
+
+    @property
+    def is_causal(self) -> bool: ...
+
+    @property
+    def runner(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class PoolingPlan:
+    """One call.
+
+    Attributes:
+        prompts: a request each: texts and token ids; with `pairs` two texts each, which the model's tokenizer joins.
+        params: of all of them, but for a pair's token types.
+        read: the call's answer, of these requests when all have ended.
+    """
+
+    prompts: Sequence[Any]
+    pairs: bool
+    params: PoolingParams
+    read: Callable[[Sequence[Request]], list[PoolingOutput[Any]]]
+
+
+def embed_plan(
+    engine: OwnEngine, prompts: Sequence[Text], pooling: PoolingKind | None, normalize: bool | None, dimensions: int | None
+) -> PoolingPlan:
+    """See `PoolingCalls.embed`."""
+    pooler = _pooler_of(engine, "embed", heads=False)
+    pooler.check_dimensions(dimensions)
+
+    def read(requests: Sequence[Request]) -> list[PoolingOutput[Any]]:
+        rows = [pooler.embedding(request.pooled_row(), normalize, dimensions) for request in requests]
+        return [_output(i, EmbeddingValues(row.tolist()), request) for i, (row, request) in enumerate(zip(rows, requests, strict=True))]
+
+    return PoolingPlan(prompts, False, pooler.params(engine.is_causal, pooling), read)
+
+
+def classify_plan(engine: OwnEngine, prompts: Sequence[Text]) -> PoolingPlan:
+    """See `PoolingCalls.classify`."""
+    pooler = _pooler_of(engine, "classify", heads=True)
+
+    def read(requests: Sequence[Request]) -> list[PoolingOutput[Any]]:
+        logits = pooler.logits([request.pooled_row() for request in requests])
+        values = map(ClassValues, pooler.probs(logits).tolist(), logits.tolist())
+        return [_output(i, value, request) for i, (value, request) in enumerate(zip(values, requests, strict=True))]
+
+    return PoolingPlan(prompts, False, pooler.params(engine.is_causal), read)
+
+
+def score_plan(engine: OwnEngine, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> PoolingPlan:
+    """See `PoolingCalls.score`."""
+    pairs = paired(text_1, text_2)
+    pooler = _pooler_of(engine, "score", heads=None)
+    params = pooler.params(engine.is_causal)
+    if pooler.head is None:
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is embedded once
+        return PoolingPlan(texts, False, params, lambda requests: _cosines(pooler, pairs, dict(zip(texts, requests, strict=True))))
+    pooler.check_scores()
+
+    def read(requests: Sequence[Request]) -> list[PoolingOutput[Any]]:
+        scores = pooler.scores(pooler.logits([request.pooled_row() for request in requests])).tolist()
+        return [_output(i, ScoreValues(score), request) for i, (score, request) in enumerate(zip(scores, requests, strict=True))]
+
+    return PoolingPlan(pairs, True, params, read)
+
+
+def _cosines(pooler: Pooler, pairs: Sequence[tuple[str, str]], requests: dict[str, Request]) -> list[PoolingOutput[Any]]:
+    rows: dict[str, Tensor] = {text: pooler.embedding(request.pooled_row()) for text, request in requests.items()}
+    results = []
+    for index, (first, second) in enumerate(pairs):
+        one, other = requests[first], requests[second]
+        score = ScoreValues(float(F.cosine_similarity(rows[first], rows[second], dim=-1)))
+        both = one.prompt_token_ids + other.prompt_token_ids
+        results.append(PoolingOutput(index, score, both, one.cached_tokens + other.cached_tokens))
+    return results
+
+
+def _pooler_of(engine: OwnEngine, call: str, heads: bool | None) -> Pooler:
+    """heads: whether a classifier must or must not be there.
+
+    Raises:
+        UnsupportedError: the engine's model is for something else.
+    """
+    pooler = engine.pooler
+    if pooler is None:
+        name = type(engine.runner.model).__name__
+        raise UnsupportedError(f"{call} needs a model that embeds or classifies, and this LLM of {name} generates: LLM(..., task='embed')")
+    if heads is not None and heads is not (pooler.head is not None):
+        other = "it embeds: use embed, or load a checkpoint with a head of classes" if heads else "it classifies: use classify or score"
+        raise UnsupportedError(f"{call} is not for this LLM of {pooler.body.name}: {other}; see the task of LLM")
+    return pooler
+
+
+def _output(index: int, values: Any, request: Request) -> PoolingOutput[Any]:
+    return PoolingOutput(index, values, list(request.prompt_token_ids), request.cached_tokens)
