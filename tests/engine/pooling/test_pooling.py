@@ -121,3 +121,8 @@ def _with_nan_token() -> torch.nn.Module:
     with torch.no_grad():
         model.get_input_embeddings().weight[90] = float("nan")
     return model  # type: ignore[no-any-return]
+
+
+def test_adapters_by_request_are_for_models_that_generate() -> None:
+    with pytest.raises(UnsupportedError, match=r"max_loras=2: Qwen3Model embeds or classifies.*merge_and_unload"):
+        LLM(embedder("qwen3"), task="embed", max_loras=2, **SETTINGS)
