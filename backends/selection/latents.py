@@ -12,11 +12,12 @@ from paged_attn.backends.selection.registry import backend_class
 from paged_attn.backends.selection.select import split_name
 
 EVERYWHERE = frozenset({"torch_native", "flex"})  # run on any device, and slowly on a GPU
+NOT_MEASURED = frozenset({"triton"})  # their latent kernels are taken by name alone, until a GPU has shown that they are faster
 
 
 def serves_latents(name: str, device: torch.device) -> bool:
     """Whether `backend=name` runs latent attention on a device: every part of the name can; of "auto" the one that a CPU takes, or one with
-    kernels for the GPU whose packages are there.
+    measured kernels for the GPU whose packages are there. No backend has those yet.
 
     Raises:
         ValueError: as `select` does for a name.
@@ -24,7 +25,7 @@ def serves_latents(name: str, device: torch.device) -> bool:
     if name != "auto":
         return all(Feature.MLA in backend_class(part).capabilities.features for part in split_name(name))
     word, architecture = device_word(device), architecture_of(device)
-    names = [each for each in row_for(word, architecture).names if word.startswith("cpu") or each not in EVERYWHERE]
+    names = [each for each in row_for(word, architecture).names if word.startswith("cpu") or each not in EVERYWHERE | NOT_MEASURED]
     for each in names:
         capabilities = backend_class(each).capabilities
         needed = [unmet_requirement(requirement) for requirement in capabilities.requirements]

@@ -15,6 +15,8 @@ SERVES = {
     "torch_native": True,
     "reference": True,
     "flex": False,
+    "triton": True,
+    "fa3,triton": False,
     "torch_native,reference": True,
     "torch_native,flex": False,
 }
@@ -25,10 +27,14 @@ def test_on_a_cpu(name: str, serves: bool) -> None:
     assert serves_latents(name, CPU) is serves
 
 
-def test_on_a_gpu_auto_has_no_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_auto_has_no_measured_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paged_attn.backends.selection.latents.device_word", lambda _: "cuda")
     monkeypatch.setattr("paged_attn.backends.selection.latents.architecture_of", lambda _: 90)
-    assert not serves_latents("auto", torch.device("cuda")) and serves_latents("torch_native", torch.device("cuda"))
+    assert not serves_latents("auto", torch.device("cuda"))
+    assert serves_latents("triton", torch.device("cuda")) and serves_latents("torch_native", torch.device("cuda"))
+    monkeypatch.setattr("paged_attn.backends.selection.latents.NOT_MEASURED", frozenset())
+    monkeypatch.setattr("paged_attn.backends.selection.latents.unmet_requirement", lambda _: "")
+    assert serves_latents("auto", torch.device("cuda")), "once it is measured"
 
 
 def test_an_unknown_name_is_refused_as_ever() -> None:
