@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 import paged_attn
@@ -162,3 +164,15 @@ def test_every_type_that_has_latents(name: str) -> None:
             for _ in range(2):
                 done = llm.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
                 assert [completion.token_ids for completion in done] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+def test_the_triton_kernel_gives_the_models_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: tests/gpu has the real thing."""
+    pytest.importorskip("triton")
+    from paged_attn.backends.attention.triton.backend import TritonBackend
+
+    monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu", "cuda"})))
+    tokens, runner = served(backend="triton", max_batch_tokens=16, graphs="off", self_check=False)
+    assert tokens == truth()[1] and all(isinstance(spec, LatentSpec) for spec in runner.layers)
