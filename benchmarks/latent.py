@@ -2,6 +2,8 @@
 
 python benchmarks/latent.py [--device cuda --dtype bfloat16 --heads 16]    # a line per shape: milliseconds of both, and the choice
 
+latent_decode.py times decode steps on a GPU.
+
 A request of `new` tokens extends `cached` ones. The factor that makes the operations of both agree with their times is printed last: it is
 what `PAIR_COST` of that device should be.
 """
@@ -37,7 +39,7 @@ def milliseconds(spec: LatentSpec, new: int, cached: int, expand: bool, dtype: t
     query = torch.randn(rows, heads, spec.key_dim + spec.rotated, device=device, dtype=dtype)
     row = torch.randn(rows, spec.qk_head_dim, device=device, dtype=dtype)
     output = query.new_empty((rows, heads, spec.value_dim))
-    backend, chosen, taken = select_for_pool("auto", pool).backend, step.expands, []
+    backend, chosen, taken = select_for_pool("triton" if device.type == "cuda" else "auto", pool).backend, step.expands, []
     step.expands = lambda *_: expand
     try:
         for _ in range(6):

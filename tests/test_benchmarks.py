@@ -146,6 +146,14 @@ def test_scans_times_the_truth_where_there_is_no_gpu(tmp_path: Path) -> None:
     assert all(row["truth us"] > 0 < row["read once us"] for row in rows)
 
 
+def test_latent_decode_times_tiny_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    assert script("latent_decode").main(["--smoke", "--heads", "4", "--rank", "32", "--rotated", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "rows of 32 + 8" in lines[0] and [line[:9].strip() for line in lines[1:]] == ["1 x 40", "3 x 17", "ragged 4"]
+    assert all("torch_native" in line and "differs from ours by 0.0e+00" in line for line in lines[1:])
+
+
 @pytest.mark.slow
 def test_hf_generate_times_every_system(tmp_path: Path) -> None:
     out = tmp_path / "hf_generate.json"

@@ -97,6 +97,8 @@ class Capabilities(Needs):
 
     Attributes:
         head_dims: both of q, k and of v. Layers whose two differ need Feature.UNEQUAL_DIMS, or their pair in `dim_pairs`.
+        latent_dims: ranks, and widths of the rotated part, of layers of latents (Feature.MLA), whose rows are wider than heads are; None:
+            `head_dims` and what follows them hold for those, too.
         dim_pairs: the (qk, v) head dims that differ and run, for kernels that take a few such pairs only; they need not be in `head_dims`.
         phases: "extend" and "decode", or the one of them that the backend serves (see `HybridBackend`).
         graphs: what a captured graph may hold, per phase.
@@ -111,6 +113,7 @@ class Capabilities(Needs):
     graphs: dict[str, GraphSupport] = field(default_factory=lambda: {"extend": GraphSupport.NEVER, "decode": GraphSupport.NEVER})
     phases: frozenset[str] = PHASES
     dim_pairs: frozenset[tuple[int, int]] = frozenset()
+    latent_dims: tuple[Sizes, Sizes] | None = None
     conflicts: frozenset[frozenset[Feature]] = frozenset()
 
 
@@ -174,11 +177,16 @@ def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
             pairs = ", ".join(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))
             reasons.append(f"head dims {dims[0]}/{dims[1]} of qk/v are not among {pairs}")
     head_dims = ANY_SIZE if by_pair else capabilities.head_dims
+    latent: tuple[tuple[str, int, Sizes], ...] = ()
+    if isinstance(spec, LatentSpec) and capabilities.latent_dims is not None:
+        head_dims, (ranks, rotated) = ANY_SIZE, capabilities.latent_dims
+        latent = (("rank of the latent", spec.rank, ranks), ("rotated part of the latent", spec.rotated, rotated))
     for what, value, allowed_sizes in (
         ("head dim", dims[0], head_dims),
         ("head dim of v", dims[1], head_dims if dims[0] != dims[1] else ANY_SIZE),
         ("page size", problem.page_size, capabilities.page_sizes),
         ("query heads per KV head", spec.group_size, capabilities.group_sizes),
+        *latent,
     ):
         if value not in allowed_sizes:
             reasons.append(f"{what} {value} is not in {allowed_sizes}")

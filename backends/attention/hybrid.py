@@ -139,6 +139,7 @@ def shared_capabilities(prefill: Capabilities, decode: Capabilities) -> Capabili
         note="two backends: prefill, decode",
         phases=phases,
         dim_pairs=pairs,
+        latent_dims=_shared_latents(prefill, decode),
         conflicts=prefill.conflicts | decode.conflicts,
         blocked="; ".join(filter(None, (prefill.blocked, decode.blocked))),
     )
@@ -148,6 +149,14 @@ def _runs_pair(capabilities: Capabilities, pair: tuple[int, int]) -> bool:
     if Feature.UNEQUAL_DIMS in capabilities.features:
         return all(dim in capabilities.head_dims for dim in pair)
     return pair in capabilities.dim_pairs
+
+
+def _shared_latents(prefill: Capabilities, decode: Capabilities) -> tuple[Sizes, Sizes] | None:
+    """None where `head_dims` hold for both."""
+    if prefill.latent_dims == decode.latent_dims:
+        return prefill.latent_dims
+    (rank, rotated), (other_rank, other_rotated) = (each.latent_dims or (each.head_dims, ANY_SIZE) for each in (prefill, decode))
+    return _shared(rank, other_rank), _shared(rotated, other_rotated)
 
 
 def _shared(one: Sizes, other: Sizes) -> Sizes:

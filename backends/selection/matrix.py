@@ -50,7 +50,7 @@ class MatrixRow:
             dtypes=_listed(map(short_dtype, capabilities.dtypes)),
             kv_dtypes=_listed(map(short_dtype, capabilities.kv_dtypes)),
             page_sizes=_sizes(capabilities.page_sizes),
-            head_dims=", ".join([_sizes(capabilities.head_dims), *(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))]),
+            head_dims=", ".join(_head_dims(capabilities)),
             group_sizes=_sizes(capabilities.group_sizes),
             features="; ".join([_listed(map(feature_word, capabilities.features)) or "none", *_conflicts(capabilities)]),
             graphs=", ".join(f"{phase}: {support.value}" for phase, support in capabilities.graphs.items()),
@@ -68,6 +68,13 @@ class MatrixRow:
     @property
     def cells(self) -> list[str]:
         return [str(value) for value in vars(self).values()]
+
+
+def _head_dims(capabilities: Capabilities) -> list[str]:
+    words = [_sizes(capabilities.head_dims), *(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))]
+    if capabilities.latent_dims is not None:
+        words.append("latents of {} + {} rotated".format(*map(_sizes, capabilities.latent_dims)))
+    return words
 
 
 def matrix_rows() -> list[MatrixRow]:

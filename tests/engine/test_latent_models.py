@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 import paged_attn
@@ -130,6 +132,17 @@ def test_explain_says_so() -> None:
     assert "3 layers keep one row per token in place of keys and values" in words
 
 
+def test_explain_says_that_auto_leaves_them_expanded_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose one backend for latents has not been measured."""
+    monkeypatch.setattr(build_runtime, "serves_latents", lambda *_: False)
+    monkeypatch.setattr("paged_attn.backends.selection.latents.serves_latents", lambda *_: False)
+    with LLM(tiny(), page_size=4, num_pages=64, self_check=False) as llm:
+        words = str(paged_attn.explain(llm))
+    assert "  latents      expanded: 'auto' asks for no kernel of latents on this device until one is measured there" in words
+    with one_capture(), LLM(tiny(), page_size=4, num_pages=64) as llm:
+        assert "expanded:" not in str(paged_attn.explain(llm))
+
+
 def test_the_graph_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     first = served()
@@ -151,3 +164,15 @@ def test_every_type_that_has_latents(name: str) -> None:
             for _ in range(2):
                 done = llm.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
                 assert [completion.token_ids for completion in done] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+def test_the_triton_kernel_gives_the_models_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: tests/gpu has the real thing."""
+    pytest.importorskip("triton")
+    from paged_attn.backends.attention.triton.backend import TritonBackend
+
+    monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu", "cuda"})))
+    tokens, runner = served(backend="triton", max_batch_tokens=16, graphs="off", self_check=False)
+    assert tokens == truth()[1] and all(isinstance(spec, LatentSpec) for spec in runner.layers)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from paged_attn.attn_ops.specs.latent import LatentSpec
 
 # What an operation of attention over rows costs, next to one over keys and values, by kind of device (`python benchmarks/latent.py`).
-# Above 1: wide heads run below the pace of narrow ones. Elsewhere operations are counted as they are, since nothing was measured.
+# Above 1: wide heads run below the pace of narrow ones. "cuda" is not here: nothing was measured there, and operations are counted as they
+# are.
 PAIR_COST = {"cpu": 1.0}
 
 

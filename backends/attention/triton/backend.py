@@ -11,11 +11,13 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall, zero_padding
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
 from paged_attn.backends.needs import Requirement
 
 if TYPE_CHECKING:
+    from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
     from paged_attn.backends.attention.triton.launch import LayerLaunch
     from paged_attn.backends.attention.triton.plan import Plan
 
@@ -32,12 +34,13 @@ class TritonBackend(AttentionBackend):
         kv_dtypes=_DTYPES,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.LSE, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
+             Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
         ),
         head_dims=Span(1, 256),
+        latent_dims=(Span(1, 512), Span(0, 128)),
         graphs={"extend": GraphSupport.ALWAYS, "decode": GraphSupport.ALWAYS},
         requirements=(Requirement("triton", "3.6", "pip install 'triton>=3.6'"),),
-        note="our own kernels",
+        note="our own kernels; that of latents has not run on a GPU, and \"auto\" does not ask for it",
     )  # fmt: skip
 
     def __init__(self, *, deterministic: bool = False) -> None:
@@ -46,13 +49,14 @@ class TritonBackend(AttentionBackend):
             import triton  # noqa: F401
         except ImportError as error:
             raise ImportError(f"the triton backend needs Triton: {self.capabilities.requirements[0].install}") from error
+        from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
         from paged_attn.backends.attention.triton.launch import LayerLaunch
         from paged_attn.backends.attention.triton.plan import Plan, small_step
         from paged_attn.backends.kv_write.launch import store_rows
 
         self._small_step = small_step
-        self._make_plan, self._layer_launch, self._store_rows = Plan.of, LayerLaunch.of, store_rows
-        self._launches: WeakKeyDictionary[KVPool, dict[tuple[Any, ...], LayerLaunch]] = WeakKeyDictionary()
+        self._make_plan, self._layer_launch, self._latent_launch, self._store_rows = Plan.of, LayerLaunch.of, LatentLaunch.of, store_rows
+        self._launches: WeakKeyDictionary[KVPool, dict[tuple[Any, ...], LayerLaunch | LatentLaunch]] = WeakKeyDictionary()
 
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
         return self._make_plan(batch, pool, self.deterministic)
@@ -83,8 +87,9 @@ class TritonBackend(AttentionBackend):
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """As the base class, but a decode step stores its K and V in the attention kernel itself."""
-        if save_kv_cache and plan.batch.mode is ForwardMode.DECODE and not self.deterministic:
+        """As the base class, but a decode step stores its K and V in the attention kernel itself, unless they are latents."""
+        fused = plan.batch.mode is ForwardMode.DECODE and not self.deterministic and not isinstance(spec, LatentSpec)
+        if save_kv_cache and fused:
             call = AttentionCall(layer_id, spec, query, key, value, output, sinks, lse_out, bias)
             self._attend(plan, call, fused_write=True)
             zero_padding(plan.batch, output, lse_out)
@@ -115,5 +120,10 @@ class TritonBackend(AttentionBackend):
             shares = plan.shares[index]
             launch = launches.get(key := (call.layer_id, shares.kind, fused_write))
             if launch is None:
-                launch = launches[key] = self._layer_launch(plan.pool, call.layer_id, shares.kind, fused_write)
+                latent = isinstance(plan.pool.layers[call.layer_id], LatentSpec)
+                launch = launches[key] = (
+                    self._latent_launch(plan.pool, call.layer_id, shares.kind)
+                    if latent
+                    else self._layer_launch(plan.pool, call.layer_id, shares.kind, fused_write)
+                )
             launch(plan, shares, call)

@@ -11,6 +11,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, machine_of, power_of_2, tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
 
@@ -83,9 +84,12 @@ def layer_kinds(pool: KVPool) -> LayerKinds:
 
 
 def small_step(pool: KVPool) -> int:
-    """The most keys, over all requests, of a decode step that counts as small for every kind of layer of the pool (see `few_keys`)."""
-    machine = machine_of(pool.device)
-    return min((few_keys(spec, pool.dtype, machine) for spec in layer_kinds(pool).specs), default=0)
+    """The most keys, over all requests, of a decode step that counts as small for every kind of layer of the pool (see `few_keys`).
+
+    Layers of latents are launched alike in all of them.
+    """
+    machine, specs = machine_of(pool.device), layer_kinds(pool).specs
+    return min((few_keys(spec, pool.dtype, machine) for spec in specs if not isinstance(spec, LatentSpec)), default=0)
 
 
 def kept_rows(kind: PartitionKind) -> int:

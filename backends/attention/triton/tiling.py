@@ -6,6 +6,8 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
   on all others. Counting an item as 3 blocks more made ragged batches (64 to 16,384 tokens) 1.17 to 1.37 times as fast.
 - Extension: `hopper_kernel` with 128 keys and 2 buffers runs at 1.4 to 1.6 times `attend_kernel`'s speed; 64 keys and 4 buffers are 1.18
   times as fast again on prompts of 1,024 tokens, and slower from 8,192 on.
+
+Those of `attend_latent` are measured on no GPU: what is known is that they compile for SM90, and how much of a multiprocessor they take.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 import triton
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
 
 logger = logging.getLogger("paged_attn")
 RowsKind = Literal["one", "more", "all"]
@@ -101,6 +104,8 @@ def tiling(
 
     `longest_query` and `longest_context`: the most new tokens, and tokens in all, of a request; `total_keys`: over all requests.
     """
+    if isinstance(spec, LatentSpec):
+        return _latent(rows, spec, dtype, longest_query)
     dim = power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16))
     if rows == "one":
         return _decode(dim, spec, dtype, total_keys, machine)
@@ -152,3 +157,22 @@ def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: in
     if dim > 128:
         return Tiling(min(block_m, 64), 32, 4, 2, 1, 1)
     return Tiling(block_m, 64, 4 if block_m == 64 else 8, 3, 1, 1)
+
+
+def _latent(rows: RowsKind, spec: LatentSpec, dtype: torch.dtype, longest_query: int) -> Tiling:
+    """For `attend_latent`: sums of 64 rows over a rank of 512 are half of a multiprocessor's registers, so 8 warps share them, and 64 is
+    the most; the other half holds scores and addresses. In shared memory lie those rows' queries (72 KiB with 64 rotated) and two blocks
+    of 64 tokens, 72 KiB each. With 16 rows, which memory bounds, two programs with two blocks of 32 tokens each fit a multiprocessor.
+    """
+    rank = power_of_2(max(spec.rank, 16))
+    block_m = min(max(16, power_of_2(spec.num_q_heads * (1 if rows == "one" else longest_query))), 64)
+    if dtype.itemsize > 2:
+        return Tiling(16, 16, 8, 2, 1, 1 if rows == "all" else 2, part_blocks=64 if rows == "all" else 0)
+    if rows == "all":
+        return Tiling(64, 64 if spec.rotated <= 64 else 32, 8, 2, 1, 1, part_blocks=16 if spec.rotated <= 64 else 32)
+    if rank <= 256:
+        warps, programs = (4, 2) if rank <= 128 else (8, 2 if block_m == 16 else 1)
+        return Tiling(block_m, 64, warps, 3, programs, 4, item_cost=1)
+    if block_m == 64:
+        return Tiling(64, 64 if spec.rotated <= 64 else 32, 8, 2, 1, 4, item_cost=1)
+    return Tiling(block_m, 32, 8, 3, 2 if block_m == 16 else 1, 4, item_cost=1)

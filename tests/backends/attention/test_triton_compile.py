@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -17,15 +18,29 @@ HOPPER_BLOCKS = {
 }  # fmt: skip
 
 
+def rows_of(module: str) -> dict[str, dict[str, Any]]:
+    """What it prints, by variant."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-m", module], env=environment, text=True, capture_output=True, timeout=400)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return {row["variant"]: row for row in map(json.loads, result.stdout.splitlines())}
+
+
 @pytest.mark.slow
 def test_every_variant_compiles_for_sm90_and_fits() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.backends.compile_for_hopper"]
-    result = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=400)
-    assert result.returncode == 0, result.stderr[-2000:]
-    rows = {row["variant"]: row for row in map(json.loads, result.stdout.splitlines())}
+    rows = rows_of("tests.backends.compile_for_hopper")
     assert len(rows) == 15 and HOPPER_BLOCKS.keys() < rows.keys()
     for name, row in rows.items():
         assert row["shared"] <= SHARED_BYTES and row["cubin"] > 0, row
         assert row["hopper"] is (name in HOPPER_BLOCKS) and row["block_n"] == HOPPER_BLOCKS.get(name, row["block_n"]), row
         assert row["early"] is (name == "decode_short"), row
+
+
+@pytest.mark.slow
+def test_latent_attention_compiles_for_sm90_and_fits() -> None:
+    """With all programs that a multiprocessor is to have at once. Bytes that a thread spills are few beside its 1,020 of registers."""
+    rows = rows_of("tests.backends.compile_latent_for_hopper")
+    assert len(rows) == 36
+    for row in rows.values():
+        assert 0 < row["shared"] <= SHARED_BYTES and row["registers"] <= 65536, row
+        assert row["spilled"] <= 160 and row["merge_spilled"] == 0, row

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
 from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Both, Capabilities, Feature, OneOf, Problem, Span, unmet
+from paged_attn.backends.attention.hybrid import shared_capabilities
 from paged_attn.backends.selection.registry import backend_class, backend_names
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
@@ -64,6 +66,26 @@ def test_head_dims_are_named_apart():
     assert unmet(able, with_spec(qk_head_dim=72)) == ["head dim 72 is not in 64 to 256 in steps of 64"]
     assert unmet(able, with_spec(v_head_dim=512)) == ["head dim of v 512 is not in 64 to 256 in steps of 64"]
     assert unmet(CAN, with_spec(v_head_dim=128)) == ["no v head dim unlike qk's"]
+
+
+def test_rows_of_latents_have_sizes_of_their_own():
+    able = dataclasses.replace(CAN, features=frozenset({Feature.MLA, Feature.UNEQUAL_DIMS}), latent_dims=(Span(1, 512), Span(0, 64)))
+
+    def asked(rank, rotated):
+        rows = HeadRows(0, 256)
+        spec = LatentSpec(16, 1, rank + rotated, rank, 0.1, rotated=rotated, key_dim=128, value_dim=128, keys=rows, values=rows)
+        return dataclasses.replace(WANT, spec=spec)
+
+    able = dataclasses.replace(able, group_sizes=ANY_SIZE)
+    assert unmet(able, asked(512, 64)) == unmet(able, asked(96, 0)) == []
+    assert unmet(able, asked(1024, 128)) == [
+        "rank of the latent 1024 is not in 1 to 512", "rotated part of the latent 128 is not in 0 to 64",
+    ]  # fmt: skip
+    assert unmet(dataclasses.replace(able, latent_dims=None), asked(512, 64)) == [
+        "head dim 576 is not in 64 to 256 in steps of 64", "head dim of v 512 is not in 64 to 256 in steps of 64",
+    ]  # fmt: skip
+    other = dataclasses.replace(able, latent_dims=None, head_dims=ANY_SIZE)
+    assert shared_capabilities(able, other).latent_dims == able.latent_dims and shared_capabilities(other, other).latent_dims is None
 
 
 def test_all_reasons_are_listed_at_once():

@@ -1,0 +1,128 @@
+"""Latent attention on a GPU, by name: the model's own formula at published sizes, replayed graphs, and a tiny DeepSeek's own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paged_attn import LLM, SamplingParams
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
+from paged_attn.attn_ops.specs.latent import LatentSpec
+from paged_attn.backends.attention.latent import step
+from tests.backends.fitting import instance
+from tests.backends.latent_problems import LAYER, PUBLISHED, Case, make, spec_of
+from tests.gpu.test_graph_contract import on_gpu
+from tests.gpu.test_no_sync import waiting_is_an_error
+from tests.oracle import greedy, random_prompts
+from tests.tiny_models import build
+
+STEPS = {
+    "decode": ((70, 1), (15, 1), (16, 1), (900, 1)),
+    "long": ((3000, 1),),
+    "short extensions": ((70, 4), (300, 7), (0, 3)),
+    "mixed": ((17, 1), (0, 1), (6, 5), (700, 1), (0, 90)),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+GREEDY = SamplingParams(max_new_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture
+def absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "expands", lambda *_: False)
+
+
+def check(case: Case, deterministic: bool = False) -> None:
+    case.to("cuda").assert_right(instance("triton", deterministic=deterministic), TOLERANCE[case.query.dtype])
+
+
+@pytest.mark.usefixtures("absorbed", "full_float32")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", STEPS)
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_sizes(kind: str, lengths: str, dtype: torch.dtype) -> None:
+    check(make(spec_of(kind, 16, PUBLISHED), STEPS[lengths], 16, dtype))
+
+
+@pytest.mark.usefixtures("absorbed")
+@pytest.mark.parametrize("heads", [16, 20, 32, 40, 64, 128])
+@pytest.mark.parametrize("lengths", STEPS)
+def test_heads(heads: int, lengths: str) -> None:
+    check(make(spec_of("512 + 64", heads, PUBLISHED), STEPS[lengths], 64, torch.bfloat16))
+
+
+@pytest.mark.usefixtures("absorbed")
+@pytest.mark.parametrize("page_size", [1, 3, 64, 256])
+def test_page_sizes(page_size: int) -> None:
+    check(make(spec_of("512 + 64", 16, PUBLISHED), STEPS["mixed"], page_size, torch.bfloat16))
+
+
+@pytest.mark.parametrize("lengths", STEPS)
+def test_deterministic_cuts(lengths: str) -> None:
+    check(make(spec_of("512 + 64", 16, PUBLISHED), STEPS[lengths], 16, torch.bfloat16), deterministic=True)
+
+
+def test_a_dealt_out_step() -> None:
+    """As the engine runs it: prompts are expanded, decoding requests are not."""
+    check(make(spec_of("512 + 64", 16, PUBLISHED), ((17, 1), (0, 300), (700, 1), (400, 3)), 16, torch.bfloat16))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_graph_replays_other_steps(heads: int) -> None:
+    """Of four decode requests, in fixed buffers, planned at the longest context; it never waits for the device."""
+    spec, backend, device = spec_of("512 + 64", heads, PUBLISHED), instance("triton"), torch.device("cuda")
+    width, longest = 63, 1000
+    pool = make(spec, ((longest - 1, 1),) * 4, 16, torch.bfloat16).to(device).pool
+    buffers = StepBuffers(4, 4, 4, width, device)
+    shape = StepShape(4, 4, 4)
+    query, rows = (torch.zeros(4, *each, dtype=torch.bfloat16, device=device) for each in ((heads, 192), (576,)))
+    output, weight = query.new_empty((4, heads, 128)), query.new_zeros((heads * 256, 512))
+    fixed = Batch.build([], 16, device, shape, buffers)
+    plan = backend.plan(replace(fixed, seq_lens_host=backend.graph_lengths(4, longest, pool) * 4), pool)
+
+    def forward() -> None:
+        backend.plan_in_graph(plan)
+        with ForwardContext(plan.batch, pool, backend, plan=plan):
+            LATENT_ATTENTION(query, rows[:, :512], rows[:, 512:], weight, weight, output, LAYER)
+
+    replay = on_gpu(forward)
+    for cached in ((900, 63, 64, 15), (1,), (7, 800), (30, 31, 670)):
+        case = make(spec, tuple((each, 1) for each in cached), 16, torch.bfloat16, padding=0)
+        pool.storage.fill_(float("nan"))[: case.pool.storage.numel()].copy_(case.pool.storage)
+        table, count = case.batch.page_table_host, len(cached)
+        assert table is not None
+        for fixed_rows, new in ((query, case.query), (rows, case.rows)):
+            fixed_rows.fill_(float("nan"))[:count].copy_(new[:count])
+        weight.copy_(case.weight)
+        with waiting_is_an_error():
+            requests = [BatchRequest([1], table[r, : each // 16 + 1].tolist(), each) for r, each in enumerate(cached)]
+            Batch.build(requests, 16, device, shape, buffers)
+            replay()
+        error = (output[:count].double().cpu() - case.expected).abs().max() / case.expected.abs().max()
+        assert error <= 2e-2
+
+
+@pytest.mark.usefixtures("full_float32")
+@pytest.mark.parametrize("graphs", ["off", "full"])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_tokens_are_the_models_own(graphs: str, page_size: int) -> None:
+    model, prompts = build("deepseek_v3").cuda(), random_prompts((1, 5, 17, 33, 70))
+    expected = [greedy(model, prompt, 16) for prompt in prompts]
+    settings = {"page_size": page_size, "max_batch_tokens": 24, "max_requests": 5, "num_pages": 96, "inductor": False}
+    with LLM(model, backend="triton", graphs=graphs, **settings) as llm:
+        assert all(isinstance(spec, LatentSpec) for spec in llm.engine.runner.layers)
+        llm.engine.pool.storage[1:].fill_(float("nan"))
+        for _ in ("cold", "warm"):
+            assert [done.token_ids for done in llm.generate(prompts, GREEDY)] == expected
+
+
+@pytest.mark.usefixtures("full_float32")
+def test_auto_keeps_keys_and_values() -> None:
+    """Until a GPU has shown that rows are faster."""
+    model = build("deepseek_v3").cuda()
+    with LLM(model, page_size=16, num_pages=96, inductor=False) as llm:
+        assert not any(isinstance(spec, LatentSpec) for spec in llm.engine.runner.layers)
