@@ -19,15 +19,15 @@ POINTERS = {
     "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32",
 }  # fmt: skip
 CONV: dict[str, Any] = {"C": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
+DELTA: dict[str, Any] = {"K": 128, "V": 128, "NORMALISE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV, "W": 4, "HAS_ROWS": True}),
     "conv_step in order": (conv_step, {**CONV, "W": 4, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
     "conv_step narrow": (conv_step, {**CONV, "WIDTH": 3, "W": 4, "HAS_ROWS": False, "rows": None}),
     "conv_extend": (conv_extend, CONV),
     "conv_state": (conv_state, {"C": 8192, "WIDTH": 4, "BLOCK": 128, "W": 4}),
-    "gated_delta": (
-        gated_delta_kernel, {"REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
-    ),
+    "gated_delta": (gated_delta_kernel, {**DELTA, "REPEATS": 2, "BY_CHANNEL": False}),
+    "kda": (gated_delta_kernel, {**DELTA, "REPEATS": 1, "BY_CHANNEL": True}),
     "mamba2": (mamba2_kernel, {"REPEATS": 16, "P": 64, "N": 128, "HAS_ROWS": True, "BLOCK_P": 32, "BLOCK_N": 128}),
     "mamba1": (mamba1_kernel, {"C": 8192, "N": 16, "HAS_ROWS": False, "rows": None, "BLOCK_C": 256, "BLOCK_N": 16}),
 }  # fmt: skip

@@ -13,7 +13,10 @@ pytest.importorskip("triton")
 from paged_attn.backends.scans.triton import conv, steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STEPS = {"short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "mamba2_scan": steps.mamba2, "mamba1_scan": steps.mamba1}
+STEPS = {
+    "short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "kda": steps.gated_delta, "mamba2_scan": steps.mamba2,
+    "mamba1_scan": steps.mamba1,
+}  # fmt: skip
 CLOSE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 
 
