@@ -16,7 +16,7 @@ from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.attn_ops.ops.routing import ROUTE
-from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE
+from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
 from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
 from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
 
@@ -44,6 +44,7 @@ KINDS = (
     OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(SHORT_CONV, splits=True, in_full_graphs=True, on_disk=False),
     OpKind(GATED_DELTA_RULE, splits=True, in_full_graphs=True, on_disk=False),
+    OpKind(KDA, splits=True, in_full_graphs=True, on_disk=False),
     OpKind(MAMBA2_SCAN, splits=True, in_full_graphs=True, on_disk=False),
     OpKind(MAMBA1_SCAN, splits=True, in_full_graphs=True, on_disk=False),
     OpKind(MODULE, splits=True, in_full_graphs=False, on_disk=False),
@@ -54,4 +55,4 @@ KINDS = (
     OpKind(LORA, splits=False, in_full_graphs=True, on_disk=True),
 )
 # Those of layers with recurrent state: a graph of these alone needs no attention to be served.
-WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, MAMBA2_SCAN, MAMBA1_SCAN)
+WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, KDA, MAMBA2_SCAN, MAMBA1_SCAN)

@@ -21,7 +21,7 @@ def gated_delta_extend(
     """query, key [T, key heads, K]; value, output [T, H, V]; g, beta [T, H]; states [slots, H, K, V]."""
     chunks = extends.chunks(CHUNK)
     q, k, v, decay, learned = (chunks.gather(each) for each in (query, key, value, g, beta))
-    q, k = _prepared(q, k, value.shape[1], 1, normalise)
+    q, k = prepared(q, k, value.shape[1], 1, normalise)
     total = decay.cumsum(-1)  # [N, H, size]; a filled up token decays nothing
     pairs = decay_between(total)
     learned = learned[..., None]
@@ -43,7 +43,7 @@ def gated_delta_step(
 ) -> None:
     """As `gated_delta_extend`, of the decoding rows."""
     q, k, v, decay, learned = (rows.decoding(each).float() for each in (query, key, value, g, beta))
-    q, k = _prepared(q, k, value.shape[1], 1, normalise)
+    q, k = prepared(q, k, value.shape[1], 1, normalise)
     now = states[rows.decode_slots].float() * decay.exp()[..., None, None]
     given = (v - (now * k[..., None]).sum(-2)) * learned[..., None]
     now = now + k[..., None] * given[..., None, :]
@@ -51,7 +51,7 @@ def gated_delta_step(
     states[rows.decode_slots] = now.to(states.dtype)
 
 
-def _prepared(q: Tensor, k: Tensor, heads: int, dim: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def prepared(q: Tensor, k: Tensor, heads: int, dim: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """Of unit length where asked for, the query scaled, and each head repeated for the value heads that it serves."""
     if normalise:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))

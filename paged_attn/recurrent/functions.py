@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE
+from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
 from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
 from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
 
@@ -121,6 +121,19 @@ def _gated_delta_rule(
     return output[None], None
 
 
+def _kda(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """As `_gated_delta_rule`, with g [1, T, H, K]."""
+    _one_row_of_tokens(query, more, initial_state, output_final_state)
+    wanted = (value.shape[2], key.shape[3], value.shape[3])
+    state = _running.take("kda", lambda shape: shape == wanted)
+    output = torch.empty_like(value[0], dtype=query.dtype, memory_format=torch.contiguous_format)
+    KDA(query[0], key[0], value[0], g[0], beta[0], output, use_qk_l2norm_in_kernel, _running.layer_id, state)
+    return output[None], None
+
+
 def _mamba2_scan(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
     dt_bias: Tensor | None = None, initial_states: Tensor | None = None, dt_softplus: bool = False,
@@ -172,6 +185,7 @@ def _one_row_of_tokens(given: Tensor, more: dict[str, Any], initial: Tensor | No
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _short_conv,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _kda,
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba_selective_scan": _mamba1_scan,
 }

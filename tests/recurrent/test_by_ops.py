@@ -17,6 +17,7 @@ from paged_attn.recurrent.functions import layer_of_ops, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
 from tests.recurrent.test_discover import Mixer, Toy
 from tests.recurrent_models import RECURRENT, recurrent
+from tests.zoo.build import build
 
 OPS = {
     "qwen3_next": ("short_conv", "gated_delta_rule"), "falcon_h1": ("short_conv", "mamba2_scan"), "bamba": ("short_conv", "mamba2_scan"),
@@ -38,6 +39,13 @@ def test_every_layer_of_these_models_is_proved(name: str) -> None:
     assert layers and all(layer.ops == OPS[name] and layer.takes_chunks for layer in layers)
     assert f"by ops on the slots of its state ({', '.join(OPS[name])})" in layers[0].describe()
     assert dict(vars(module)) == before, "the model's module is as it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid"])
+def test_decays_by_channel_are_proved(name: str, dtype: torch.dtype) -> None:
+    layers = with_ops(layers_of(build(name).to(dtype)))
+    assert layers and all(layer.ops == ("short_conv", "kda") for layer in layers)
 
 
 def test_functions_that_compute_something_else_keep_their_layer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""`torch.ops.paged_attn.gated_delta_rule_with_output`: linear attention whose state decays and is corrected, token by token."""
+"""`torch.ops.paged_attn.gated_delta_rule_with_output` and `kda_with_output`: linear attention whose state decays and is corrected, token by
+token; all of a head's state by one decay, or each channel of its keys by one of its own (Kimi delta attention)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.attn_ops.ops.scans.kernels import run_scan
 from paged_attn.attn_ops.ops.scans.states import states_and_plan
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.kda import kda_extend, kda_step
 
 
 def _run(
@@ -21,8 +23,21 @@ def _run(
     run_scan(gated_delta_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), (), output, states, plan)
 
 
+def _run_by_channel(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
+) -> None:
+    """As `_run`, with g [T, H, K]."""
+    states, plan = states_and_plan("kda", value.shape[0], layer_id, state_id)
+    run_scan(kda_extend, kda_step, (query, key, value, g, beta, output, normalise), (), output, states, plan)
+
+
 GATED_DELTA_RULE = define_op(
     "gated_delta_rule_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise, "
     "int layer_id, int state_id) -> ()",
     _run,
+)
+KDA = define_op(
+    "kda_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise, int layer_id, "
+    "int state_id) -> ()",
+    _run_by_channel,
 )

@@ -18,16 +18,18 @@ NUMBERS = 4096  # of a state, about, that a program holds
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, rows: StateRows
 ) -> bool:
-    """As `gated_delta_step`; False for longer keys than a program holds."""
+    """As `gated_delta_step`, or `kda_step` where g [T, H, K] has a decay of each channel; False for longer keys than a program holds."""
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
     block_k = triton.next_power_of_2(k_dim)
     block_v = _block(v_dim, block_k)
+    by_channel = g.dim() == 3
     gated_delta_kernel[(rows.num_decode, heads, triton.cdiv(v_dim, block_v))](
         query, key, value, g, beta, output, states, *_where(rows), *query.stride(), *key.stride(), *value.stride(), *g.stride(),
-        *beta.stride(), output.stride(0), states.stride(0), k_dim**-0.5, EPS, REPEATS=heads // key.shape[1], K=k_dim, V=v_dim,
-        NORMALISE=normalise, HAS_ROWS=rows.decode_rows is not None, BLOCK_K=block_k, BLOCK_V=block_v,
+        *(() if by_channel else (0,)), *beta.stride(), output.stride(0), states.stride(0), k_dim**-0.5, EPS, REPEATS=heads // key.shape[1],
+        K=k_dim, V=v_dim, NORMALISE=normalise, BY_CHANNEL=by_channel, HAS_ROWS=rows.decode_rows is not None, BLOCK_K=block_k,
+        BLOCK_V=block_v,
     )  # fmt: skip
     return True
 

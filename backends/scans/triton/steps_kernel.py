@@ -20,10 +20,12 @@ def _row_and_slot(rows, slots, HAS_ROWS: tl.constexpr):
 @triton.jit
 def gated_delta_kernel(
     query, key, value, g, beta, output, states, rows, slots, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row, v_head, v_dim, g_row,
-    g_head, beta_row, beta_head, output_row, slot_stride, scale, eps, REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    NORMALISE: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    g_head, g_dim, beta_row, beta_head, output_row, slot_stride, scale, eps, REPEATS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    NORMALISE: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A head's columns of its state [K, V]: they decay, forget what they give for the key, learn the value, and the query reads them."""
+    """A head's columns of its state [K, V]: they decay, forget what they give for the key, learn the value, and the query reads them.
+
+    `BY_CHANNEL`: g has a decay of each of the K channels, else one."""
     row, slot = _row_and_slot(rows, slots, HAS_ROWS)
     head, k, v = tl.program_id(1), tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     out = output + row * output_row + head * V + v
@@ -38,7 +40,12 @@ def gated_delta_kernel(
         v_v = tl.load(value + row * v_row + head * v_head + v * v_dim, mask=v < V, other=0.0).to(tl.float32)
         state = states + slot * slot_stride + (head * K + k[:, None]).to(tl.int64) * V + v[None]
         real = (k < K)[:, None] & (v < V)[None]
-        now = tl.load(state, mask=real, other=0.0).to(tl.float32) * tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
+        now = tl.load(state, mask=real, other=0.0).to(tl.float32)
+        rate = g + row * g_row + head * g_head
+        if BY_CHANNEL:
+            now *= tl.exp(tl.load(rate + k * g_dim, mask=k < K, other=0.0).to(tl.float32))[:, None]
+        else:
+            now *= tl.exp(tl.load(rate).to(tl.float32))
         learned = (v_v - tl.sum(now * k_k[:, None], 0)) * tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
         now += k_k[:, None] * learned[None]
         tl.store(state, now.to(states.dtype.element_ty), mask=real)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.kda import kda_extend, kda_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
@@ -59,7 +60,7 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, _: bool) -> tu
 
 def _delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, _: bool) -> tuple[Tensor, Tensor]:
     q, k = (F.normalize(each, dim=-1).repeat_interleave(len(v) // len(k), 0) for each in (q, k))
-    state = state * g.exp()[:, None, None]
+    state = state * g.exp().reshape(len(v), -1, 1)  # one decay of a head, or one of each channel
     given = torch.einsum("hkv,hk->hv", state, k)
     state = state + torch.einsum("hk,hv->hkv", k, (v - given) * beta[:, None])
     return torch.einsum("hkv,hk->hv", state, q) / q.shape[-1] ** 0.5, state
@@ -89,6 +90,11 @@ RECURRENCES = {
     "gated_delta_rule": Recurrence(
         gated_delta_extend, gated_delta_step,
         lambda n: [torch.randn(n, 2, 8), torch.randn(n, 2, 8), torch.randn(n, 4, 6), -_dt(n, 4), torch.rand(n, 4)], (True,) * 5, (4, 6),
+        (4, 8, 6), _delta, (True,),
+    ),
+    "kda": Recurrence(
+        kda_extend, kda_step,
+        lambda n: [torch.randn(n, 2, 8), torch.randn(n, 2, 8), torch.randn(n, 4, 6), -_dt(n, 4, 8), torch.rand(n, 4)], (True,) * 5, (4, 6),
         (4, 8, 6), _delta, (True,),
     ),
     "mamba2_scan": Recurrence(

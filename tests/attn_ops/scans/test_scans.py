@@ -103,3 +103,17 @@ def test_a_step_of_a_graph_reads_its_slots_where_they_always_lie() -> None:
         assert rows.decode_slots.tolist() == [*slots, *[0] * (4 - len(slots))]
         addresses.add(rows.decode_slots.data_ptr())
     assert len(addresses) == 1
+
+
+def test_channels_that_forget_at_once_beside_channels_that_keep_everything() -> None:
+    """exp(-G) of such sums is beyond float32: what is left between two tokens is taken from their difference."""
+    torch.manual_seed(9)
+    kind = RECURRENCES["kda"]
+    given = kind.given(130)
+    given[3] = torch.where(torch.rand(130, 4, 8) < 0.5, -40.0, -1e-4)
+    output, states = torch.zeros(130, *kind.output), states_among_nan("kda", (1,))
+    before = states[1].clone()
+    kind.extend(*given, output, *kind.options, states, Extends([0], [130], [1], [False], CPU))
+    expected, after = kind.expected(given, before, range(130), decodes=False)
+    torch.testing.assert_close(output.double(), expected, **CLOSE)
+    torch.testing.assert_close(states[1].double(), after, **CLOSE)

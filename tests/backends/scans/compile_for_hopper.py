@@ -30,7 +30,7 @@ SOLVED: dict[str, Any] = {
     "HEADS": 32, "REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "CHUNK": 64, "BLOCK_K": 128, "BLOCK_V": 32, "NARROW": tl.bfloat16,
     "k_dim": 1, "v_dim": 1,
 }  # fmt: skip
-DELTA: dict[str, Any] = {**SOLVED, "DELTA": True, "q_dim": 1, "state_v": 1}
+CHUNKED: dict[str, Any] = {**SOLVED, "DELTA": True, "q_dim": 1, "state_v": 1}
 SSD: dict[str, Any] = {
     **SOLVED, "HEADS": 128, "REPEATS": 128, "V": 64, "DELTA": False, "NORMALISE": False, "q_dim": 1, "state_k": 1, "new": None,
     "reads": None,
@@ -40,22 +40,22 @@ CHANNELS: dict[str, Any] = {
     "C": 8192, "N": 16, "x_dim": 1, "dt_dim": 1, "b_dim": 1, "c_dim": 1, "BLOCK_T": 32, "BLOCK_C": 4, "BLOCK_N": 16,
 }  # fmt: skip
 AS_LAUNCHED = {"num_stages": 1, "num_warps": 8}  # by `prompts.py`
+STEP: dict[str, Any] = {"K": 128, "V": 128, "NORMALISE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV, "W": 4, "HAS_ROWS": True}),
     "conv_step in order": (conv_step, {**CONV, "W": 4, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
     "conv_step narrow": (conv_step, {**CONV, "WIDTH": 3, "W": 4, "HAS_ROWS": False, "rows": None}),
     "conv_extend": (conv_extend, CONV),
     "conv_state": (conv_state, {"C": 8192, "WIDTH": 4, "BLOCK": 128, "W": 4}),
-    "gated_delta": (
-        gated_delta_kernel, {"REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
-    ),
+    "gated_delta": (gated_delta_kernel, {**STEP, "REPEATS": 2, "BY_CHANNEL": False}),
+    "kda": (gated_delta_kernel, {**STEP, "REPEATS": 1, "BY_CHANNEL": True}),
     "mamba2": (mamba2_kernel, {"REPEATS": 16, "P": 64, "N": 128, "HAS_ROWS": True, "BLOCK_P": 32, "BLOCK_N": 128}),
     "mamba1": (mamba1_kernel, {"C": 8192, "N": 16, "HAS_ROWS": False, "rows": None, "BLOCK_C": 256, "BLOCK_N": 16}),
     "solve_chunks": (solve_chunks, SOLVED),
     "solve_chunks of long keys": (solve_chunks, SOLVED | LONG),
-    "scan_chunks": (scan_chunks, DELTA),
-    "scan_chunks of long keys": (scan_chunks, DELTA | LONG),
-    "scan_chunks of float32": (scan_chunks, {**DELTA, "CHUNK": 16, "NARROW": None}),
+    "scan_chunks": (scan_chunks, CHUNKED),
+    "scan_chunks of long keys": (scan_chunks, CHUNKED | LONG),
+    "scan_chunks of float32": (scan_chunks, {**CHUNKED, "CHUNK": 16, "NARROW": None}),
     "scan_chunks without the delta rule": (scan_chunks, SSD),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip

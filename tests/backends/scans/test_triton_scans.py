@@ -13,7 +13,10 @@ pytest.importorskip("triton")
 from paged_attn.backends.scans.triton import conv, prompts, steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STEPS = {"short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "mamba2_scan": steps.mamba2, "mamba1_scan": steps.mamba1}
+STEPS = {
+    "short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "kda": steps.gated_delta, "mamba2_scan": steps.mamba2,
+    "mamba1_scan": steps.mamba1,
+}  # fmt: skip
 PROMPTS = {"gated_delta_rule": prompts.gated_delta, "mamba2_scan": prompts.mamba2, "mamba1_scan": prompts.mamba1}
 NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no products of bfloat16
 CLOSE = {
