@@ -50,8 +50,12 @@ class StatePool:
                 (state if slot is None else state[slot]).fill_(value)
 
     @property
+    def slot_bytes(self) -> int:
+        return slot_bytes(self.layers)
+
+    @property
     def nbytes(self) -> int:
-        return self.num_slots * slot_bytes(self.layers)
+        return self.num_slots * self.slot_bytes
 
 
 class SlotAllocator:

@@ -34,7 +34,7 @@ class KVManager:
         self.allocator = PageAllocator(num_pages, page_size)
         self.page_size = page_size
         self.state_slots = SlotAllocator(slots.running) if states else None
-        self._slot_bytes = states.nbytes // states.num_slots if states else 0
+        self._states = states
         self.version = 0  # grows when pages are given back or shared: until then who could not be admitted still can not
         self.snapshots: StateSnapshots | None = None
         self.tree: RadixCache | None = None
@@ -62,7 +62,7 @@ class KVManager:
     @property
     def snapshot_bytes(self) -> int:
         """What these take of the memory for states."""
-        return self.num_snapshots * self._slot_bytes
+        return 0 if self._states is None else self.num_snapshots * self._states.slot_bytes
 
     @property
     def can_admit(self) -> bool:
