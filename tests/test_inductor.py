@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from paged_attn import LLM, SamplingParams
 from tests.oracle import greedy, random_prompts
+from tests.recurrent_models import recurrent
 from tests.tiny_models import build
 
 
@@ -18,3 +21,11 @@ def test_compiled_pieces_give_the_models_own_tokens() -> None:
         assert llm.engine.runner.compiled.compiled_by == "Inductor pieces"
         got = llm.generate(prompts, SamplingParams(max_new_tokens=6))
     assert [c.token_ids for c in got] == [greedy(model, p, 6) for p in prompts]
+
+
+@pytest.mark.slow
+def test_values_seen_by_the_self_check_keep_the_strides_that_the_next_piece_was_compiled_for() -> None:
+    """A short convolution hands a slice of a projection on to its piece, and the self-check puts a changed one in its place."""
+    torch._dynamo.reset()
+    with LLM(copy.deepcopy(recurrent("lfm2")).to(torch.bfloat16), inductor=True, num_pages=64) as llm:
+        assert len(llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))[0].token_ids) == 4

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.module import MODULE, register_module
 from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun
+from paged_attn.check.runs.traced_served import with_strides_of
 
 
 def traced(function: Callable[..., Any]) -> fx.GraphModule:
@@ -128,3 +129,21 @@ def test_an_op_that_writes_a_widened_tensor_writes_what_is_read_afterwards() -> 
     with torch.no_grad():
         got = WideRun(traced(function), Taps(()), as_it_is, torch.bfloat16).run(x)
         assert got.dtype == torch.float32 and torch.equal(got, module(x).float())
+
+
+def test_a_changed_value_has_the_strides_of_the_one_that_it_replaces() -> None:
+    value = torch.randn(1, 6, 12)[..., 4:8].transpose(1, 2)
+    changed = torch.randn(1, 4, 6)
+    given = with_strides_of(value, changed)
+    assert given.stride() == value.stride() == (72, 1, 12)
+    torch.testing.assert_close(given, changed, rtol=0, atol=0)
+
+
+def test_a_value_that_nobody_changed_goes_on_itself() -> None:
+    value = torch.randn(3, 4).T
+    assert with_strides_of(value, value) is value
+
+
+def test_a_value_that_repeats_its_memory_is_replaced_as_it_is() -> None:
+    changed = torch.randn(3, 4)
+    assert with_strides_of(torch.randn(1, 4).expand(3, 4), changed) is changed

@@ -14,10 +14,12 @@ from paged_attn.attn_ops.scans.state_rows import Extends
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 
 MOST = 256  # of a state's dimension that a program holds whole
-CHUNK = 64  # tokens; half of it where keys are longer than LONG
+CHUNK = 64  # tokens
+SOLVED_CHUNK = 32  # of the delta rule, whose chunks are solved token after token; and where keys are longer than LONG
 WIDE_CHUNK = 16  # where products are of float32, which takes twice the registers
 LONG = 128
-COLUMNS = 32  # of a state that a program holds: few, so that one long prompt has a program for each of an H200's processors
+COLUMNS = 64  # of a state that a program holds. Trap: of 16 bits not fewer: on Hopper, Triton 3.6 multiplies matrices of 16 and 32 columns
+# wrongly, or reads past its shared memory (triton#11366); tests/gpu/test_scans.py has the widths that showed it
 TOKENS = 32  # of Mamba-1 that are joined at once
 NUMBERS = 2048  # decays of tokens, channels and states that a program holds
 
@@ -31,7 +33,7 @@ def gated_delta(
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
-    size, block_k, block_v, narrow = _sizes(k_dim, v_dim, value.dtype)
+    size, block_k, block_v, narrow = _sizes(k_dim, v_dim, value.dtype, solved=True)
     chunks = extends.chunks(size)
     new = torch.empty(len(chunks.rows) * size, heads, v_dim, dtype=value.dtype, device=value.device)
     reads = torch.empty(len(chunks.rows) * size, heads, k_dim, dtype=value.dtype, device=value.device)
@@ -76,18 +78,19 @@ def _scan(
 ) -> None:  # fmt: skip
     """`states` [slots, H, K, V], in any strides; `solved`: what `solve_chunks` made."""
     _, heads, k_dim, v_dim = states.shape
-    size, block_k, block_v, narrow = _sizes(k_dim, v_dim, value.dtype)
+    size, block_k, block_v, narrow = _sizes(k_dim, v_dim, value.dtype, solved is not None)
     scan_chunks[(len(extends.lengths), heads, triton.cdiv(v_dim, block_v))](
         query, key, value, g, beta, *(solved or (None, None)), output, states, extends.slots_on_device, extends.continues,
         extends.bounds(size), *query.stride(), *key.stride(), *value.stride(), *g.stride(), *beta.stride(), output.stride(0),
         *states.stride(), scale, EPS, REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise,
-        DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v, NARROW=narrow, num_stages=1, num_warps=8,
+        DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v, NARROW=narrow, num_stages=1, num_warps=4 if k_dim <= LONG else 8,
     )  # fmt: skip
 
 
-def _sizes(k_dim: int, v_dim: int, dtype: torch.dtype) -> tuple[int, int, int, Any]:
-    """Tokens of a chunk, what a program holds of a state's two dimensions (16 at least, for products), and to what products round."""
-    block_k, block_v = (max(int(triton.next_power_of_2(size)), 16) for size in (k_dim, min(v_dim, COLUMNS)))
+def _sizes(k_dim: int, v_dim: int, dtype: torch.dtype, solved: bool) -> tuple[int, int, int, Any]:
+    """Tokens of a chunk, what a program holds of a state's two dimensions, and to what products round."""
     narrow = NARROW.get(dtype)
-    size = WIDE_CHUNK if narrow is None else CHUNK if k_dim <= LONG else CHUNK // 2
+    least = 16 if narrow is None else COLUMNS  # 16 for products of any kind
+    block_k, block_v = (max(int(triton.next_power_of_2(size)), least) for size in (k_dim, min(v_dim, COLUMNS)))
+    size = WIDE_CHUNK if narrow is None else SOLVED_CHUNK if solved or k_dim > LONG else CHUNK
     return size, block_k, block_v, narrow

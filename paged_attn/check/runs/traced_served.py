@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.batch.batch import Batch
@@ -155,9 +156,16 @@ class PiecewiseRun(fx.Interpreter):
             return value
         self.seen[name, index] = value.clone()
         boundary = self.boundaries.results.get((name, index))
-        passed_on = self.visit(boundary, value) if boundary is not None else value
+        passed_on = value if boundary is None else with_strides_of(value, self.visit(boundary, value))
         self._made_by[id(passed_on)] = name, index
         return passed_on
+
+
+def with_strides_of(value: Tensor, changed: Tensor) -> Tensor:
+    """`changed` laid out as `value` is: the next piece may be compiled for its strides. Where a value repeats its memory, as it is."""
+    if changed is value or changed.stride() == value.stride() or 0 in value.stride():
+        return changed
+    return torch.empty_strided(value.shape, value.stride(), dtype=changed.dtype, device=changed.device).copy_(changed)
 
 
 def written_indices(part: fx.GraphModule) -> list[int]:

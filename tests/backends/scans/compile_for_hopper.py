@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
+from paged_attn.backends.scans.triton.prompts import LONG as LONG_KEYS
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
@@ -27,19 +28,18 @@ POINTERS = {
 }  # fmt: skip
 CONV: dict[str, Any] = {"C": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
 SOLVED: dict[str, Any] = {
-    "HEADS": 32, "REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "CHUNK": 64, "BLOCK_K": 128, "BLOCK_V": 32, "NARROW": tl.bfloat16,
+    "HEADS": 32, "REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "CHUNK": 32, "BLOCK_K": 128, "BLOCK_V": 64, "NARROW": tl.bfloat16,
     "k_dim": 1, "v_dim": 1,
 }  # fmt: skip
 CHUNKED: dict[str, Any] = {**SOLVED, "DELTA": True, "q_dim": 1, "state_v": 1}
 SSD: dict[str, Any] = {
-    **SOLVED, "HEADS": 128, "REPEATS": 128, "V": 64, "DELTA": False, "NORMALISE": False, "q_dim": 1, "state_k": 1, "new": None,
+    **SOLVED, "HEADS": 128, "REPEATS": 128, "V": 64, "CHUNK": 64, "DELTA": False, "NORMALISE": False, "q_dim": 1, "state_k": 1, "new": None,
     "reads": None,
 }  # fmt: skip
 LONG: dict[str, Any] = {"K": 256, "BLOCK_K": 256, "CHUNK": 32}
 CHANNELS: dict[str, Any] = {
     "C": 8192, "N": 16, "x_dim": 1, "dt_dim": 1, "b_dim": 1, "c_dim": 1, "BLOCK_T": 32, "BLOCK_C": 4, "BLOCK_N": 16,
 }  # fmt: skip
-AS_LAUNCHED = {"num_stages": 1, "num_warps": 8}  # by `prompts.py`
 STEP: dict[str, Any] = {"K": 128, "V": 128, "NORMALISE": True, "HAS_ROWS": True, "BLOCK_K": 128, "BLOCK_V": 32}
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV, "W": 4, "HAS_ROWS": True}),
@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "solve_chunks of long keys": (solve_chunks, SOLVED | LONG),
     "scan_chunks": (scan_chunks, CHUNKED),
     "scan_chunks of long keys": (scan_chunks, CHUNKED | LONG),
-    "scan_chunks of float32": (scan_chunks, {**CHUNKED, "CHUNK": 16, "NARROW": None}),
+    "scan_chunks of float32": (scan_chunks, {**CHUNKED, "CHUNK": 16, "BLOCK_V": 64, "NARROW": None}),
     "scan_chunks without the delta rule": (scan_chunks, SSD),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
@@ -67,7 +67,7 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     signature = {each: "constexpr" if each in constants else POINTERS.get(each, "i32") for each in kernel.arg_names}
     named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
-    options = AS_LAUNCHED if kernel is scan_chunks else {}
+    options = {"num_stages": 1, "num_warps": 4 if constants["K"] <= LONG_KEYS else 8} if kernel is scan_chunks else {}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 
