@@ -83,7 +83,8 @@ def _scan(
         query, key, value, g, beta, *(solved or (None, None)), output, states, extends.slots_on_device, extends.continues,
         extends.bounds(size), *query.stride(), *key.stride(), *value.stride(), *g.stride(), *beta.stride(), output.stride(0),
         *states.stride(), scale, EPS, REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise,
-        DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v, NARROW=narrow, num_stages=1, num_warps=4 if k_dim <= LONG else 8,
+        DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v, NARROW=narrow, num_stages=1,
+        num_warps=4 if k_dim <= LONG else 8,
     )  # fmt: skip
 
 
