@@ -27,6 +27,7 @@ import torch
 import transformers
 
 import paged_attn
+from paged_attn import dynamo_backend
 from paged_attn.bench.shapes import SHAPES
 
 SYSTEMS = ("static", "custom_generate", "compile")
@@ -64,6 +65,8 @@ def start(system: str, model: Any, settings: dict[str, Any]) -> Generate:
     if system == "compile":
         for name, value in settings.items():
             os.environ[f"PAGED_ATTN_{name.upper()}"] = str(value)
+        if "paged_attn" not in torch.compiler.list_backends():  # a checkout that is not installed has no entry point
+            torch._dynamo.register_backend(dynamo_backend.paged_attn, "paged_attn")
         model.compile(backend="paged_attn")
     return lambda **given: model.generate(**given, **asked)
 

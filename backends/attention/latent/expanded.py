@@ -14,13 +14,17 @@ MOST_BYTES = 256 << 20  # of expanded keys and values, and of scores, at a time
 FEWEST_TOKENS = 16
 
 
-def attend_expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, rows: slice, most_bytes: int = MOST_BYTES) -> None:
+def most_tokens(call: LatentCall) -> int:
+    """Whose keys and values are made at a time."""
+    return MOST_BYTES // _token_bytes(call)
+
+
+def attend_expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, rows: slice) -> None:
     """Write `call.output[rows]` for one request, whose rows of this step are in the pool already."""
     spec, length = call.spec, batch.seq_lens_host[request]
     query = call.query[rows].transpose(0, 1)  # [heads, new, dim]
-    token_bytes = spec.num_q_heads * (spec.key_dim + spec.rotated + spec.value_dim) * query.element_size()
-    if length * token_bytes <= most_bytes:
-        keys, values = _expanded(call, pool, batch, request, 0, length)
+    if length <= most_tokens(call):
+        keys, values = _of_request(call, pool, batch, request, 0, length)
         visible = None if query.shape[1] == length else _visible(query, length, 0, length)
         result = F.scaled_dot_product_attention(
             query[None], keys[None], values[None], attn_mask=visible, is_causal=visible is None, scale=spec.scale
@@ -29,7 +33,7 @@ def attend_expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, 
         return
     wide = torch.promote_types(query.dtype, torch.float32)
     score_bytes = 2 * spec.num_q_heads * query.shape[1] * wide.itemsize
-    step = max(FEWEST_TOKENS, most_bytes // (token_bytes + score_bytes))
+    step = max(FEWEST_TOKENS, MOST_BYTES // (_token_bytes(call) + score_bytes))
     call.output[rows] = _in_parts(call, pool, batch, request, query.to(wide), step).transpose(0, 1).to(call.output.dtype)
 
 
@@ -41,7 +45,7 @@ def _in_parts(call: LatentCall, pool: KVPool, batch: Batch, request: int, query:
     result = query.new_zeros((*query.shape[:2], call.spec.value_dim))
     for start in range(0, length, step):
         end = min(start + step, length)
-        keys, values = (each.to(query.dtype) for each in _expanded(call, pool, batch, request, start, end))
+        keys, values = (each.to(query.dtype) for each in _of_request(call, pool, batch, request, start, end))
         scores = (query @ keys.transpose(1, 2)) * call.spec.scale
         scores = scores.masked_fill(~_visible(query, length, start, end), float("-inf"))
         higher = torch.maximum(most, scores.amax(-1, keepdim=True))  # the first part holds token 0, which all see
@@ -51,16 +55,26 @@ def _in_parts(call: LatentCall, pool: KVPool, batch: Batch, request: int, query:
     return result / total
 
 
-def _expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Keys [heads, tokens, key_dim + rotated] and values [heads, tokens, value_dim] of a request's tokens from `start` up to `end`."""
+def keys_and_values(call: LatentCall, pool: KVPool, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [heads, tokens, key_dim + rotated] and values [heads, tokens, value_dim] of tokens whose rows lie in `slots` [tokens]."""
     spec, heads = call.spec, call.spec.num_q_heads
-    positions = torch.arange(start, end, device=pool.device)
-    pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
-    kept = pool.key(call.layer_id)[pages, positions % batch.page_size, 0].to(call.query.dtype)  # [tokens, rank + rotated]
+    kept = pool.key(call.layer_id)[slots // pool.page_size, slots % pool.page_size, 0].to(call.query.dtype)  # [tokens, rank + rotated]
     latent, rotated = kept[:, : spec.rank], kept[:, spec.rank :].expand(heads, -1, -1)
     plain = latent @ spec.keys.of(call.weight_k, heads, spec.key_dim).transpose(1, 2)
     values = latent @ spec.values.of(call.weight_v, heads, spec.value_dim).transpose(1, 2)
     return torch.cat((rotated, plain) if spec.rotated_first else (plain, rotated), -1), values
+
+
+def _of_request(call: LatentCall, pool: KVPool, batch: Batch, request: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """`keys_and_values` of a request's tokens from `start` up to `end`."""
+    positions = torch.arange(start, end, device=pool.device)
+    pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
+    return keys_and_values(call, pool, pages * batch.page_size + positions % batch.page_size)
+
+
+def _token_bytes(call: LatentCall) -> int:
+    spec = call.spec
+    return spec.num_q_heads * (spec.key_dim + spec.rotated + spec.value_dim) * call.query.element_size()
 
 
 def _visible(query: Tensor, length: int, start: int, end: int) -> Tensor:

@@ -15,19 +15,23 @@ from paged_attn.attn_ops.ops.latent import LatentCall
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_queries, rows_to_keep
 from paged_attn.backends.attention.latent.choose import expands
-from paged_attn.backends.attention.latent.expanded import attend_expanded
+from paged_attn.backends.attention.latent.expanded import attend_expanded, most_tokens
+from paged_attn.backends.attention.latent.fresh import FreshPrompts, of_like_lengths
 from paged_attn.backends.kv_write.store import store_kv
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """How a step is dealt out: requests whose keys and values are expanded, with their rows, and the others as a batch of their own.
+    """How a step is dealt out: requests whose keys and values are expanded, and the others as a batch of their own.
 
     Attributes:
+        fresh: new prompts, which are expanded together.
+        continued: requests with rows in the pool before this step, or with more than fit into memory together, each with its rows.
         others: that batch, the backend's plan for it, and its rows; None where every request is expanded.
     """
 
-    expanded: tuple[tuple[int, slice], ...]
+    fresh: tuple[FreshPrompts, ...]
+    continued: tuple[tuple[int, slice], ...]
     others: tuple[Batch, Any, Tensor] | None
 
 
@@ -39,14 +43,16 @@ def attend_to_latents(backend: Backend, context: ForwardContext, call: LatentCal
     """
     batch, spec = context.batch, call.spec
     key = rows_to_keep(spec, call.latent, call.rotated)
-    step = None if always_absorbed or batch.mode is ForwardMode.DECODE else _step_part(backend, context, spec)
+    step = None if always_absorbed or batch.mode is ForwardMode.DECODE else _step_part(backend, context, call)
     if step is None:
         sums = call.query.new_empty((batch.num_rows, spec.num_q_heads, spec.rank))
         _attend(backend, context.plan, call, call.query, key, sums, save=True)
         mapped_back(spec, sums, call.weight_v, call.output)
         return
     store_kv(context.pool, call.layer_id, key, key[..., : spec.rank], batch)
-    for request, rows in step.expanded:
+    for prompts in step.fresh:
+        prompts.attend(call, context.pool, batch)
+    for request, rows in step.continued:
         attend_expanded(call, context.pool, batch, request, rows)
     if step.others is not None:
         part, plan, at = step.others
@@ -65,18 +71,19 @@ def _attend(backend: Backend, plan: Any, call: LatentCall, query: Tensor, key: T
     )  # fmt: skip
 
 
-def _step_part(backend: Backend, context: ForwardContext, spec: LatentSpec) -> StepPart | None:
+def _step_part(backend: Backend, context: ForwardContext, call: LatentCall) -> StepPart | None:
     """None where no request is expanded. Layers of one kind share it."""
     if context.latent_plan is None:
         context.latent_plan = {}
-    kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim)
+    spec, most = call.spec, most_tokens(call)
+    kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, most)
     if kind not in context.latent_plan:
-        context.latent_plan[kind] = _deal_out(backend, context, spec)
+        context.latent_plan[kind] = _deal_out(backend, context, spec, most)
     step: StepPart | None = context.latent_plan[kind]
     return step
 
 
-def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec) -> StepPart | None:
+def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec, most: int) -> StepPart | None:
     batch, device = context.batch, context.pool.device.type
     starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
     lengths = list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))
@@ -86,8 +93,11 @@ def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec) -> St
     others = [r for r in range(batch.num_requests) if r not in set(chosen)]
     planned = None
     if others:
-        part, rows = part_of(batch, others)
+        part, at = part_of(batch, others)
         plan = backend.plan(part, context.pool)
         backend.plan_in_graph(plan)
-        planned = (part, plan, rows)
-    return StepPart(tuple((r, slice(starts[r], starts[r + 1])) for r in chosen), planned)
+        planned = (part, plan, at)
+    rows = {r: slice(starts[r], starts[r + 1]) for r in chosen}
+    whole = [r for r in chosen if lengths[r][0] == lengths[r][1] <= most]
+    fresh = tuple(FreshPrompts.of(group, context.pool.device) for group in of_like_lengths([rows[r] for r in whole], most))
+    return StepPart(fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)

@@ -54,19 +54,35 @@ def test_a_step_is_dealt_out(monkeypatch: pytest.MonkeyPatch, backend: Attention
 def test_a_context_is_expanded_in_parts_of_bounded_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     always(monkeypatch, True)
     made: list[int] = []
-    whole = expanded._expanded
+    whole = expanded.keys_and_values
 
     def counted(*args: object) -> tuple[Tensor, Tensor]:
         keys, values = whole(*args)  # type: ignore[arg-type]
         made.append(keys.nbytes + values.nbytes)
         return keys, values
 
-    monkeypatch.setattr(expanded, "_expanded", counted)
+    monkeypatch.setattr(expanded, "keys_and_values", counted)
     case = make(kind, ((100, 7), (0, 33), (37, 60)), 4)
     monkeypatch.setattr(expanded, "FEWEST_TOKENS", 5)
-    monkeypatch.setattr(expanded.attend_expanded, "__defaults__", (8192,))
+    monkeypatch.setattr(expanded, "MOST_BYTES", 8192)
     case.assert_right(TorchNativeBackend())
     assert len(made) > 9 and max(made) <= 8192
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_new_prompts_are_expanded_together(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Those of like lengths by one call, filled up; one that goes on, and decoding requests, by themselves."""
+    always(monkeypatch, True)
+    made: list[int] = []
+    of = step.FreshPrompts.of
+
+    def counted(parts: list[slice], device: torch.device) -> step.FreshPrompts:
+        made.append(len(parts))
+        return of(parts, device)
+
+    monkeypatch.setattr(step.FreshPrompts, "of", counted)
+    make(kind, ((0, 9), (5, 1), (0, 40), (0, 33), (12, 8), (0, 40), (0, 10)), 4).assert_right(TorchNativeBackend())
+    assert made == [3, 2], "by their lengths: 40, 40, 33, and 10, 9"
 
 
 @pytest.mark.parametrize("expand", [False, True])
@@ -76,7 +92,8 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch, expand: bool) -> None:
 
 
 def test_batch_invariant_backends_attend_to_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "attend_expanded", lambda *_: pytest.fail("expanded"))
+    for way in ("attend_expanded", "FreshPrompts"):
+        monkeypatch.setattr(step, way, lambda *_: pytest.fail("expanded"))
     always(monkeypatch, True)
     make("512 + 64", STEPS["mixed"], 4).assert_right(ReferenceBackend(deterministic=True))
 
