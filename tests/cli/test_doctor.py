@@ -48,6 +48,7 @@ def test_a_package_that_can_not_be_imported_is_no_failure_but_said(
 
 def test_backends_are_listed_with_what_is_in_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     found = {finding.name.strip(): finding for finding in doctor._backends()}
     assert found["torch_native"].works is None and found["torch_native"].detail == "backend, runs on cpu"
     assert "reference" not in found and "trtllm_mla" not in found
