@@ -39,11 +39,9 @@ SLICED = "of its attention mask after building it, which paged_attn.patch can no
 TWICE = "attends more than once in one forward, and paged_attn.patch keeps one KV for each layer"
 REFUSED_BY_THE_HOOK = {
     "falcon": NO_INTERFACE,
-    "gptj": NO_INTERFACE,
     "bloom": NO_INTERFACE,
     "mpt": NO_INTERFACE,
     "granite_swa": NO_INTERFACE,
-    "codegen": NO_INTERFACE,
     "llama4_text": "self-check failed: query of attention 2",  # its temperature counts rows, not positions
     "deepseek_v32": SLICED,
     "diffllama": TWICE,

@@ -15,11 +15,12 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.hf.cache_name import CACHE_NAME, CACHE_NAMES, given_cache
 from paged_attn.hf.patch import Patched
 from paged_attn.hf.shared_table import SharedTable
 from paged_attn.passes.fx.model_facts import model_dtype, text_config
 
-_KNOWN = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
+_KNOWN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
 _dispatching: weakref.WeakSet[Any] = weakref.WeakSet()  # patches whose model's forward asks the cache first
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -95,7 +96,7 @@ class InPlace:
             output = forward(input_ids=tokens[None], position_ids=batch.positions[None], use_cache=False, return_dict=True, **some)
         logits = output.logits if some else output.logits[:, : rows * new]
         output["logits"] = logits.reshape(rows, -1, logits.shape[-1])
-        output["past_key_values"] = cache
+        output[CACHE_NAME] = cache
         cache.advance(new)
         return output
 
@@ -133,7 +134,7 @@ def _counts_on(ids: Tensor, inputs: dict[str, Any], length: int) -> bool:
 def _dispatch(forward: Any) -> Any:
     @functools.wraps(forward)
     def dispatching(*args: Any, **inputs: Any) -> Any:
-        cache: Any = inputs.get("past_key_values")
+        cache: Any = given_cache(inputs)
         in_place = getattr(cache, "in_place", None)
         if not args and isinstance(in_place, InPlace):
             output = in_place.run(cache, forward, inputs)

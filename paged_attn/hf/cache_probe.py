@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.hf.cache_layers import PagedHybridLayer, PagedLayer, forget_state
+from paged_attn.hf.cache_name import CACHE_NAME
 from paged_attn.hf.shared_table import SharedTable
 from paged_attn.passes.fx.model_facts import model_device
 
@@ -36,7 +37,7 @@ def probe(model: nn.Module) -> DynamicCache:
     try:
         cache = DynamicCache(config=config.get_text_config(decoder=True))
         with torch.no_grad():
-            model(input_ids=token, past_key_values=cache, use_cache=True)
+            model(input_ids=token, use_cache=True, **{CACHE_NAME: cache})
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise UnsupportedError(f"{name} could not be run on one token with a DynamicCache, to see what its layers keep: {error}") from error
     for index, layer in enumerate(cache.layers):
@@ -46,9 +47,7 @@ def probe(model: nn.Module) -> DynamicCache:
                 "of every token; generate without it, or serve the model with paged_attn.LLM"
             )
     if not any(_keeps(layer) for layer in cache.layers):
-        raise UnsupportedError(
-            f"no layer of {name} keeps K and V in past_key_values, so that there is nothing to page; generate without it"
-        )
+        raise UnsupportedError(f"no layer of {name} keeps K and V in its cache, so that there is nothing to page; generate without it")
     return cache
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import SymInt, Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import source_name, symbol, value_of
+from paged_attn.passes.fx.graph_tools import of_module, source_name, symbol, value_of
 
 _KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
 
@@ -138,7 +138,7 @@ def _role(node: fx.Node, tokens: Any, logits: Any, ids: fx.Node | None) -> str:
         expression = symbol(value)
         if expression == tokens or source_name(node).endswith("['position_ids'].size()[1]"):
             return "tokens"
-        if source_name(node).startswith(("L['self']", "L['model']")):
+        if of_module(source_name(node)):
             return "owned"  # a number of the module; `specialise_numbers` makes it a constant
         return "num_logits" if expression == logits else f"call:{source_name(node)}"
     if is_owned(node):
@@ -156,7 +156,7 @@ def is_owned(node: fx.Node) -> bool:
     if isinstance(value_of(node), torch.nn.Parameter):
         return True
     source = source_name(node)
-    return "_parameters[" in source or "_buffers[" in source or source.startswith(("L['self']", "L['model']", "G["))
+    return "_parameters[" in source or "_buffers[" in source or of_module(source) or source.startswith("G[")
 
 
 def input_name(node: fx.Node) -> str:

@@ -11,16 +11,13 @@ from typing import Any
 
 from torch import SymFloat, SymInt, fx
 
-from paged_attn.passes.fx.graph_tools import source_name, value_of
+from paged_attn.passes.fx.graph_tools import of_module, source_name, value_of
 
 
 def specialise_numbers(original: fx.Graph, copied: fx.Graph) -> int:
     """Rewrite `copied` in place (its placeholders' sources are read off `original`); returns how many nodes became constants."""
     count = 0
-    owners = ("L['self']", "L['model']")
-    sizes = [
-        n for n in original.nodes if n.op == "placeholder" and isinstance(value_of(n), SymInt) and not source_name(n).startswith(owners)
-    ]
+    sizes = [n for n in original.nodes if n.op == "placeholder" and isinstance(value_of(n), SymInt) and not of_module(source_name(n))]
     of_call = {part for size in sizes for part in value_of(size).node.expr.free_symbols}
     for old, new in zip(original.nodes, list(copied.nodes), strict=True):
         value = value_of(old)
@@ -28,7 +25,7 @@ def specialise_numbers(original: fx.Graph, copied: fx.Graph) -> int:
             continue  # made from the number of tokens
         if isinstance(value, SymFloat):
             constant: float | int = float(value)  # converting installs the guard
-        elif isinstance(value, SymInt) and old.op == "placeholder" and source_name(old).startswith(owners):
+        elif isinstance(value, SymInt) and old.op == "placeholder" and of_module(source_name(old)):
             constant = int(value)
         else:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+import re
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -21,6 +22,7 @@ _INPLACE_FUNCTIONS = {
     operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
 }  # fmt: skip
 _COPY_OF = "copy_of"
+_OF_MODULE = re.compile(r"L\['(self|model)'\]|L\['args'\]\[0\]\.(?!(size|stride|storage_offset)\()")
 _SIDE_EFFECTS = {"manual_seed", "_assert", "_assert_async", "_set_grad_enabled"}
 _VIEWS = {
     "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "select", "narrow", "slice",
@@ -180,6 +182,11 @@ def source_name(placeholder: fx.Node) -> str:
         return str(placeholder.target)
     name = source.name
     return name() if callable(name) else str(name)
+
+
+def of_module(source: str) -> bool:
+    """Whether a source lies in the module whose forward is traced; below a decorator of its forward, that is `args[0]`."""
+    return _OF_MODULE.match(source) is not None
 
 
 def value_of(node: Any) -> Any:

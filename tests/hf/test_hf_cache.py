@@ -13,6 +13,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from paged_attn import PagedCache, UnsupportedError
+from paged_attn.hf.cache_name import CACHE_NAME
 from paged_attn.hf.shared_pages import CacheFull
 from tests.tiny_models import build
 
@@ -45,7 +46,7 @@ def _poisoned(model: nn.Module, **keywords: Any) -> PagedCache:
 
 def _generate(model: Any, cache: Any, prompts: dict[str, Tensor], **keywords: Any) -> Tensor:
     torch.manual_seed(0)
-    return model.generate(**prompts, max_new_tokens=NEW, past_key_values=cache, **keywords)
+    return model.generate(**prompts, max_new_tokens=NEW, **{CACHE_NAME: cache, **keywords})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,7 +156,7 @@ def test_a_prompt_computed_once_goes_on_in_many_ways() -> None:
     model, prompts = build("gemma3_text"), _prompts((0,), 24)
     prefix = _poisoned(model)
     with torch.no_grad():
-        model(prompts["input_ids"][:, :20], past_key_values=prefix)
+        model(prompts["input_ids"][:, :20], **{CACHE_NAME: prefix})
     before = prefix.num_pages_used
     for ending in ([5, 6], [7, 8, 9]):
         ids = torch.cat([prompts["input_ids"][:, :20], torch.tensor([ending])], 1)
@@ -174,9 +175,9 @@ def test_a_full_pool_says_what_to_do_and_stays_usable() -> None:
     first = PagedCache(model, page_size=4, num_pages=20)
     second = PagedCache(model, shared_with=first)
     with torch.no_grad():
-        model(**prompts, past_key_values=first)
+        model(**prompts, **{CACHE_NAME: first})
         with pytest.raises(CacheFull, match=r"needed 10 more KV pages, but only 9 .*more num_pages, or none, so that the pool grows"):
-            model(**prompts, past_key_values=second)
+            model(**prompts, **{CACHE_NAME: second})
     first.reset()
     assert _generate(model, second, prompts).equal(expected)
 
@@ -193,7 +194,7 @@ def test_windows_let_go_of_pages_and_crop_knows_it() -> None:
     cache.reset()
     cache.activate_past_recording()
     with torch.no_grad():
-        model(**prompts, past_key_values=cache)
+        model(**prompts, **{CACHE_NAME: cache})
     cache.crop(-30)
     assert (cache.get_seq_length(), cache.num_pages_held) == (34, 3)
 
@@ -202,7 +203,7 @@ def test_crop_gives_pages_back() -> None:
     model = build("llama")
     cache = _poisoned(model)
     with torch.no_grad():
-        model(**_prompts(), past_key_values=cache)
+        model(**_prompts(), **{CACHE_NAME: cache})
     cache.crop(-9)
     assert (cache.get_seq_length(), cache.num_pages_held) == (10, 6)
     cache.crop(0)
@@ -215,18 +216,18 @@ def test_crop_gives_pages_back() -> None:
 def _contrastive(model: Any, cache: Any, prompts: dict[str, Tensor], top: int = 3) -> tuple[list[list[int]], Tensor]:
     """What contrastive search does with its cache: every row tries `top` tokens at once, and one of them is kept."""
     ids, tokens = prompts["input_ids"], []
-    logits = model(ids, past_key_values=cache).logits[:, -1]
+    logits = model(ids, **{CACHE_NAME: cache}).logits[:, -1]
     for _ in range(8):
         candidates = logits.topk(top).indices
         cache.batch_repeat_interleave(top)
-        tried = model(candidates.view(-1, 1), past_key_values=cache).logits[:, -1].view(len(ids), top, -1)
+        tried = model(candidates.view(-1, 1), **{CACHE_NAME: cache}).logits[:, -1].view(len(ids), top, -1)
         chosen = tried.amax(-1).argmin(-1)
         cache.batch_select_indices(torch.arange(len(ids)) * top + chosen)
         logits = tried[torch.arange(len(ids)), chosen]
         tokens.append(candidates.gather(1, chosen[:, None]).flatten().tolist())
     keep = torch.tensor([False, True])
     cache.batch_select_indices(keep)
-    return tokens, model(ids[keep, :1], past_key_values=cache).logits
+    return tokens, model(ids[keep, :1], **{CACHE_NAME: cache}).logits
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -265,16 +266,16 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         PagedCache(model, num_pages=1)
     with pytest.raises(UnsupportedError, match=r"layer 0: a PagedCache keeps no gradients.*no_grad"):
-        model(**prompts, past_key_values=cache)
+        model(**prompts, **{CACHE_NAME: cache})
     with torch.no_grad():
-        model(**prompts, past_key_values=cache)
+        model(**prompts, **{CACHE_NAME: cache})
         with pytest.raises(UnsupportedError, match=r"holds 2 rows, but K and V of 1 rows came"):
-            model(prompts["input_ids"][:1], past_key_values=cache)
+            model(prompts["input_ids"][:1], **{CACHE_NAME: cache})
         cache.reset()
         with (
             pytest.raises(UnsupportedError, match=r"layer 0 gave K and V .*bfloat16.*same autocast"),
             torch.autocast("cpu", torch.bfloat16),
         ):
-            model(**prompts, past_key_values=cache)
+            model(**prompts, **{CACHE_NAME: cache})
     with pytest.raises(NotImplementedError, match="of the PagedCache"):
         cache.layers[0].crop(-1)

@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from paged_attn import PagedCache, UnsupportedError, patch
+from paged_attn.hf.cache_name import CACHE_NAME
 from tests.hf.test_hf_cache import NEW, SAMPLE, _generate, _prompts
 from tests.tiny_models import build
 
@@ -63,14 +64,14 @@ def test_calls_that_are_not_provably_the_same_are_gathered() -> None:
         ):
             cache.reset()
             with torch.no_grad():
-                model(**plain, past_key_values=cache)
-                model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache, **changed)
+                model(**plain, **{CACHE_NAME: cache})
+                model(input_ids=torch.tensor([[5], [6]]), **{CACHE_NAME: cache}, **changed)
             assert cache.steps_in_place == 0
         with torch.no_grad():
-            model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache, attention_mask=None)
+            model(input_ids=torch.tensor([[5], [6]]), **{CACHE_NAME: cache}, attention_mask=None)
         assert cache.steps_in_place == 1
         with pytest.raises(UnsupportedError, match="keeps no gradients"):
-            model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+            model(input_ids=torch.tensor([[5], [6]]), **{CACHE_NAME: cache})
 
 
 def test_the_output_and_the_cache_are_as_after_a_gathered_call() -> None:
@@ -82,16 +83,16 @@ def test_the_output_and_the_cache_are_as_after_a_gathered_call() -> None:
             both = []
             for cache in caches:
                 cache.reset()
-                model(**prompts, past_key_values=cache)
-                both.append(model(input_ids=ids, past_key_values=cache, logits_to_keep=keep))
-                assert both[-1].past_key_values is cache
+                model(**prompts, **{CACHE_NAME: cache})
+                both.append(model(input_ids=ids, **{CACHE_NAME: cache}, logits_to_keep=keep))
+                assert both[-1][CACHE_NAME] is cache
             assert both[0].logits.shape == both[1].logits.shape == (1, rows, 96)
             torch.testing.assert_close(both[0].logits, both[1].logits)
             for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
                 torch.testing.assert_close(mine.keys, theirs.keys)
                 torch.testing.assert_close(mine.values, theirs.values)
         branch = copy.deepcopy(caches[0])
-        model(input_ids=ids[:, :1], past_key_values=branch)
+        model(input_ids=ids[:, :1], **{CACHE_NAME: branch})
         assert (branch.get_seq_length(), caches[0].get_seq_length(), branch.steps_in_place) == (25, 24, 3)
 
 

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel, pipeline
 import paged_attn
 from paged_attn import PagedCache, UnsupportedError
 from paged_attn.engine.engine import Engine
+from paged_attn.hf.cache_name import CACHE_NAME
 from paged_attn.hf.compiled import compiled_calls
 from paged_attn.hf.compiled.compiled_calls import PagedCalls
 from paged_attn.hf.compiled.ragged_table import RaggedTable
@@ -147,14 +148,14 @@ def test_streams_scores_and_the_output() -> None:
     assert [v.tolist() for v in streams[0].put_there] == [v.tolist() for v in streams[1].put_there]
     torch.testing.assert_close(ours.logits, theirs.logits, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(ours.scores, theirs.scores, atol=2e-5, rtol=1e-4)
-    cache = ours.past_key_values
+    cache = ours[CACHE_NAME]
     length = given["input_ids"].shape[1] + NEW - 1
-    assert cache.get_seq_length() == theirs.past_key_values.get_seq_length() == length
+    assert cache.get_seq_length() == theirs[CACHE_NAME].get_seq_length() == length
     mask = torch.cat([given["attention_mask"], torch.ones(2, NEW, dtype=torch.int64)], 1)
     on, branch = {"input_ids": ours.sequences, "attention_mask": mask}, copy.deepcopy(cache)
-    expected = generate(models[0], on, past_key_values=theirs.past_key_values)
-    assert generate(models[1], on, past_key_values=cache).equal(expected)
-    assert generate(models[1], on, past_key_values=branch).equal(expected)
+    expected = generate(models[0], on, **{CACHE_NAME: theirs[CACHE_NAME]})
+    assert generate(models[1], on, **{CACHE_NAME: cache}).equal(expected)
+    assert generate(models[1], on, **{CACHE_NAME: branch}).equal(expected)
 
 
 def test_what_users_keep_themselves_runs_as_written(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,10 +163,10 @@ def test_what_users_keep_themselves_runs_as_written(caplog: pytest.LogCaptureFix
     generate(models[1], given)
     before = steps_of(models[1])
     for cache in (DynamicCache(config=models[1].config), PagedCache(models[0])):
-        assert generate(models[1], given, past_key_values=cache, max_new_tokens=3).equal(generate(models[0], given, max_new_tokens=3))
+        assert generate(models[1], given, **{CACHE_NAME: cache}, max_new_tokens=3).equal(generate(models[0], given, max_new_tokens=3))
     own = DynamicCache(config=models[1].config)
     with torch.no_grad():
-        models[1](**given, past_key_values=own)
+        models[1](**given, **{CACHE_NAME: own})
     assert own.get_seq_length() == 19
     outputs = generate(models[1], given, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
     assert len(outputs.hidden_states[0]) == 4
@@ -199,20 +200,20 @@ def test_modes_threads_and_pipelines() -> None:
 
 def test_a_cache_of_pages_is_refused_where_it_can_not_be_followed() -> None:
     plain, compiled = pair()
-    cache = generate(compiled, _prompts((0,)), return_dict_in_generate=True, max_new_tokens=3).past_key_values
+    cache = generate(compiled, _prompts((0,)), return_dict_in_generate=True, max_new_tokens=3)[CACHE_NAME]
     token = torch.tensor([[5]])
     with torch.no_grad():
         with pytest.raises(UnsupportedError, match="the model was called as it is written"):
-            plain(input_ids=token, past_key_values=cache)
+            plain(input_ids=token, **{CACHE_NAME: cache})
         with pytest.raises(UnsupportedError, match="can not run on pages: it has output_attentions"):
-            compiled(input_ids=token, past_key_values=cache, output_attentions=True)
+            compiled(input_ids=token, **{CACHE_NAME: cache}, output_attentions=True)
         with pytest.raises(UnsupportedError, match="or its position_ids do not count on"):
-            compiled(input_ids=token, past_key_values=cache, position_ids=torch.tensor([[3]]))
+            compiled(input_ids=token, **{CACHE_NAME: cache}, position_ids=torch.tensor([[3]]))
         with pytest.raises(UnsupportedError, match="it has 2 rows, and the cache 1"):
-            compiled(input_ids=token.expand(2, 1), past_key_values=cache)
+            compiled(input_ids=token.expand(2, 1), **{CACHE_NAME: cache})
         with pytest.raises(UnsupportedError, match="has 256 positions; generate fewer"):
-            compiled(input_ids=token.expand(1, 250), past_key_values=cache)
-        logits = compiled(input_ids=token, past_key_values=cache).logits
+            compiled(input_ids=token.expand(1, 250), **{CACHE_NAME: cache})
+        logits = compiled(input_ids=token, **{CACHE_NAME: cache}).logits
     assert logits.shape == (1, 1, 96) and cache.get_seq_length() == 22
     with pytest.raises(UnsupportedError, match=r"more KV pages of 4 tokens are needed, and \d+ of 400 are free"):
         generate(compiled, _prompts((0,) * 30, 200), do_sample=True, num_return_sequences=3)

@@ -277,7 +277,7 @@ def test_the_output_type() -> None:
         ({"token_type_ids": torch.zeros(3, 19, dtype=torch.int64)}, "token_type_ids: paged_attn.generate takes token ids"),
         ({"position_ids": torch.arange(5, 24).expand(3, 19)}, "position_ids other than 0, 1, 2"),
         ({"attention_mask": torch.ones(3, 19, dtype=torch.int64).tril(12)}, "a 0 behind a 1"),
-        ({"past_key_values": DynamicCache()}, "past_key_values: paged_attn.generate keeps"),
+        ({"past_key_values": DynamicCache()}, "paged_attn.generate keeps keys and values"),
         ({"synced_gpus": True}, "synced_gpus"),
         (
             {"output_scores": True, "return_dict_in_generate": True, "max_time": 9.0},

@@ -33,6 +33,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "cohere_compass_text": {**MIXED, "rope_parameters": {kind: {**rope, "mrope_section": [1, 1, 2]} for kind, rope in ROPES.items()}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
+    "dory": {
+        "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING], "n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 1,
+        "rope_parameters": ROPES,
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note": {
         "text_config": DOTS3, "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from paged_attn.hf.cache_name import CACHE_NAMES
 from paged_attn.hf.compiled.ragged_table import Lengths
 from paged_attn.passes.fx.model_facts import text_config
 
 # What a call may say besides its tokens and its cache. `labels` and their like have no place in a step.
-_KNOWN = {"input_ids", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
+_KNOWN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
 _MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from paged_attn.attn_ops.batch.batch import RequestColumns
 from paged_attn.attn_ops.context import current_context
@@ -21,6 +20,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.runners.model_watch import ModelChangedError
+from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
 from paged_attn.hf.compiled.call_rows import CallRows, call_rows, why_not
 from paged_attn.hf.compiled.ragged_cache import RaggedCache
 from paged_attn.hf.compiled.ragged_table import RaggedTable
@@ -61,19 +61,19 @@ class PagedCalls:
         self._said: set[str] = set()
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        cache = given.get("past_key_values")
+        cache = given_cache(given)
         if torch.compiler.is_compiling() or current_context() is not None or not isinstance(cache, Cache):
             return self.compiled(*args, **given)
         first, self._first = self._first, None
         if isinstance(cache, RaggedCache):
             return self._go_on(cache, args, given)
         if getattr(cache, _MOVED, False):
-            raise UnsupportedError("this DynamicCache went over into pages; go on with the past_key_values of the last output")
+            raise UnsupportedError("this DynamicCache went over into pages; go on with the cache of the last output")
         if type(cache) is DynamicCache and not self.refused:
             if first is not None and first[0]() is cache:
                 before = self._start(cache, (), first[1])
                 if before is not None:
-                    return self._go_on(before.past_key_values, args, given)
+                    return self._go_on(before[CACHE_NAME], args, given)
             elif not cache.get_seq_length() and not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None:
                 output = self._start(cache, args, given)
                 if output is not None:
@@ -88,10 +88,9 @@ class PagedCalls:
 
     def remember_first(self, given: dict[str, Any]) -> None:
         """A call that `generate` made with an empty cache is under way without us: the next one with that cache begins with it again."""
-        cache = given.get("past_key_values")
+        cache = given_cache(given)
         if type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None:
-            inputs = {name: value for name, value in given.items() if name != "past_key_values"}
-            self._first = (weakref.ref(cache), {**inputs, "logits_to_keep": 1})
+            self._first = (weakref.ref(cache), {**without_cache(given), "logits_to_keep": 1})
 
     def _start(self, cache: DynamicCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """The output for the first tokens of rows, whose K and V lie in pages; None if the call runs as written."""
@@ -117,7 +116,7 @@ class PagedCalls:
             length = given["input_ids"].shape[1]
             moved = RaggedCache(table, called.padding, length, self._lock, self._dropped)
         setattr(cache, _MOVED, True)
-        return CausalLMOutputWithPast(logits=logits, past_key_values=moved)
+        return output_with_cache(logits, moved)
 
     def _go_on(self, cache: RaggedCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """The output for more tokens of each row."""
@@ -126,14 +125,14 @@ class PagedCalls:
         if not isinstance(called, CallRows):
             raise UnsupportedError(
                 f"a call with a cache of model.compile(backend='paged_attn') can not run on pages: {called}. Give generate a cache of its "
-                "own, with which it runs as written: past_key_values=DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
+                "own, with which it runs as written: a DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
             )
         with self._lock:
             if self.engine is None or cache.table.shared is not self._pages:
                 raise UnsupportedError("the model changed since this cache was made, and its pages are gone; begin generate anew")
             logits = self._run(cache.table, called.tokens, called.wanted)
             cache.length += len(called.tokens[0])
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return output_with_cache(logits, cache)
 
     def _ready(self) -> bool:
         """Whether there is an engine for the model as it is now."""

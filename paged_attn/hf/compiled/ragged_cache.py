@@ -64,6 +64,10 @@ class RaggedCache(Cache):
     def is_croppable(self) -> bool:
         return True
 
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False]  # transformers counts `length` tokens unless all layers are linear, and `all([])` is True
+
     def activate_past_recording(self) -> None:
         """Nothing to do: every token stays until it is cropped."""
 

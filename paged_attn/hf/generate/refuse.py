@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import FrameType
 from typing import Any
@@ -10,11 +11,12 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.hf.cache_name import CACHE_NAMES
 
-_GENERATE = GenerationMixin.generate.__wrapped__.__code__  # type: ignore[attr-defined]
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 ON_PAGES = "model.generate(..., past_key_values=paged_attn.PagedCache(model)) does (docs/generate.md)"
 # What `generate` hands on that is the same here (K and V lie in the engine's pages however a cache was asked for), or is read elsewhere.
-_KNOWN = {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep"}
+_KNOWN = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 
 
 def generate_frame(model: Any = None) -> FrameType | None:
@@ -56,7 +58,7 @@ def refuse_others(model: Any, config: GenerationConfig, called: dict[str, Any], 
     more = [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name, None)]
     if more and config.return_dict_in_generate:
         raise UnsupportedError(f"{' and '.join(more)}: paged_attn.generate gives tokens, scores and logits; {ON_PAGES}")
-    for name in ("past_key_values", "cache_params"):
+    for name in CACHE_NAMES:
         cache = given.get(name)
         if getattr(cache, "_is_user_defined", False):
             raise UnsupportedError(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from paged_attn.passes.fx.graph_tools import remove_dead_code, symbol, writes_in_place, written_values
+from paged_attn.passes.find.attention_site import module_path
+from paged_attn.passes.fx.graph_tools import of_module, remove_dead_code, source_name, symbol, writes_in_place, written_values
 from tests.passes.graphs import Toy, assert_ragged_equals_alone, called, graph_of, masked
 
 Part = Callable[[Tensor], Tensor]
@@ -209,3 +212,38 @@ def test_a_mask_made_in_place_leaves_nothing_behind() -> None:
 
 def test_symbols_of_plain_sizes() -> None:
     assert symbol(7) == 7
+
+
+def test_a_modules_own_below_a_decorator_of_its_forward() -> None:
+    """transformers 5.24 wraps each forward to rename a keyword, so that Dynamo knows the module as `args[0]`."""
+
+    def renaming(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(forward)
+        def renamed(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return forward(*args, **{"x": kwargs.pop("old", None), **kwargs})
+
+        return renamed
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+            self.table = torch.ones(4)
+
+        @renaming
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x) + self.table
+
+    found: list[tuple[dict[str, bool], set[str]]] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        owned = {n.target: of_module(source_name(n)) for n in gm.graph.nodes if n.op == "placeholder"}
+        found.append((owned, {module_path(n) for n in gm.graph.nodes} - {""}))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(Model(), backend=keep, dynamic=True)(old=torch.randn(3, 4))
+    ((owned, paths),) = found
+    assert paths == {"layers.0"}
+    assert sorted(owned.values()) == [False, False, True, True, True]  # the number of rows and x; weight, bias and table
+    assert not of_module("L['args'][0].size()[1]") and of_module("L['args'][0].config.scale")
