@@ -5,7 +5,7 @@ python benchmarks/latent_decode.py --smoke                                      
 
 Rows lie in as many layers as together exceed several times the L2 cache; a pass runs them all, as a captured graph, and a time is that of
 one layer. Bytes are the rows, read once. With sgl_kernel there, FlashAttention 3 (queries of latents as `qv`) and FlashMLA (pages of 64)
-run beside ours; each result is compared with ours. Nothing of this file has run on a GPU yet.
+run beside ours; each result is compared with ours.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.kv_write.kernel import store_kernel
+from paged_attn.backends.kv_write.latent_kernel import store_latent_kernel
 
-_fast_store = FastKernel(store_kernel)
+_fast_store, _fast_store_latent = FastKernel(store_kernel), FastKernel(store_latent_kernel)
 
 
 def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor, tokens: int) -> None:
@@ -27,4 +28,27 @@ def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: 
     _fast_store(
         (key.dtype, value.dtype, keys.dtype, strides, tuple(constants.values())), (triton.cdiv(tokens, block_t), kv_heads),
         (key, value, keys, values, slots, tokens, *strides), constants, {"num_warps": 4 if block_t > 1 else 1}, device_index(keys.device),
+    )  # fmt: skip
+
+
+def store_latent_rows(
+    latent: Tensor, rotated: Tensor | None, rows: Tensor, slots: Tensor, tokens: int, queries: tuple[Tensor, Tensor] | None
+) -> None:  # fmt: skip
+    """As `store_latent`; rows [pages, page_size, 1, rank + width]."""
+    total, rank = latent.shape
+    if total == 0:
+        return
+    width = 0 if rotated is None else rotated.shape[1]
+    shared = latent if rotated is None else rotated
+    query, mapped = queries if queries and width else (latent[:, None], latent[:, None])
+    heads = query.shape[1] if queries and width else 0
+    strides = (*latent.stride(), *shared.stride(), *rows.stride()[:2], *query.stride(), *mapped.stride()[:2])
+    block_h = min(16, triton.next_power_of_2(max(heads, 1)))
+    constants = {
+        "HEADS": heads, "RANK": rank, "ROTATED": width, "PAGE_SIZE": rows.shape[1], "BLOCK_H": block_h,
+        "BLOCK_R": triton.next_power_of_2(rank), "BLOCK_E": triton.next_power_of_2(max(width, 1)),
+    }  # fmt: skip
+    _fast_store_latent(
+        (latent.dtype, rows.dtype, query.dtype, strides, tuple(constants.values())), (total, 1 + triton.cdiv(heads, block_h)),
+        (latent, shared, rows, slots, query, mapped, tokens, *strides), constants, {"num_warps": 2}, device_index(rows.device),
     )  # fmt: skip

@@ -11,8 +11,6 @@ from torch import nn
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.selection.latents import left_to_names
 from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import takes, token_argument
 from paged_attn.calling.compiled_calls import CALL
@@ -74,23 +72,12 @@ def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
     if not isinstance(target, nn.Module):
         runner, selection = target.runner, target.selection
         graph = GraphExplanation.of(runner.compiled) if isinstance(runner, ModelRunner) else GraphExplanation.of_hooked(runner)
-        name, capture = type(runner.model).__name__, tuple([*_latent_lines(target), *target.steps.report().lines()])
+        name, capture = type(runner.model).__name__, tuple(target.steps.report().lines())
         return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture)
     model, graphs = _graphs(target)
     backend, reason = _auto_backend(model, graphs)
     refused = (f"  generate     runs without pages: {calls.refused}",) if isinstance(calls, PagedCalls) and calls.refused else ()
     return Explanation(type(model).__name__, tuple(map(GraphExplanation.of, graphs)), backend, reason, refused)
-
-
-def _latent_lines(engine: Engine) -> list[str]:
-    """Whether a model whose config names a latent keeps keys and values only because "auto" asks for no rows here. Decides nothing."""
-    layers, config = engine.runner.layers, getattr(engine.runner.model, "config", None)
-    if getattr(config, "kv_lora_rank", None) is None or not engine.config.compile or "latent_attention" in engine.config.disable_passes:
-        return []
-    if any(isinstance(spec, LatentSpec) for spec in layers):
-        return []
-    why = left_to_names(engine.config.backend, engine.runner.device)
-    return [f"  latents      {why}"] if why else []
 
 
 def _engine_or_model(compiled: object) -> Engine | nn.Module:

@@ -23,8 +23,9 @@ from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
 from paged_attn.backends.attention.triton.latent.merge_kernel import merge_latent
 from paged_attn.backends.attention.triton.tiling import Machine, tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind
+from paged_attn.backends.kv_write.latent_kernel import store_latent_kernel
 
-TYPED = {"query", "rows", "out", "lse"}
+TYPED = {"query", "rows", "out", "lse", "latent", "rotated", "mapped"}
 INTEGERS = {"page_table", "seq_lens", "query_start", "work"}
 RESOURCES = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SIZES = ((512, 64), (256, 32), (256, 64), (128, 32), (512, 0), (96, 24), (512, 128))
@@ -42,8 +43,11 @@ def compiled(rank: int, rotated: int, heads: int, rows: Any, dtype: torch.dtype)
     extra = {"HAS_LSE": False, "PRECISION": "tf32" if word == "bf16" else "ieee"}
     attend = _compile(attend_latent, launch.constants | extra, word, launch.options)
     merge = _compile(merge_latent, launch.merge_constants | {"HAS_LSE": False}, word, {"num_warps": 4})
+    sizes = {"HEADS": heads, "RANK": rank, "ROTATED": rotated, "PAGE_SIZE": 16}
+    blocks = {"BLOCK_H": 16, "BLOCK_R": triton.next_power_of_2(rank), "BLOCK_E": triton.next_power_of_2(max(rotated, 1))}
+    store = _compile(store_latent_kernel, sizes | blocks, word, {"num_warps": 2})
     return {"shared": attend["shared"] * tiles.programs_per_sm, "spilled": attend["spilled"], "merge_spilled": merge["spilled"],
-            "registers": attend["registers"] * tiles.warps * 32 * tiles.programs_per_sm}  # fmt: skip
+            "store_spilled": store["spilled"], "registers": attend["registers"] * tiles.warps * 32 * tiles.programs_per_sm}  # fmt: skip
 
 
 def _compile(kernel: Any, constants: dict[str, Any], word: str, options: dict[str, Any]) -> dict[str, int]:
@@ -53,6 +57,7 @@ def _compile(kernel: Any, constants: dict[str, Any], word: str, options: dict[st
             signature[name] = "constexpr"
             continue
         pointer = f"*{word}" if name in TYPED else "*i32" if name in INTEGERS else "*fp32" if name.startswith("partial") else None
+        pointer = "*i64" if name == "slots" else pointer
         signature[name] = pointer or ("fp32" if name == "scale" else "i32")
         if pointer or (name.endswith("stride") and name != "table_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]

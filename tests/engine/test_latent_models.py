@@ -132,17 +132,6 @@ def test_explain_says_so() -> None:
     assert "3 layers keep one row per token in place of keys and values" in words
 
 
-def test_explain_says_that_auto_leaves_them_expanded_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose one backend for latents has not been measured."""
-    monkeypatch.setattr(build_runtime, "serves_latents", lambda *_: False)
-    monkeypatch.setattr("paged_attn.backends.selection.latents.serves_latents", lambda *_: False)
-    with LLM(tiny(), page_size=4, num_pages=64, self_check=False) as llm:
-        words = str(paged_attn.explain(llm))
-    assert "  latents      expanded: 'auto' asks for no kernel of latents on this device until one is measured there" in words
-    with one_capture(), LLM(tiny(), page_size=4, num_pages=64) as llm:
-        assert "expanded:" not in str(paged_attn.explain(llm))
-
-
 def test_the_graph_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     first = served()

@@ -121,8 +121,9 @@ def test_tokens_are_the_models_own(graphs: str, page_size: int) -> None:
 
 
 @pytest.mark.usefixtures("full_float32")
-def test_auto_keeps_keys_and_values() -> None:
-    """Until a GPU has shown that rows are faster."""
-    model = build("deepseek_v3").cuda()
+def test_auto_keeps_one_row_per_token() -> None:
+    model, prompts = build("deepseek_v3").cuda(), random_prompts((5, 17, 33))
+    expected = [greedy(model, prompt, 16) for prompt in prompts]
     with LLM(model, page_size=16, num_pages=96, inductor=False) as llm:
-        assert not any(isinstance(spec, LatentSpec) for spec in llm.engine.runner.layers)
+        assert all(isinstance(spec, LatentSpec) for spec in llm.engine.runner.layers)
+        assert [done.token_ids for done in llm.generate(prompts, GREEDY)] == expected

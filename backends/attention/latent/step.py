@@ -13,11 +13,11 @@ from paged_attn.attn_ops.batch.part import part_of
 from paged_attn.attn_ops.context import Backend, ForwardContext
 from paged_attn.attn_ops.ops.latent import LatentCall
 from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_queries, rows_to_keep
+from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_queries
 from paged_attn.backends.attention.latent.choose import expands
 from paged_attn.backends.attention.latent.expanded import attend_expanded, most_tokens
 from paged_attn.backends.attention.latent.fresh import FreshPrompts, of_like_lengths
-from paged_attn.backends.kv_write.store import store_kv
+from paged_attn.backends.kv_write.latent import store_latent
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,37 @@ def attend_to_latents(backend: Backend, context: ForwardContext, call: LatentCal
         always_absorbed: the way must not depend on how a prompt was cut into steps.
     """
     batch, spec = context.batch, call.spec
-    key = rows_to_keep(spec, call.latent, call.rotated)
     step = None if always_absorbed or batch.mode is ForwardMode.DECODE else _step_part(backend, context, call)
     if step is None:
-        sums = call.query.new_empty((batch.num_rows, spec.num_q_heads, spec.rank))
-        _attend(backend, context.plan, call, call.query, key, sums, save=True)
-        mapped_back(spec, sums, call.weight_v, call.output)
+        mapped = mapped_queries(spec, call.query, call.weight_k)
+        store_latent(context.pool, call.layer_id, call.latent, call.rotated, batch, (spec.split(call.query)[1], mapped))
+        _attend(backend, context.plan, call, mapped, call.output)
         return
-    store_kv(context.pool, call.layer_id, key, key[..., : spec.rank], batch)
+    store_latent(context.pool, call.layer_id, call.latent, call.rotated, batch)
     for prompts in step.fresh:
         prompts.attend(call, context.pool, batch)
     for request, rows in step.continued:
         attend_expanded(call, context.pool, batch, request, rows)
     if step.others is not None:
         part, plan, at = step.others
-        sums = call.query.new_empty((part.num_rows, spec.num_q_heads, spec.rank))
-        _attend(backend, plan, call, call.query[at], key[at], sums, save=False)
+        query = call.query[at]
+        mapped = mapped_queries(spec, query, call.weight_k)
+        mapped[..., spec.rank :] = spec.split(query)[1]
         output = call.output.new_empty((part.num_rows, spec.num_q_heads, spec.value_dim))
-        mapped_back(spec, sums, call.weight_v, output)
+        _attend(backend, plan, call, mapped, output)
         call.output[at] = output
     call.output[batch.num_tokens :].zero_()
 
 
-def _attend(backend: Backend, plan: Any, call: LatentCall, query: Tensor, key: Tensor, sums: Tensor, save: bool) -> None:
+def _attend(backend: Backend, plan: Any, call: LatentCall, mapped: Tensor, output: Tensor) -> None:
+    """Mapped queries [T, heads, rank + rotated] attend to the pool's rows, into output [T, heads, value_dim]."""
+    spec = call.spec
+    sums = mapped.new_empty((mapped.shape[0], spec.num_q_heads, spec.rank))
+    no_key = mapped[:, :1]  # of the right shape; the step's rows are in the pool
     backend.forward(
-        plan, call.layer_id, call.spec, mapped_queries(call.spec, query, call.weight_k), key, key[..., : call.spec.rank], sums,
-        save_kv_cache=save, sinks=None, bias=None, lse_out=None,
-    )  # fmt: skip
+        plan, call.layer_id, spec, mapped, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False, sinks=None, bias=None, lse_out=None
+    )
+    mapped_back(spec, sums, call.weight_v, output)
 
 
 def _step_part(backend: Backend, context: ForwardContext, call: LatentCall) -> StepPart | None:

@@ -40,7 +40,7 @@ class TritonBackend(AttentionBackend):
         latent_dims=(Span(1, 512), Span(0, 128)),
         graphs={"extend": GraphSupport.ALWAYS, "decode": GraphSupport.ALWAYS},
         requirements=(Requirement("triton", "3.6", "pip install 'triton>=3.6'"),),
-        note="our own kernels; that of latents has not run on a GPU, and \"auto\" does not ask for it",
+        note="our own kernels",
     )  # fmt: skip
 
     def __init__(self, *, deterministic: bool = False) -> None:

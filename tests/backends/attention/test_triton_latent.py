@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's inte
 if not torch.cuda.is_available():
     from paged_attn.backends.attention.triton.backend import TritonBackend
     from paged_attn.backends.attention.triton.tiling import Machine, power_of_2, tiling
+    from paged_attn.backends.kv_write.launch import store_latent_rows
 
     TRITON, DETERMINISTIC = TritonBackend(), TritonBackend(deterministic=True)
 MACHINE = "paged_attn.backends.attention.triton.plan.machine_of"
@@ -142,3 +143,22 @@ def test_tilings_fit_a_multiprocessor(kind: str) -> None:
         for rows, dtype in (("one", torch.bfloat16), ("more", torch.bfloat16), ("all", torch.bfloat16), ("one", torch.float32)):
             tiles = tiling(rows, spec, dtype, 1 if rows == "one" else 8, 9000, 9000, Machine(132, hopper=True, early=True))
             assert tiles.block_m * power_of_2(spec.rank) * tiles.programs_per_sm <= 32768 and not tiles.hopper and not tiles.early
+
+
+@pytest.mark.parametrize("with_queries", [True, False])
+@pytest.mark.parametrize(("rank", "rotated"), [(32, 8), (24, 6), (16, 0)])
+def test_the_kernel_that_stores_rows(rank: int, rotated: int, with_queries: bool) -> None:
+    """Strided operands, padding that has no slot, a pool of another dtype: the same bytes as PyTorch's way writes."""
+    heads, total, tokens = 20, 7, 5
+    generator = torch.Generator().manual_seed(rank)
+    both = torch.randn(total, 2 * (rank + rotated), generator=generator)[:, ::2]
+    latent, shared = both[:, :rank], both[:, rank:] if rotated else None
+    query = torch.randn(heads, total, rotated + 3, generator=generator).transpose(0, 1)[..., 3:]
+    slots = torch.tensor([9, 3, 15, 0, 6, -1, -1])
+    rows, expected = torch.full((2, 4, 4, 1, rank + rotated), 7.0, dtype=torch.float16)
+    mapped, moved = torch.full((2, total, heads, rank + rotated), 7.0)
+    store_latent_rows(latent, shared, rows, slots, tokens, (query, mapped) if with_queries else None)
+    expected.view(16, -1)[slots[:tokens]] = both[:tokens].half()
+    if with_queries:
+        moved[..., rank:] = query
+    assert rows.equal(expected) and mapped.equal(moved)
