@@ -69,12 +69,13 @@ def add_graphs(model: nn.Module, graphs: Sequence[CompiledGraph]) -> None:
 
 
 def model_being_compiled() -> nn.Module | None:
-    """The module whose forward Dynamo is compiling now, or None if it compiles a plain function."""
+    """The module whose forward, or a decorator around it, Dynamo is compiling now; None if it compiles a plain function."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     translator = InstructionTranslator.current_tx()
     scope = translator.f_locals
-    return next((scope[name] for name in ("self", "model") if isinstance(scope.get(name), nn.Module)), None)
+    owners = [scope.get("self"), scope.get("model"), *list(scope.get("args") or ())[:1]]  # the names of `graph_tools.of_module`
+    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
 
 
 def _why() -> str:

@@ -134,6 +134,8 @@ def _counts_on(ids: Tensor, inputs: dict[str, Any], length: int) -> bool:
 def _dispatch(forward: Any) -> Any:
     @functools.wraps(forward)
     def dispatching(*args: Any, **inputs: Any) -> Any:
+        if "past_key_values" in inputs:  # transformers' warning about the old name would name us, not the caller
+            inputs[CACHE_NAME] = inputs.pop("past_key_values")
         cache: Any = given_cache(inputs)
         in_place = getattr(cache, "in_place", None)
         if not args and isinstance(in_place, InPlace):

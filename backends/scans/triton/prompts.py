@@ -18,7 +18,8 @@ CHUNK = 64  # tokens
 SOLVED_CHUNK = 32  # of the delta rule, whose chunks are solved token after token; and where keys are longer than LONG
 WIDE_CHUNK = 16  # where products are of float32, which takes twice the registers
 LONG = 128
-COLUMNS = 64  # of a state that a program holds. Trap: of 16 bits not fewer: on Hopper, Triton 3.6 multiplies matrices of 16 and 32 columns
+WIDE_COLUMNS = 32  # of a state that a program holds, where products are of float32
+COLUMNS = 64  # Trap: of 16 bits not fewer: on Hopper, Triton 3.6 multiplies matrices of 16 and 32 columns
 # wrongly, or reads past its shared memory (triton#11366); tests/gpu/test_scans.py has the widths that showed it
 TOKENS = 32  # of Mamba-1 that are joined at once
 NUMBERS = 2048  # decays of tokens, channels and states that a program holds
@@ -84,7 +85,7 @@ def _scan(
         extends.bounds(size), *query.stride(), *key.stride(), *value.stride(), *g.stride(), *beta.stride(), output.stride(0),
         *states.stride(), scale, EPS, REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise,
         DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v, NARROW=narrow, num_stages=1,
-        num_warps=4 if k_dim <= LONG else 8,
+        num_warps=4 if k_dim <= LONG and narrow is not None else 8,
     )  # fmt: skip
 
 
@@ -92,6 +93,7 @@ def _sizes(k_dim: int, v_dim: int, dtype: torch.dtype, solved: bool) -> tuple[in
     """Tokens of a chunk, what a program holds of a state's two dimensions, and to what products round."""
     narrow = NARROW.get(dtype)
     least = 16 if narrow is None else COLUMNS  # 16 for products of any kind
-    block_k, block_v = (max(int(triton.next_power_of_2(size)), least) for size in (k_dim, min(v_dim, COLUMNS)))
+    columns = WIDE_COLUMNS if narrow is None else COLUMNS
+    block_k, block_v = (max(int(triton.next_power_of_2(size)), least) for size in (k_dim, min(v_dim, columns)))
     size = WIDE_CHUNK if narrow is None else SOLVED_CHUNK if solved or k_dim > LONG else CHUNK
     return size, block_k, block_v, narrow

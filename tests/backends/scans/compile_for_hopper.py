@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "solve_chunks of long keys": (solve_chunks, SOLVED | LONG),
     "scan_chunks": (scan_chunks, CHUNKED),
     "scan_chunks of long keys": (scan_chunks, CHUNKED | LONG),
-    "scan_chunks of float32": (scan_chunks, {**CHUNKED, "CHUNK": 16, "BLOCK_V": 64, "NARROW": None}),
+    "scan_chunks of float32": (scan_chunks, {**CHUNKED, "CHUNK": 16, "BLOCK_V": 32, "NARROW": None}),
     "scan_chunks without the delta rule": (scan_chunks, SSD),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
@@ -67,7 +67,7 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     signature = {each: "constexpr" if each in constants else POINTERS.get(each, "i32") for each in kernel.arg_names}
     named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
-    options = {"num_stages": 1, "num_warps": 4 if constants["K"] <= LONG_KEYS else 8} if kernel is scan_chunks else {}
+    options = {"num_stages": 1, "num_warps": 4 if constants["K"] <= LONG_KEYS and constants["NARROW"] else 8} if kernel is scan_chunks else {}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 
