@@ -67,7 +67,8 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     signature = {each: "constexpr" if each in constants else POINTERS.get(each, "i32") for each in kernel.arg_names}
     named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
-    options = {"num_stages": 1, "num_warps": 4 if constants["K"] <= LONG_KEYS and constants["NARROW"] else 8} if kernel is scan_chunks else {}
+    few = kernel is scan_chunks and constants["K"] <= LONG_KEYS and constants["NARROW"]
+    options = {"num_stages": 1, "num_warps": 4 if few else 8} if kernel is scan_chunks else {}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 
