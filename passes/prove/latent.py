@@ -21,12 +21,11 @@ from paged_attn.passes.fx.graph_tools import shape_of, value_of
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.fx.token_data import shape_at
+from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.prove.attention import AttentionProof
 
 TOKENS = 5  # of the probes
 DIGIT = 128  # distinct numbers are given one digit at a time, since integers up to this are exact in every floating type
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}  # of the largest value; the graph may compute in its own type
-LOW_PRECISION_TOLERANCE = 3e-2
 
 
 class NotLatent(Exception):
@@ -168,7 +167,7 @@ def _check_on_random_numbers(site: AttentionSite, proof: LatentProof, form: Call
     for operand, expected in ((site.key, keys), (site.value, values)):
         nodes = ancestors(operand, site.node, frozenset(given))
         got = evaluate(nodes, given | _sizes(nodes, form), operand)[0].cpu().double()
-        limit = float(expected.abs().max()) * TOLERANCE.get(value_of(operand).dtype, LOW_PRECISION_TOLERANCE)
+        limit = operation_limit(expected, value_of(operand).dtype)
         if got.shape != expected.shape or not bool(((got - expected).abs() <= limit).all()):
             raise NotLatent("keys or values are no linear maps of their row")
 

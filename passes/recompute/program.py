@@ -15,12 +15,11 @@ from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import as_traced, depends_on, symbol, value_of, writes_in_place
 from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.recompute.region import Region
 
 SHORT, MORE = 17, 12  # tokens of the probes
 FEW = 5  # stands for the number of tokens that a sparse attention chooses, where that is more than the probes have
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7}
-LOW_PRECISION_TOLERANCE = 3e-2
 
 
 class Program:
@@ -152,7 +151,7 @@ def prove_causal(
                 f"{where}: its mask is computed from hidden states, and what must be recomputed does not run on {few} and {few + MORE} "
                 f"tokens: {error}"
             ) from error
-        limit = float(whole.nan_to_num().abs().max()) * max(TOLERANCE.get(row.dtype, LOW_PRECISION_TOLERANCE) for row in rows)
+        limit = operation_limit(whole, *(row.dtype for row in rows))
         if not torch.allclose(whole, short, rtol=0, atol=limit, equal_nan=True):
             raise UnsupportedError(
                 f"{where}: its mask is computed from hidden states, and a later token changes the result of an earlier one, so that the "
