@@ -16,6 +16,16 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec, slot_bytes
+from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.recurrent.attributes import (
+    KeptAttributes,
+    attribute_states,
+    attributes_after,
+    call_with_attributes,
+    calls_of,
+    owners_of,
+    without_unused,
+)
 from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
 from paged_attn.recurrent.layer import Operand, Output, RecurrentLayer
 from paged_attn.recurrent.verify import verified
@@ -46,6 +56,13 @@ def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str,
         total = slot_bytes([layer.spec for layer in layers])
         logger.info("%d recurrent layers, %.1f KiB of state per request", len(layers), total / 2**10)
     return tuple(layers)
+
+
+def find_attribute_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
+    """The outermost modules with state in plain attributes, of them or of modules inside them; as `find_recurrent_layers`."""
+    owners = owners_of(attribute_states(*attributes_after(model, inputs_of, (SHORT, LONG))))
+    short, long = (calls_of(model, {**inputs_of(length), "use_cache": True}, owners) for length in (SHORT, LONG))
+    return tuple(verified(_attribute_layer(name, paths, short[name], long[name])) for name, paths in owners.items())
 
 
 def recurrent_modules(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> list[str]:
@@ -127,6 +144,30 @@ def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
         module=call.module, positional=positional_names(call.module), arguments=call.arguments, operands=operands,
         cache_name=call.cache_name, outputs=outputs, output_length=length, output_dtype=dtype,
         template=CacheTemplate(long.fresh, long.cache, call.changed, states),
+    )  # fmt: skip
+
+
+def _attribute_layer(name: str, names: list[str], earlier: list[Call], calls: list[Call]) -> RecurrentLayer:
+    if len(earlier) != 1 or len(calls) != 1:
+        raise _refused(name, f"it runs {len(calls)} times in one call of the model")
+    from transformers.cache_utils import Cache
+
+    (call,), paths = calls, [(("attribute", "values"), ("item", each)) for each in names]
+    fresh, after = KeptAttributes(dict.fromkeys(names)), KeptAttributes(dict.fromkeys(names))
+    call.arguments = {key: None if isinstance(value, Cache) else value for key, value in call.arguments.items()}
+    unused = without_unused(call)
+    with left_as_it_was(call.module):
+        call.output = call_with_attributes(call.module, call.arguments, after)
+    outputs, length, dtype = _outputs(call)
+    states = []
+    for each, value in after.values.items():
+        if not isinstance(value, Tensor) or value.shape[0] != 1:
+            raise _refused(name, f"its attribute {each} is {type(value).__name__}; known is a tensor [batch, ...]")
+        states.append(StateSpec(each, tuple(value.shape[1:]), value.dtype))
+    return RecurrentLayer(
+        spec=RecurrentSpec(name, tuple(states)), module=call.module, positional=positional_names(call.module), arguments=call.arguments,
+        operands=_operands(call, earlier[0]), cache_name="", outputs=outputs, output_length=length, output_dtype=dtype,
+        template=CacheTemplate(fresh, after, paths, paths), unused=unused,
     )  # fmt: skip
 
 

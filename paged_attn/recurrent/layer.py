@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
+from paged_attn.recurrent.attributes import call_with_attributes
 from paged_attn.recurrent.cache_state import CacheTemplate
 
 
@@ -46,6 +47,7 @@ class RecurrentLayer:
         module: itself; its own forward is what runs.
         positional: names of its forward's parameters in order.
         arguments: of a real call with a cache; `operands` and `cache_name` are filled in anew for every call.
+        cache_name: "" for state in attributes.
         operands: the tensors that it is given per token, [batch, n, ...], the first of them the hidden states.
         outputs: what it returns per token; several are joined, each flattened to [batch, n, width].
         output_length: how long the tuple is that it returns.
@@ -53,6 +55,7 @@ class RecurrentLayer:
         chunks: whether it takes several tokens at once when it has a state already; else they are fed one by one.
         batches: whether several requests can take a step as one batch; else each steps alone.
         own_error: what its own forward gives for all tokens at once is off from what it gives one after another, of a row's length.
+        unused: tensors that it is given and does not read.
         ops: by name, those that take the place of all that its forward does with its states; none: its forward runs, outside the graph.
         why_no_ops: in words, where that was asked for.
     """
@@ -70,6 +73,7 @@ class RecurrentLayer:
     chunks: bool = True
     batches: bool = True
     own_error: float = 0.0
+    unused: frozenset[str] = frozenset()
     ops: tuple[str, ...] = ()
     why_no_ops: str = ""
 
@@ -99,7 +103,9 @@ class RecurrentLayer:
         return self._called(inputs, None)
 
     def _called(self, inputs: Sequence[Tensor], cache: Any) -> Tensor:
-        arguments = {**self.arguments, self.cache_name: cache}
+        arguments = dict(self.arguments)
+        if self.cache_name:
+            arguments[self.cache_name] = cache
         for operand, value in zip(self.operands, inputs, strict=True):
             if operand.at is None:
                 arguments[operand.name] = value
@@ -107,7 +113,10 @@ class RecurrentLayer:
                 parts = list(arguments[operand.name])
                 parts[operand.at] = value
                 arguments[operand.name] = tuple(parts)
-        result = self.module(**arguments)
+        if self.cache_name:
+            result = self.module(**arguments)
+        else:
+            result = call_with_attributes(self.module, arguments, self.template.make(None) if cache is None else cache)
         parts = [result if output.at is None else result[output.at] for output in self.outputs]
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten(2) for part in parts], -1)
 

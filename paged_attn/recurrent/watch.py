@@ -74,7 +74,7 @@ class _Watcher:
 
     def hook(self, name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments = _named(module, args, kwargs)
+            arguments = named_arguments(module, args, kwargs)
             cache_name = next((key for key, value in arguments.items() if isinstance(value, self.cache_class)), None)
             if cache_name is None:
                 return
@@ -99,7 +99,7 @@ class _Watcher:
         module.register_forward_hook(after, with_kwargs=True)
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name; further positional ones of `*args` are left out."""
     names = positional_names(module)
     return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -49,7 +49,7 @@ def _entering(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
 
 def _emitter(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
     positional, operands = layer.positional, tuple((operand.name, operand.at) for operand in layer.operands)
-    known, dtype = frozenset(o.name for o in layer.operands), layer.output_dtype
+    known, dtype = layer.unused | {o.name for o in layer.operands}, layer.output_dtype
     ats, shapes, widths = ([o.at for o in layer.outputs], [o.shape for o in layer.outputs], [o.width for o in layer.outputs])
     whole = layer.outputs[0].shape if len(layer.outputs) == 1 else (sum(widths),)
     length, where = layer.output_length, layer.spec.module

@@ -31,6 +31,7 @@ RUN = {
     "mamba2": "state alone",
     "openai-gpt": "hides by -1e4, which bfloat16 does not have",
     "qwen3_next": "gated delta rule",
+    "recurrent_gemma": "state in attributes, and a forward that takes it token by token alone",
     "whisper": "positions of its own, no position_ids",
 }
 SLOW = {
@@ -39,7 +40,6 @@ SLOW = {
     "gemma4_text": "layers that share KV, head dims by layer",
 }
 REFUSED = {
-    "recurrent_gemma": "keeps recurrent state in the attribute",
     "roberta": "called without position_ids gives other logits",
     "rwkv": "keeps recurrent state in its output",
 }

@@ -33,7 +33,7 @@ from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.recurrent.by_ops import with_ops
-from paged_attn.recurrent.discover import find_recurrent_layers, state_outside_layers
+from paged_attn.recurrent.discover import find_attribute_layers, find_recurrent_layers, state_outside_layers
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.wrap import replaced_by_ops
 from paged_attn.tolerances import logits_apart
@@ -62,6 +62,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.follow_generate, self.probe = model, follow_generate, probe
         self.recurrent: tuple[RecurrentLayer, ...] = ()
+        self.state_in_attributes = False
         with ExitStack() as undo:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
@@ -69,9 +70,8 @@ class ModelRunner:
             num_ids = model.num_ids if isinstance(model, Body) else check_output(model)
             try:
                 with pdl(options.pdl):
-                    self._capture_as_it_counts(options)
+                    self._capture_with_state(options)
             except UnsupportedError as refusal:
-                self._refuse_state_outside_layers(refusal)
                 self._refuse_choices(num_ids)
                 if isinstance(refusal, NotTraced):
                     refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
@@ -94,14 +94,29 @@ class ModelRunner:
                 raise
             self._capture(options, positions=False)
 
-    def _refuse_state_outside_layers(self, refusal: UnsupportedError) -> None:
-        """The truer words for a refused model that keeps its state where no request's can be told apart."""
-        with as_served(self.model):
-            where = state_outside_layers(self.model, lambda length: _trace_inputs(self.model, length, True))
+    def _capture_with_state(self, options: CompileOptions) -> None:
+        """A model that is refused as it is may keep its state in attributes: then these are kept for each request, and it is tried again.
+
+        Raises:
+            UnsupportedError: also with truer words for a refused model that keeps its state where no request's can be told apart.
+        """
+        try:
+            self._capture_as_it_counts(options)
+        except UnsupportedError as refusal:
+            with as_served(self.model):
+                where = state_outside_layers(self.model, lambda length: _trace_inputs(self.model, length, True))
+            if where.startswith("the attribute") and not self.state_in_attributes:
+                self.state_in_attributes = True
+                self._capture_as_it_counts(options)
+                return
+            self._refuse_state_outside_layers(where, refusal)
+            raise
+
+    def _refuse_state_outside_layers(self, where: str, refusal: UnsupportedError) -> None:
         if where:
             raise UnsupportedError(
-                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, which "
-                "can be kept for each request. Nothing was generated."
+                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers "
+                "and in attributes, which can be kept for each request. Nothing was generated."
             ) from refusal
 
     def _refuse_choices(self, num_ids: int) -> None:
@@ -116,9 +131,11 @@ class ModelRunner:
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
             if options.passes.scans:
                 self.recurrent = with_ops(self.recurrent)
+            if self.state_in_attributes:
+                self.recurrent += find_attribute_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
         with replaced_by_ops(self.recurrent), as_served(self.model):
             # A graph from disk has no example values, from which its variant with adapters is made.
-            kept = None if options.max_loras else CachedGraphs.of(self.model, options, positions)
+            kept = None if options.max_loras or self.state_in_attributes else CachedGraphs.of(self.model, options, positions)
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
             found = None  # ranks trace together, or none does

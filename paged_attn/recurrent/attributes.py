@@ -1,0 +1,96 @@
+"""Recurrent state that modules keep in plain attributes: found by two runs, and kept for each request as if it lay in a cache.
+
+Before a call the attributes are set to a request's states, afterwards its new ones are read off them, and then the module is as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.recurrent.watch import Call, named_arguments, watch
+
+
+class KeptAttributes:
+    """In place of a cache: `values` of a module's attributes and of those inside it, by path below it."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+def attribute_states(short: Mapping[str, Tensor], long: Mapping[str, Tensor]) -> list[str]:
+    """Of the attributes that a call on few and one on many tokens replaced, by path, those of one shape."""
+    return sorted(path for path, value in long.items() if value.dim() > 1 and path in short and short[path].shape == value.shape)
+
+
+def owners_of(paths: list[str]) -> dict[str, list[str]]:
+    """The outermost modules with such attributes, and the attributes' paths below each."""
+    modules = sorted({path.rpartition(".")[0] for path in paths})
+    outer = [name for name in modules if not any(name.startswith(f"{other}.") for other in modules)]
+    return {name: [path.removeprefix(f"{name}.") for path in paths if path.startswith(f"{name}.")] for name in outer}
+
+
+def calls_of(model: nn.Module, inputs: dict[str, Any], names: Mapping[str, Any]) -> dict[str, list[Call]]:
+    """What modules are given and return in one call of the model, which is left as it was."""
+    found: dict[str, list[Call]] = {name: [] for name in names}
+    with left_as_it_was(model), torch.no_grad():
+        for name in names:
+
+            def after(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                found[name].append(Call(name, module, named_arguments(module, args, kwargs), "", output))
+
+            model.get_submodule(name).register_forward_hook(after, with_kwargs=True)
+        model(**inputs)
+    return found
+
+
+def without_unused(call: Call) -> frozenset[str]:
+    """Sets tensors to None in a call's arguments without which the module gives the same, such as masks; returns their names."""
+    rows, unused = _output_tensor(call.output), set[str]()
+    parameters = inspect.signature(call.module.forward).parameters
+    for name, value in list(call.arguments.items()):
+        if not isinstance(value, Tensor) or name not in parameters or (rows is not None and value.shape[:2] == rows.shape[:2]):
+            continue
+        tried = {**call.arguments, name: None}
+        try:
+            with left_as_it_was(call.module), torch.no_grad():
+                again = _output_tensor(call.module(**tried))
+        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError, AssertionError):  # of the module's own code: it needs it
+            continue
+        if again is not None and rows is not None and again.equal(rows):
+            call.arguments = tried
+            unused.add(name)
+    return frozenset(unused)
+
+
+def call_with_attributes(module: nn.Module, arguments: dict[str, Any], kept: KeptAttributes) -> Any:
+    """What a module returns that starts from these states; `kept` then has those after the call."""
+    places = {path: (module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in kept.values}
+    before = {path: getattr(owner, name) for path, (owner, name) in places.items()}
+    try:
+        for path, (owner, name) in places.items():
+            setattr(owner, name, kept.values[path])
+        result = module(**arguments)
+        kept.values = {path: getattr(owner, name) for path, (owner, name) in places.items()}
+        return result
+    finally:
+        for path, (owner, name) in places.items():
+            setattr(owner, name, before[path])
+
+
+def attributes_after(
+    model: nn.Module, inputs_of: Callable[[int], dict[str, Any]], lengths: tuple[int, int]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What calls on so many tokens, with `use_cache`, leave in attributes, by path."""
+    few, many = (watch(model, {**inputs_of(length), "use_cache": True}).attributes for length in lengths)
+    return few, many
+
+
+def _output_tensor(output: Any) -> Tensor | None:
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    return next((part for part in parts if isinstance(part, Tensor)), None)
