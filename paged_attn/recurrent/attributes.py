@@ -70,16 +70,16 @@ def without_unused(call: Call) -> frozenset[str]:
 
 def call_with_attributes(module: nn.Module, arguments: dict[str, Any], kept: KeptAttributes) -> Any:
     """What a module returns that starts from these states; `kept` then has those after the call."""
-    places = {path: (module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in kept.values}
-    before = {path: getattr(owner, name) for path, (owner, name) in places.items()}
+    owners = {path: (module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in kept.values}
+    before = {path: getattr(owner, name) for path, (owner, name) in owners.items()}
     try:
-        for path, (owner, name) in places.items():
+        for path, (owner, name) in owners.items():
             setattr(owner, name, kept.values[path])
         result = module(**arguments)
-        kept.values = {path: getattr(owner, name) for path, (owner, name) in places.items()}
+        kept.values = {path: getattr(owner, name) for path, (owner, name) in owners.items()}
         return result
     finally:
-        for path, (owner, name) in places.items():
+        for path, (owner, name) in owners.items():
             setattr(owner, name, before[path])
 
 
