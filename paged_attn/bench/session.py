@@ -28,6 +28,7 @@ class Session:
 
     Attributes:
         model: a checkpoint's directory or hub id; None is random weights of `shape`.
+        layers: the shape's first ones; None is all.
         dtype: a name of torch's; "auto" is the checkpoint's, for a shape bfloat16 on a GPU and float32 elsewhere.
         peers: after this engine, in this order.
         options: each system's own settings.
@@ -36,6 +37,7 @@ class Session:
 
     model: str | None
     shape: str
+    layers: int | None
     dtype: str
     device: str
     save_weights: bool
@@ -78,7 +80,8 @@ class Session:
 
     def facts(self, machine: dict[str, Any]) -> dict[str, Any]:
         """For the record."""
-        name = self.model or f"{self.shape}, random weights"
+        cut = "" if self.layers is None else f", {self.layers} of its {SHAPES[self.shape]['num_hidden_layers']} layers"
+        name = self.model or f"{self.shape}{cut}, random weights"
         shown = ("repeat", "seed", "max_seconds", "timeout", "options", "save_weights", "sampling")
         return {
             "command": " ".join(["paged-attn", *sys.argv[1:]]),
@@ -107,7 +110,8 @@ class Session:
         if self.model is not None:
             return ModelSource(self.model, False, self.dtype, self.device)
         assert self.shape in SHAPES, self.shape
-        source = ModelSource(write_shape(self.shape, self._dtype, folder / "config"), True, self._dtype, self.device)
+        config = write_shape(self.shape, self._dtype, folder / "config", self.layers)
+        source = ModelSource(config, True, self._dtype, self.device)
         return save_weights(source, folder / WEIGHTS) if self.save_weights else source
 
     def _tasks(self, source: ModelSource) -> list[Task]:

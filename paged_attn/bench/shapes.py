@@ -50,5 +50,40 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "mamba_d_head": 64,
         "mamba_d_state": 128, "mamba_n_groups": 1, "max_position_embeddings": 262_144, "tie_word_embeddings": False,
     },
+    "falcon-h1-7b": {
+        "model_type": "falcon_h1", "vocab_size": 130_048, "hidden_size": 3072, "intermediate_size": 12_288, "num_hidden_layers": 44,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128,
+        "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_rms_norm": False, "max_position_embeddings": 262_144, "tie_word_embeddings": False,
+    },
+    "nemotron-h-8b": {
+        "model_type": "nemotron_h", "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504, "num_hidden_layers": 52,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "num_attention_heads": 32, "head_dim": 128,
+        "num_key_value_heads": 8, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8,
+        "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    },
+    "lfm2-8b-a1b": {
+        "model_type": "lfm2_moe", "vocab_size": 65_536, "hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792,
+        "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 32, "num_experts_per_tok": 4,
+        "num_dense_layers": 2, "layer_types": [_FULL if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+        "max_position_embeddings": 128_000, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 SHAPE_NAMES = tuple(SHAPES)
+
+
+def shape_config(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """A shape's config, whole or of its first `layers` layers; what stands there once for each layer is cut, too.
+
+    Raises:
+        ValueError: the shape has fewer layers.
+    """
+    settings = SHAPES[shape]
+    whole = settings["num_hidden_layers"]
+    if layers is None:
+        return settings
+    if not 1 <= layers <= whole:
+        raise ValueError(f"--layers is {layers}; {shape} has {whole}, and 1 to {whole} are allowed")
+    found = {name: value[:layers] if isinstance(value, (list, str)) and len(value) == whole else value for name, value in settings.items()}
+    if (rows := settings.get("attn_layer_indices")) is not None:
+        found["attn_layer_indices"] = [layer for layer in rows if layer < layers]
+    return {**found, "num_hidden_layers": layers}

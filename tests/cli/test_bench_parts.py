@@ -19,7 +19,7 @@ from paged_attn.bench.measure import latencies, measure, spread
 from paged_attn.bench.results.chart import draw
 from paged_attn.bench.results.compare import agreement, record
 from paged_attn.bench.results.tables import lines
-from paged_attn.bench.shapes import SHAPE_NAMES
+from paged_attn.bench.shapes import SHAPE_NAMES, shape_config
 from paged_attn.bench.systems.job import Task
 from paged_attn.bench.systems.model_source import read_config, write_shape
 from paged_attn.bench.systems.sampling import Sampling
@@ -83,6 +83,16 @@ def test_every_shape_is_a_config_of_a_causal_lm(tmp_path: Path) -> None:
         config = read_config(write_shape(shape, "bfloat16", tmp_path / shape))
         (architecture,) = config.architectures
         assert architecture.endswith("ForCausalLM") and config.dtype == torch.bfloat16, shape
+
+
+def test_a_shapes_first_layers(tmp_path: Path) -> None:
+    config = read_config(write_shape("gpt-oss-20b", "bfloat16", tmp_path / "cut", layers=5))
+    assert config.num_hidden_layers == 5 and config.layer_types == ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    assert shape_config("bamba-9b", 20)["attn_layer_indices"] == [9, 18]
+    assert shape_config("nemotron-h-8b", 8)["hybrid_override_pattern"] == "M-M-M-M*"
+    for layers in (0, 33):
+        with pytest.raises(ValueError, match=rf"--layers is {layers}; llama-3.1-8b has 32, and 1 to 32 are allowed"):
+            shape_config("llama-3.1-8b", layers)
 
 
 # Timing

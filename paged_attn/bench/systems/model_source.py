@@ -6,19 +6,19 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
-from paged_attn.bench.shapes import SHAPES
+from paged_attn.bench.shapes import shape_config
 from paged_attn.bench.systems.job import ModelSource
 
 
-def write_shape(shape: str, dtype: str, folder: Path) -> str:
-    """A folder with the config of a shape, and no weights; returns it."""
+def write_shape(shape: str, dtype: str, folder: Path, layers: int | None = None) -> str:
+    """A folder with the config of a shape, whole or of its first layers, and no weights; returns it."""
     import torch
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    model_type = SHAPES[shape]["model_type"]
-    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
-    config = AutoConfig.for_model(**SHAPES[shape], architectures=architectures, dtype=getattr(torch, dtype))
+    settings = shape_config(shape, layers)
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[settings["model_type"]]]
+    config = AutoConfig.for_model(**settings, architectures=architectures, dtype=getattr(torch, dtype))
     config.save_pretrained(folder)
     return str(folder)
 

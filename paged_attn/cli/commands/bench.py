@@ -26,6 +26,7 @@ def add_parser(commands: Any) -> None:
     which = model.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="DIR_OR_HUB_ID", help="a checkpoint")
     which.add_argument("--shape", choices=SHAPE_NAMES, help="random weights of this shape (default: llama-3.1-8b on a GPU, tiny on a CPU)")
+    model.add_argument("--layers", type=int, metavar="N", help="the shape's first N layers (default: all)")
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: the checkpoint's; a shape's is bfloat16, on a CPU float32")
     model.add_argument("--device", help="cuda, cuda:N or cpu (default: the GPU if there is one)")
     model.add_argument("--save-weights", action="store_true", help="write random weights to disk first, so that vLLM has the same ones")
@@ -80,6 +81,8 @@ def _session(args: argparse.Namespace) -> Session:
             raise ValueError(f"{target!r} can not be written: there is no folder {str(Path(target).absolute().parent)!r}; make it first")
     if args.save_weights and args.model is not None:
         raise ValueError("--save-weights is for random weights; a checkpoint has its own on disk already")
+    if args.layers is not None and args.model is not None:
+        raise ValueError("--layers cuts a shape; a checkpoint has the layers that it has")
     from paged_attn.cli.job import checked_device
 
     device = str(checked_device(args.device))
@@ -89,7 +92,7 @@ def _session(args: argparse.Namespace) -> Session:
     from paged_attn.bench.session import Session
 
     return Session(
-        args.model, shape, args.dtype, device, args.save_weights, workloads, names, args.seed, args.repeat, args.max_seconds,
+        args.model, shape, args.layers, args.dtype, device, args.save_weights, workloads, names, args.seed, args.repeat, args.max_seconds,
         args.timeout, options, _sampling(args), args.verbose,
     )  # fmt: skip
 
