@@ -53,7 +53,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "falcon-h1-7b": {
         "model_type": "falcon_h1", "vocab_size": 130_048, "hidden_size": 3072, "intermediate_size": 12_288, "num_hidden_layers": 44,
         "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128,
-        "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_rms_norm": False, "max_position_embeddings": 262_144, "tie_word_embeddings": False,
+        "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_rms_norm": False, "max_position_embeddings": 262_144,
+        "tie_word_embeddings": False,
     },
     "nemotron-h-8b": {
         "model_type": "nemotron_h", "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504, "num_hidden_layers": 52,
