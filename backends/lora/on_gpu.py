@@ -9,25 +9,33 @@ import torch
 import triton
 from torch import Tensor
 
+from paged_attn.backends.attention.triton.tiling import machine_of
+from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PROGRAMS = 256  # of the first kernel at least, so that few rows are read by enough of them
+PROGRAMS = 512  # of the first kernel at least, so that few rows are read by enough of them
 MOST_SPLITS = 16
-FEW_ROWS = 128
+FEW_ROWS = 128  # up to so many, each adapter has programs of its own
+NEVER = 2**31 - 1
+_fast_shrink, _fast_expand = FastKernel(shrink_kernel), FastKernel(expand_kernel)
 
 
 @dataclass(frozen=True)
 class LoraTiling:
-    """Rows of a program; columns of x that it reads at a time; outputs of a program of the second kernel. Powers of 2, 16 at least."""
+    """Rows of a program; columns of x that it reads at a time; outputs of a program of the second kernel; all powers of 2, 16 at least.
+    Whether each adapter has programs of its own."""
 
     rows: int
     columns: int = 128
-    outputs: int = 64
+    outputs: int = 128
+    each: bool = True
 
     @classmethod
     def of(cls, count: int) -> LoraTiling:
-        return cls(rows=16 if count <= FEW_ROWS else 64)
+        if count <= FEW_ROWS:
+            return cls(rows=min(max(triton.next_power_of_2(count), 16), 64), columns=256 if count <= 16 else 128)
+        return cls(rows=64, outputs=64, each=False)
 
 
 def lora_on_gpu(
@@ -40,23 +48,39 @@ def lora_on_gpu(
     given, result = (each if each.stride(1) == 1 else each.contiguous() for each in (given, result))
     (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
     tiling = tiling or LoraTiling.of(count)
-    blocks, block_r = triton.cdiv(count, tiling.rows), max(triton.next_power_of_2(rank), 16)
-    splits = _splits(blocks * parts, triton.cdiv(length, tiling.columns))
+    blocks, adapters = triton.cdiv(count, tiling.rows), len(a) if tiling.each else 1
+    splits = _splits(blocks * parts * adapters, triton.cdiv(length, tiling.columns))
     inner = torch.empty((splits, count, parts * rank), dtype=torch.float32, device=y.device)
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    precision = "ieee" if y.dtype == torch.float32 else "tf32"
-    common = {"RANK": rank, "PARTS": parts, "SPLITS": splits, "PRECISION": precision, "BLOCK_M": tiling.rows, "BLOCK_R": block_r}
-    shrink_kernel[(blocks, parts, splits)](
-        given, a, slots, inner, count, length, given.stride(0), a.stride(0), **common, BLOCK_K=tiling.columns
-    )
+    early, device = machine_of(y.device).early, device_index(y.device)
+    constants = {
+        "RANK": rank, "PARTS": parts, "SPLITS": splits, "PRECISION": "ieee" if y.dtype == torch.float32 else "tf32", "EACH": tiling.each,
+        "EARLY": early, "BLOCK_M": tiling.rows, "BLOCK_R": max(triton.next_power_of_2(rank), 16),
+    }  # fmt: skip
+    options = {"num_warps": 4, "launch_pdl": early}
+    sizes = (length, width, given.stride(0), result.stride(0), a.stride(0), b.stride(0))
+    key = (y.dtype, tiling, splits, tuple(rows), rank, adapters, sizes)
+    first = (given, a, slots, inner, count, length, given.stride(0), a.stride(0))
+    _fast_shrink(key, (blocks, parts * splits * adapters), first, {**constants, "BLOCK_K": tiling.columns}, options, device)
     start = 0
-    for part, outputs in enumerate(rows):
-        expand_kernel[(blocks, triton.cdiv(outputs, tiling.outputs))](
-            result, inner, b, scales, slots, out, count, width, result.stride(0), b.stride(0), start, start + outputs, part,
-            **common, BLOCK_N=tiling.outputs,
+    for part, outputs, second, third in _launches(rows, tiling.outputs):
+        tiles = triton.cdiv(outputs, tiling.outputs)
+        arguments = (
+            result, inner, b, scales, slots, out, count, width, result.stride(0), b.stride(0), start, start + outputs, part, second, third,
         )  # fmt: skip
+        more = {"TILES": tiles, "BLOCK_N": tiling.outputs}
+        _fast_expand((*key, part, start, outputs), (blocks, tiles * adapters), arguments, {**constants, **more}, options, device)
         start += outputs
     return out
+
+
+def _launches(rows: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
+    """Of the second kernel: the first part, how many outputs, and where the next two parts begin. All of three parts in one launch, where no
+    block of outputs lies in two."""
+    if len(rows) <= 3 and all(outputs % block == 0 for outputs in rows[:-1]):
+        second, third = (sum(rows[:part]) if part < len(rows) else NEVER for part in (1, 2))
+        return [(0, sum(rows), second, third)]
+    return [(part, outputs, NEVER, NEVER) for part, outputs in enumerate(rows)]
 
 
 def _splits(programs: int, blocks: int) -> int:

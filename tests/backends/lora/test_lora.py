@@ -10,7 +10,7 @@ import torch
 from paged_attn.attn_ops.ops.linears.lora import LORA, lora_one_by_one
 
 pytest.importorskip("triton")
-from paged_attn.backends.lora.on_gpu import LoraTiling, _splits, lora_on_gpu
+from paged_attn.backends.lora.on_gpu import NEVER, LoraTiling, _launches, _splits, lora_on_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -53,7 +53,22 @@ def test_mixed_adapters(count: int, rows: tuple[int, ...]) -> None:
     expected = by_row(*given)
     assert close(lora_one_by_one(*given), expected)
     assert close(lora_on_gpu(*given), expected)
-    assert close(lora_on_gpu(*given, tiling=LoraTiling(32, 16, 16)), expected)
+    for each in (False, True):
+        assert close(lora_on_gpu(*given, tiling=LoraTiling(32, 16, 16, each=each)), expected)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("rows", [(16,), (32, 16), (32, 16, 7), (16, 16, 16, 16)])
+def test_parts_that_blocks_of_outputs_fit(rows: tuple[int, ...], each: bool) -> None:
+    given = operands(20, rows)
+    assert close(lora_on_gpu(*given, tiling=LoraTiling(16, 16, 16, each=each)), by_row(*given))
+
+
+def test_parts_share_a_launch_where_no_block_lies_in_two() -> None:
+    assert _launches([4096, 1024, 1024], 128) == [(0, 6144, 4096, 5120)]
+    assert _launches([128, 7], 128) == [(0, 135, 128, NEVER)] and _launches([40], 128) == [(0, 40, NEVER, NEVER)]
+    assert _launches([7, 128], 128) == [(0, 7, NEVER, NEVER), (1, 128, NEVER, NEVER)]
+    assert len(_launches([128] * 4, 128)) == 4
 
 
 @pytest.mark.parametrize("slots", [[-1] * 20, [2] * 20, [0] * 10 + [-1] * 3 + [2] * 7])
@@ -74,7 +89,11 @@ def test_16_bits(dtype: torch.dtype) -> None:
         assert result.dtype == dtype and close(result, by_row(*given), 2 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("run", [lora_one_by_one, lora_on_gpu])
+def in_turn(*given: Any) -> torch.Tensor | None:
+    return lora_on_gpu(*given, tiling=LoraTiling(16, each=False))
+
+
+@pytest.mark.parametrize("run", [lora_one_by_one, lora_on_gpu, in_turn])
 def test_rows_reach_nobody_else(run: Any) -> None:
     y, x, a, b, scales, slots, rows = operands(20, slots=[0, 1, -1, 2] * 5)
     expected = by_row(y, x, a, b, scales, slots, rows)
@@ -89,13 +108,13 @@ def test_rows_further_apart() -> None:
     y, x, *more = operands(9)
     wide_y, wide_x = (torch.full((1, 9, 80), float("nan"), device=DEVICE) for _ in range(2))
     wide_y[..., : y.shape[2]], wide_x[..., : x.shape[2]] = y, x
-    for run in (lora_one_by_one, lora_on_gpu):
+    for run in (lora_one_by_one, lora_on_gpu, in_turn):
         assert close(run(wide_y[..., : y.shape[2]], wide_x[..., : x.shape[2]], *more), by_row(y, x, *more))
 
 
 def test_what_no_kernel_serves() -> None:
     assert lora_on_gpu(*operands(3, dtype=torch.float64)) is None
-    assert [_splits(programs, 32) for programs in (1, 16, 60, 256, 9999)] == [16, 16, 4, 1, 1]
+    assert [_splits(programs, 32) for programs in (1, 16, 60, 256, 9999)] == [16, 16, 8, 2, 1]
 
 
 def test_the_op() -> None:
