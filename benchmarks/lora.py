@@ -1,6 +1,6 @@
 """Decoding with adapters: tokens per second of a batch without any, and with 8 of rank 16 shared among its requests; vLLM beside them.
 
-python benchmarks/lora.py [--shape llama-3.1-8b] [--batch 1 8 64] [--adapters 8] [--rank 16] [--prompt 256] [--new 128] [--peers] [--out F]
+python benchmarks/lora.py [--shape llama-3.1-8b] [--layers 32] [--batch 1 8 64] [--adapters 8] [--rank 16] [--prompt 256] [--new 128] [--peers] [--out F]
 
 Random weights of a known shape, random adapters of peft's format for all linear layers. Each system runs in a process of its own, one after
 the other; `--cpu-smoke` runs ours alone on a tiny model, to see that this file works. The aim: at most 15 % slower with than without.
@@ -116,6 +116,7 @@ def run(system: str, model: str, device: str, adapters: dict[str, str], options:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="of the shape, the first ones (default: all)")
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 8, 64])
     for name, default in (("adapters", 8), ("rank", 16), ("prompt", 256), ("new", 128), ("repeat", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -133,7 +134,7 @@ def main() -> None:
 
             AutoConfig.for_model(**TINY).save_pretrained(model)
         else:
-            write_shape(options.shape, "bfloat16", Path(model))
+            write_shape(options.shape, "bfloat16", Path(model), options.layers)
         dtype = "float32" if options.cpu_smoke else "bfloat16"
         save_weights(ModelSource(model, True, dtype, device), Path(model))
         adapters = write_adapters(model, options.rank, options.adapters, Path(folder))

@@ -17,12 +17,13 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["count"])
-def shrink_kernel(x, a, slots, inner, count, length, x_stride, slot_stride,
+def shrink_kernel(x, a, slots, inner, arrived, count, length, x_stride, slot_stride,
                   RANK: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
                   EARLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """x [count, length], a [slots, PARTS * RANK, length], slots [count] -> inner [SPLITS, count, PARTS * RANK] float32, the sums of every
-    SPLITS-th block of columns; nothing is written for rows without an adapter. Grid (cdiv(count, BLOCK_M), PARTS * SPLITS), with EACH times
-    the number of adapters."""
+    """x [count, length], a [slots, PARTS * RANK, length], slots [count] -> inner [SPLITS, count, PARTS * RANK] float32, whose
+    first one holds the products, and the others sums of every SPLITS-th block of columns; nothing is written for rows without an adapter.
+    Grid (cdiv(count, BLOCK_M), PARTS * SPLITS), with EACH times the number of adapters. Of the SPLITS programs of one product the last
+    adds up what all have written, in their order; arrived [grid / SPLITS] counts them, from 0 to 0."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     split, part = tl.program_id(1) % SPLITS, tl.program_id(1) // SPLITS % PARTS
     slot = tl.load(slots + rows, mask=rows < count, other=-1)
@@ -54,14 +55,25 @@ def shrink_kernel(x, a, slots, inner, count, length, x_stride, slot_stride,
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if wanted:
-        at = inner + (split * count + rows[:, None]).to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :]
-        tl.store(at, total, mask=(slot >= 0)[:, None] & (r < RANK)[None, :])
+        one = count.to(tl.int64) * (PARTS * RANK)
+        at = inner + rows[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :]
+        mask = (slot >= 0)[:, None] & (r < RANK)[None, :]
+        tl.store(at + split * one, total, mask=mask)
+        if SPLITS > 1:
+            product = arrived + tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) // SPLITS)
+            tl.debug_barrier()  # all threads have written
+            if tl.atomic_add(product, 1, sem="acq_rel") == SPLITS - 1:
+                total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                for other in tl.static_range(1, SPLITS):
+                    total += tl.load(at + other * one, mask=mask, other=0.0, cache_modifier=".cg")
+                tl.debug_barrier()  # all threads have read the first one
+                tl.store(at, total, mask=mask)
+                tl.store(product, 0)
 
 
 @triton.jit(do_not_specialize=["count"])
 def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, slot_stride, start, end, part, second, third,
-                  RANK: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
-                  EARLY: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+                  RANK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Columns `start` to `end` of out [count, width]: those of y, and of rows with an adapter scales[slot, part] * b[slot] @ inner as well;
     b [slots, width, RANK], scales [slots, PARTS]. The columns are of `part`, from `second` on of the next one, from `third` on of the one
     after it. Grid (cdiv(count, BLOCK_M), TILES = cdiv(end - start, BLOCK_N)), with EACH times the number of adapters: the first one's
@@ -93,10 +105,8 @@ def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, slot_
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if wanted:
-        low = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for split in tl.static_range(SPLITS):
-            at = inner + (split * count + rows[:, None]).to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :]
-            low += tl.load(at, mask=(slot >= 0)[:, None] & (r < RANK)[None, :], other=0.0)
+        at = inner + rows[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :]
+        low = tl.load(at, mask=(slot >= 0)[:, None] & (r < RANK)[None, :], other=0.0)
         if EACH:
             added = tl.dot(low, up.to(tl.float32), input_precision=PRECISION) * tl.load(scales + first * PARTS + part)
             total += tl.where((slot == first)[:, None], added, 0.0)

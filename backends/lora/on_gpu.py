@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ PROGRAMS = 512  # of the first kernel at least, so that few rows are read by eno
 MOST_SPLITS = 16
 FEW_ROWS = 128  # up to so many, each adapter has programs of its own
 NEVER = 2**31 - 1
+PRODUCTS = 1024  # of the first kernel that programs may share
 _fast_shrink, _fast_expand = FastKernel(shrink_kernel), FastKernel(expand_kernel)
 
 
@@ -33,8 +35,10 @@ class LoraTiling:
 
     @classmethod
     def of(cls, count: int) -> LoraTiling:
+        if count == 1:
+            return cls(rows=16, each=False)
         if count <= FEW_ROWS:
-            return cls(rows=min(max(triton.next_power_of_2(count), 16), 64), columns=256 if count <= 16 else 128)
+            return cls(rows=min(max(triton.next_power_of_2(count), 16), 64), columns=256)
         return cls(rows=64, outputs=64, each=False)
 
 
@@ -49,19 +53,21 @@ def lora_on_gpu(
     (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
     tiling = tiling or LoraTiling.of(count)
     blocks, adapters = triton.cdiv(count, tiling.rows), len(a) if tiling.each else 1
-    splits = _splits(blocks * parts * adapters, triton.cdiv(length, tiling.columns))
+    products = blocks * parts * adapters
+    splits = _splits(products, triton.cdiv(length, tiling.columns))
     inner = torch.empty((splits, count, parts * rank), dtype=torch.float32, device=y.device)
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     early, device = machine_of(y.device).early, device_index(y.device)
     constants = {
-        "RANK": rank, "PARTS": parts, "SPLITS": splits, "PRECISION": "ieee" if y.dtype == torch.float32 else "tf32", "EACH": tiling.each,
-        "EARLY": early, "BLOCK_M": tiling.rows, "BLOCK_R": max(triton.next_power_of_2(rank), 16),
+        "RANK": rank, "PARTS": parts, "PRECISION": "ieee" if y.dtype == torch.float32 else "tf32", "EACH": tiling.each, "EARLY": early,
+        "BLOCK_M": tiling.rows, "BLOCK_R": max(triton.next_power_of_2(rank), 16),
     }  # fmt: skip
     options = {"num_warps": 4, "launch_pdl": early}
     sizes = (length, width, given.stride(0), result.stride(0), a.stride(0), b.stride(0))
     key = (y.dtype, tiling, splits, tuple(rows), rank, adapters, sizes)
-    first = (given, a, slots, inner, count, length, given.stride(0), a.stride(0))
-    _fast_shrink(key, (blocks, parts * splits * adapters), first, {**constants, "BLOCK_K": tiling.columns}, options, device)
+    first = (given, a, slots, inner, _arrived(y.device, a.data_ptr()), count, length, given.stride(0), a.stride(0))
+    more = {"SPLITS": splits, "BLOCK_K": tiling.columns}
+    _fast_shrink(key, (blocks, products // blocks * splits), first, {**constants, **more}, options, device)
     start = 0
     for part, outputs, second, third in _launches(rows, tiling.outputs):
         tiles = triton.cdiv(outputs, tiling.outputs)
@@ -72,6 +78,12 @@ def lora_on_gpu(
         _fast_expand((*key, part, start, outputs), (blocks, tiles * adapters), arguments, {**constants, **more}, options, device)
         start += outputs
     return out
+
+
+@functools.cache
+def _arrived(device: torch.device, adapters: int) -> Tensor:
+    """Zeros between any two launches; for each tensor of adapters, by its address, since engines run beside each other."""
+    return torch.zeros(PRODUCTS, dtype=torch.int32, device=device)
 
 
 def _launches(rows: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
@@ -85,5 +97,7 @@ def _launches(rows: Sequence[int], block: int) -> list[tuple[int, int, int, int]
 
 def _splits(programs: int, blocks: int) -> int:
     """Into how many sums the columns are shared out: a power of 2, as each number is another compiled kernel."""
+    if programs > PRODUCTS:
+        return 1
     wanted = min(PROGRAMS // max(programs, 1), blocks, MOST_SPLITS)
     return 1 << max(wanted.bit_length() - 1, 0)

@@ -13,14 +13,16 @@ from triton.compiler import ASTSource
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
 from paged_attn.backends.lora.on_gpu import LoraTiling
 
-POINTERS = {"inner": "*fp32", "scales": "*fp32", "slots": "*i32"}
+POINTERS = {"inner": "*fp32", "scales": "*fp32", "slots": "*i32", "arrived": "*i32"}
 FACTORS = ("x", "a", "y", "b", "out")
 
 
 def compiled(kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any]:
     types = POINTERS | dict.fromkeys(FACTORS, f"*{kind}")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-    divisible = [index for index, name in enumerate(kernel.arg_names) if name not in constants and name not in ("count", "part", "start", "third")]
+    divisible = [
+        index for index, name in enumerate(kernel.arg_names) if name not in constants and name not in ("count", "part", "start", "third")
+    ]
     attributes = {(index,): [["tt.divisibility", 16]] for index in divisible}
     named = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     result = triton.compile(ASTSource(kernel, signature, named, attributes), target=GPUTarget("cuda", 90, 32))
@@ -31,10 +33,11 @@ def main() -> None:
     for count in (1, 64, 8192):
         for kind in ("bf16", "fp16", "fp32"):
             tiling = LoraTiling.of(count)
-            common = {"RANK": 16, "PARTS": 3, "SPLITS": 1 if count == 8192 else 16, "PRECISION": "ieee" if kind == "fp32" else "tf32"}
+            common = {"RANK": 16, "PARTS": 3, "PRECISION": "ieee" if kind == "fp32" else "tf32"}
             common |= {"BLOCK_M": tiling.rows, "BLOCK_R": 16, "EACH": tiling.each, "EARLY": True}
             tiles = {"BLOCK_N": tiling.outputs, "TILES": 48}
-            for kernel, more in ((shrink_kernel, {"BLOCK_K": tiling.columns}), (expand_kernel, tiles)):
+            down = {"BLOCK_K": tiling.columns, "SPLITS": 1 if count == 8192 else 16}
+            for kernel, more in ((shrink_kernel, down), (expand_kernel, tiles)):
                 found = compiled(kernel, kind, {**common, **more})
                 print(json.dumps({"kernel": kernel.__name__, "count": count, "kind": kind, **found}), flush=True)
 
