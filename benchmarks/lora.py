@@ -1,6 +1,7 @@
 """Decoding with adapters: tokens per second of a batch without any, and with 8 of rank 16 shared among its requests; vLLM beside them.
 
-python benchmarks/lora.py [--shape llama-3.1-8b] [--layers 32] [--batch 1 8 64] [--adapters 8] [--rank 16] [--prompt 256] [--new 128] [--peers] [--out F]
+python benchmarks/lora.py [--shape llama-3.1-8b] [--layers 32] [--batch 1 8 64] [--adapters 8] [--rank 16] [--prompt 256] [--new 128]
+    [--peers] [--out F]
 
 Random weights of a known shape, random adapters of peft's format for all linear layers. Each system runs in a process of its own, one after
 the other; `--cpu-smoke` runs ours alone on a tiny model, to see that this file works. The aim: at most 15 % slower with than without.

@@ -1,8 +1,8 @@
 """Rows times the factors of their adapters, in two kernels: down to the rank, and up to the outputs.
 
-A program takes a block of neighbouring rows. Of few rows (EACH) it takes those of one adapter, and another program those of the next, so that
-nobody works through all adapters in turn. Of many it takes one adapter of the block after the other: tokens of one request lie beside each
-other, so that a block of a prompt has one adapter. Rows of others take part with zeros and keep what they have.
+A program takes a block of neighbouring rows. Of few (EACH) it takes those of one adapter, and another program those of the next: nobody
+works through all adapters in turn. Of many it takes one adapter of the block after the other: tokens of one request lie beside each other,
+so that a block of a prompt has one adapter. Rows of others take part with zeros and keep what they have.
 
 EARLY: launched before the kernel in front has ended. Above the wait only what older kernels wrote is read: constants, slots, rows that a
 linear layer has read in between; for the second kernel, which follows the first, the outputs of that linear layer, too.
@@ -73,7 +73,8 @@ def shrink_kernel(x, a, slots, inner, arrived, count, length, x_stride, slot_str
 
 @triton.jit(do_not_specialize=["count"])
 def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, slot_stride, start, end, part, second, third,
-                  RANK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+                  RANK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
+                  TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Columns `start` to `end` of out [count, width]: those of y, and of rows with an adapter scales[slot, part] * b[slot] @ inner as well;
     b [slots, width, RANK], scales [slots, PARTS]. The columns are of `part`, from `second` on of the next one, from `third` on of the one
     after it. Grid (cdiv(count, BLOCK_M), TILES = cdiv(end - start, BLOCK_N)), with EACH times the number of adapters: the first one's

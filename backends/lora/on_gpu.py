@@ -15,8 +15,7 @@ from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PROGRAMS = 512  # of the first kernel at least, so that few rows are read by enough of them
-MOST_SPLITS = 16
+PROGRAMS = 1024  # of the first kernel at least, so that few rows are read by enough of them
 FEW_ROWS = 128  # up to so many, each adapter has programs of its own
 NEVER = 2**31 - 1
 PRODUCTS = 1024  # of the first kernel that programs may share
@@ -25,20 +24,29 @@ _fast_shrink, _fast_expand = FastKernel(shrink_kernel), FastKernel(expand_kernel
 
 @dataclass(frozen=True)
 class LoraTiling:
-    """Rows of a program; columns of x that it reads at a time; outputs of a program of the second kernel; all powers of 2, 16 at least.
-    Whether each adapter has programs of its own."""
+    """How a launch cuts its work; sizes are powers of 2.
+
+    Attributes:
+        rows, columns: of x that a program reads at a time, 16 at least.
+        outputs: of a program of the second kernel, 16 at least.
+        splits: into how many programs' sums the columns are shared out at most.
+        each: whether each adapter has programs of its own.
+    """
 
     rows: int
     columns: int = 128
     outputs: int = 128
+    splits: int = 16
     each: bool = True
 
     @classmethod
     def of(cls, count: int) -> LoraTiling:
         if count == 1:
             return cls(rows=16, each=False)
+        if count <= 16:
+            return cls(rows=16, columns=256)
         if count <= FEW_ROWS:
-            return cls(rows=min(max(triton.next_power_of_2(count), 16), 64), columns=256)
+            return cls(rows=min(triton.next_power_of_2(count), 64), splits=8)
         return cls(rows=64, outputs=64, each=False)
 
 
@@ -54,7 +62,7 @@ def lora_on_gpu(
     tiling = tiling or LoraTiling.of(count)
     blocks, adapters = triton.cdiv(count, tiling.rows), len(a) if tiling.each else 1
     products = blocks * parts * adapters
-    splits = _splits(products, triton.cdiv(length, tiling.columns))
+    splits = _splits(products, min(triton.cdiv(length, tiling.columns), tiling.splits))
     inner = torch.empty((splits, count, parts * rank), dtype=torch.float32, device=y.device)
     out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     early, device = machine_of(y.device).early, device_index(y.device)
@@ -87,17 +95,17 @@ def _arrived(device: torch.device, adapters: int) -> Tensor:
 
 
 def _launches(rows: Sequence[int], block: int) -> list[tuple[int, int, int, int]]:
-    """Of the second kernel: the first part, how many outputs, and where the next two parts begin. All of three parts in one launch, where no
-    block of outputs lies in two."""
+    """Of the second kernel: the first part, how many outputs, and where the next two parts begin. Up to three parts share a launch, where
+    no block of outputs lies in two."""
     if len(rows) <= 3 and all(outputs % block == 0 for outputs in rows[:-1]):
         second, third = (sum(rows[:part]) if part < len(rows) else NEVER for part in (1, 2))
         return [(0, sum(rows), second, third)]
     return [(part, outputs, NEVER, NEVER) for part, outputs in enumerate(rows)]
 
 
-def _splits(programs: int, blocks: int) -> int:
+def _splits(products: int, most: int) -> int:
     """Into how many sums the columns are shared out: a power of 2, as each number is another compiled kernel."""
-    if programs > PRODUCTS:
+    if products > PRODUCTS:
         return 1
-    wanted = min(PROGRAMS // max(programs, 1), blocks, MOST_SPLITS)
+    wanted = min(PROGRAMS // max(products, 1), most)
     return 1 << max(wanted.bit_length() - 1, 0)

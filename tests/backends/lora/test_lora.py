@@ -114,7 +114,7 @@ def test_rows_further_apart() -> None:
 
 def test_what_no_kernel_serves() -> None:
     assert lora_on_gpu(*operands(3, dtype=torch.float64)) is None
-    assert [_splits(programs, 32) for programs in (1, 16, 60, 256, 9999)] == [16, 16, 8, 2, 1]
+    assert [_splits(products, 16) for products in (1, 16, 100, 400, 9999)] == [16, 16, 8, 2, 1]
 
 
 def test_the_op() -> None:
