@@ -20,6 +20,7 @@ _STARTED = time.perf_counter()
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+torch._dynamo.config.fake_tensor_cache_enabled = False  # models of two layers are traced a fifth faster without; those of many are not
 os.environ["PAGED_ATTN_TUNED"] = "none"  # what was measured on this machine must not change what a test selects
 os.environ["PAGED_ATTN_CACHE"] = "none"  # nor what another test compiled what is compiled
 

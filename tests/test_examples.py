@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,29 @@ def test_serve_prompts() -> None:
     completions = importlib.import_module("examples.serve_prompts").main()
     assert [len(c.token_ids) for c in completions] == [40, 40, 40]
     assert all(c.text.replace("\n", "").isprintable() for c in completions)
+
+
+def test_answers_follow_their_schema_and_expression() -> None:
+    """The script checks both."""
+    pytest.importorskip("llguidance", reason="pip install '.[structured]'")
+    assert set(importlib.import_module("examples.structured_output").main()) == {"name", "age", "married"}
+
+
+def test_a_model_that_is_split_at_its_own_ops_gives_its_own_tokens() -> None:
+    """The script compares with the module's own loop."""
+    assert [len(tokens) for tokens in importlib.import_module("examples.moe_split_point").main()] == [12] * 4
+
+
+def test_a_tiny_model_is_trained_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps, and little of the text that is held out."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    corpus = importlib.import_module("tiny_lm.corpus").Corpus
+    whole = corpus.held_out_windows
+    monkeypatch.setattr(corpus, "held_out_windows", lambda self, window: tuple(each[:2] for each in whole(self, window)))
+    given = ["train_tiny_lm.py", "--steps", "2", "--batch-size", "2", "--device", "cpu", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", given)
+    importlib.import_module("train_tiny_lm").main()
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "config.json").exists()
 
 
 def test_patch_model() -> None:

@@ -22,6 +22,7 @@ from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.model.model_output import logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
+from paged_attn.engine.tracing.no_collections import no_collections
 from paged_attn.engine.tracing.opaque_modules import modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.plain_buffers import plain_buffers
@@ -176,7 +177,7 @@ def _capture(
     # What other models in this process looked like must not make this one's numbers symbolic.
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
     try:
-        with as_served(model), plain_buffers(model), settings, unwrapped_refusals():
+        with as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections():
             torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
     except _Captured:
         return captured.pop()
