@@ -17,6 +17,7 @@ from paged_attn.passes.find.latent import LatentFinder
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import remove_dead_code
+from paged_attn.passes.optimize.dense_experts.replace import replace_dense_experts
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
@@ -95,6 +96,8 @@ def _merge(graph: fx.Graph, facts: Facts) -> str:
 
 
 def _experts(graph: fx.Graph, facts: Facts) -> str:
+    if facts.choose_experts is not None:
+        replace_dense_experts(graph, facts.values, facts.choose_experts)
     facts.result.experts = dict(Counter(str(node.args[-1]) for node in graph.nodes if node.target is EXPERTS))
     return f"{sum(facts.result.experts.values())} layers"
 
@@ -123,7 +126,7 @@ PASSES = (
     ),
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
-    GraphPass("experts", "modules of experts that are proved become one op each, while the model is traced", _experts, optional=True),
+    GraphPass("experts", "layers of experts that are proved become one op each, most while the model is traced", _experts, optional=True),
     GraphPass("scans", "what recurrent layers do with their states becomes ops on slots, while the model is traced", _scans, optional=True),
     GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
     GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing, optional=True),

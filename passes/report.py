@@ -11,6 +11,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.read_values import ReadValues
+from paged_attn.passes.optimize.dense_experts.replace import ChooseExperts
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.latent import LatentProof
@@ -110,6 +111,7 @@ class Facts:
         latents: of each site that keeps a latent, its maps; of one that looks like it, why it does not; by the place of the site.
         sites: every attention, once it was found; those that a later pass replaced are in `result.layers`.
         proofs: of each site, why it may be replaced and by what.
+        choose_experts: names what shall compute a layer of experts; None where nobody can.
     """
 
     original: fx.Graph
@@ -120,6 +122,7 @@ class Facts:
     sites: list[AttentionSite] = field(default_factory=list)
     proofs: list[AttentionProof | Recomputable] = field(default_factory=list)
     latents: dict[int, LatentProof | str] = field(default_factory=dict)
+    choose_experts: ChooseExperts | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from paged_attn.passes.dump import Dump, dump_folder
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, written_names
 from paged_attn.passes.fx.read_values import ReadValues
+from paged_attn.passes.optimize.dense_experts.replace import ChooseExperts
 from paged_attn.passes.pass_list import PASSES
 from paged_attn.passes.report import NO_PASSES, Facts, OptionalPasses, Rewrite
 
@@ -26,12 +27,14 @@ def rewrite(
     model: nn.Module | None,
     limited: bool = False,
     optional: OptionalPasses = NO_PASSES,
+    choose_experts: ChooseExperts | None = None,
 ) -> Rewrite:
     """Rewrite a copy of a Dynamo graph; `gm` itself stays as it is.
 
     Args:
         limited: see `find_call_form`.
         optional: what else shall be done.
+        choose_experts: see `Facts`.
 
     Raises:
         UnsupportedError: the model has an attention that can not be proved or replaced; the message names it.
@@ -39,7 +42,7 @@ def rewrite(
     form = find_call_form(gm.graph, limited)
     result = Rewrite(form, not_paged=form.reason, nodes_before=len(gm.graph.nodes))
     try:
-        _rewrite_into(result, gm, example_inputs, model, optional)
+        _rewrite_into(result, gm, example_inputs, model, optional, choose_experts)
     except CallNotPaged as reason:
         result.not_paged = result.not_paged or str(reason)
         result.layers.clear()
@@ -52,13 +55,14 @@ def _rewrite_into(
     example_inputs: Sequence[Any],
     model: nn.Module | None,
     optional: OptionalPasses,
+    choose_experts: ChooseExperts | None,
 ) -> None:
     copied = copy_graph_module(gm)
     # Placeholders carry Dynamo's sources, which a copied graph loses: read the form again with the originals' help.
     form = _form_of_copy(result.form, gm.graph, copied.graph)
     placeholders = [n for n in copied.graph.nodes if n.op == "placeholder"]
     values = ReadValues(dict(zip(placeholders, example_inputs, strict=True)))
-    facts = Facts(gm.graph, form, values, model, result)
+    facts = Facts(gm.graph, form, values, model, result, choose_experts=choose_experts)
     folder = dump_folder()
     dump = None if folder is None else Dump(folder, "graph" if model is None else type(model).__name__)
     if dump is not None:
