@@ -1,8 +1,7 @@
-"""Modules of experts, as transformers lays them out, become one op each while a model is traced.
+"""Modules of experts become one op each while a model is traced.
 
-Since transformers 5 such a module holds its experts' weights stacked, says how (`is_transposed`, `has_bias`, ...), and is given the hidden
-states, the chosen experts and their weights. What it computes is not read off that: its gate is tried on numbers, and the module itself is
-run beside the op.
+Such a module holds its experts' weights stacked, and is given the hidden states, the chosen experts and their weights. What it computes is
+not read off that: gates are tried on numbers, and the module itself is run beside the op.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
+from paged_attn.passes.fx.row_layout import MISFITS
 
 logger = logging.getLogger("paged_attn")
-FLAGS = ("has_gate", "has_bias", "is_transposed")
-OTHER_KINDS = ("has_post_expert_norm", "_is_expert_parallel")  # newer than transformers 5.17
 ROWS = 24  # of a proof, beside the number of experts
 ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # of a row's length
 
@@ -56,61 +55,82 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module is laid out as transformers' experts are, whole and on this rank."""
-    if not all(hasattr(module, flag) for flag in FLAGS) or any(getattr(module, kind, False) for kind in OTHER_KINDS):
-        return False
-    weights = [getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), getattr(module, "down_proj", None)]
-    return all(type(weight) is nn.Parameter and weight.dim() == 3 and weight.is_floating_point() for weight in weights)
-
-
-def operands(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """w1 [E, 2 I, H] and w2 [E, H, I] as views of the module's weights, and their biases."""
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    w1, w2 = getattr(module, first), module.down_proj
-    if module.is_transposed:
-        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-    return w1, w2, getattr(module, f"{first}_bias") if module.has_bias else None, module.down_proj_bias if module.has_bias else None
+    """Whether the module may be one of experts: it holds stacked weights, whole and on this rank."""
+    return bool(layouts_of(module))
 
 
 @dataclass(frozen=True)
 class ProvedExperts:
-    """What a module does between its products, and which backend gives its numbers."""
+    """Where a module has its weights, what it does between its products, and which backend gives its numbers.
 
+    Attributes:
+        identity: ids beyond the experts stand for the token itself, times its weight (LongCat), and not for nothing.
+    """
+
+    layout: Layout
     gating: Gating
+    identity: bool
     backend: ExpertsSelection
+
+    def __call__(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The op, of x [T, H], and ids and weights [T, k]."""
+        gating = self.gating
+        between = (gating.activation, gating.gated, gating.interleaved, gating.limit, gating.alpha)
+        result: Tensor = EXPERTS(x, ids, weights, *self.layout.operands(module), *between, self.backend.name)
+        if self.identity:
+            result = result + x * (weights * (ids >= self.layout.experts)).sum(-1, keepdim=True).to(x.dtype)
+        return result
 
 
 def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
     """What the op must be called with to give the module's numbers; None if nothing that is known does."""
     with torch.no_grad():
-        for gating in _fitting_gates(module):
-            found = ProvedExperts(gating, select_experts(backend, _problem(module, gating)))
-            if _computes_the_same(module, found):
-                return found
+        for layout in layouts_of(module):
+            probes: list[Probe] | None = None
+            for gating in _fitting_gates(module, layout):
+                probes = _probes(module, layout) if probes is None else probes
+                selection = select_experts(backend, _problem(module, layout, gating))
+                for identity in (False, True) if _num_ids(module, layout) > layout.experts else (False,):
+                    found = ProvedExperts(layout, gating, identity, selection)
+                    if probes and all(_apart(expected, found(module, *given)) <= _allowed(expected) for given, expected in probes):
+                        return found
     return None
 
 
-def _problem(module: Any, gating: Gating) -> ExpertsProblem:
-    w1, w2, b1, _ = operands(module)
+def _problem(module: nn.Module, layout: Layout, gating: Gating) -> ExpertsProblem:
+    w1, w2, b1, _ = layout.operands(module)
     spec = ExpertsSpec(w1.shape[0], w1.shape[2], w2.shape[2], gating, b1 is not None)
     return ExpertsProblem(spec, w1.dtype, device_word(w1.device), architecture_of(w1.device))
 
 
-def _fitting_gates(module: Any) -> Iterator[Gating]:
-    w1, w2, *_ = operands(module)
-    if w1.shape[1] != (1 + module.has_gate) * w2.shape[2] or w1.shape[2] != w2.shape[1]:
+def _fitting_gates(module: Any, layout: Layout) -> Iterator[Gating]:
+    """All that are known, or, where the module has a function for it, those that give the function's numbers beyond any limit, too."""
+    w1, w2, *_ = layout.operands(module)
+    gated = w1.shape[1] == 2 * w2.shape[2]
+    if (not gated and w1.shape[1] != w2.shape[2]) or w1.shape[2] != w2.shape[1]:
         return
     numbers = torch.Generator().manual_seed(0)
-    sizes = torch.tensor([0.5, 3.0, 30.0]).repeat(8)[:, None]  # beyond any limit, too
-    first = (torch.randn(24, w1.shape[1], generator=numbers) * sizes).to(w1.device, w1.dtype)
-    expected = (module._apply_gate if module.has_gate else module.act_fn)(first.clone())
-    for gating in _known(module):
-        if _apart(expected, gating(first)) <= ALLOWED.get(w1.dtype, 0.0):
+    sizes = torch.tensor([0.5, 3.0, 30.0]).repeat(8)[:, None]
+    both = (torch.randn(24, w1.shape[1], generator=numbers) * sizes).to(w1.device)
+    function = getattr(module, "_apply_gate" if gated else "act_fn", None)
+    expected = None if function is None else _numbers_of(function, both, w1.dtype)
+    for gating in _known(module, gated):
+        if function is None or (expected is not None and _apart(expected, gating(both.to(expected.dtype))) <= _allowed(expected)):
             yield gating
 
 
-def _known(module: Any) -> Iterator[Gating]:
-    if not module.has_gate:
+def _numbers_of(function: Callable[[Tensor], Tensor], given: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """In float32, where 16 bits could not tell activations apart that differ a little; in the module's own type if it takes no other."""
+    for each in (torch.float32, dtype):
+        try:
+            return function(given.to(each, copy=True))
+        except MISFITS:
+            continue
+    return None
+
+
+def _known(module: Any, gated: bool) -> Iterator[Gating]:
+    if not gated:
         yield from (Gating(name, gated=False) for name in ACTIVATIONS)
         return
     limits = {0.0} | {float(v) for name in ("limit", "swiglu_limit") if isinstance(v := getattr(module, name, None), int | float)}
@@ -121,23 +141,37 @@ def _known(module: Any) -> Iterator[Gating]:
             yield from (Gating("silu", True, interleaved, limit, alpha) for alpha in alphas)
 
 
-def _computes_the_same(module: Any, found: ProvedExperts) -> bool:
-    """On ragged loads, with experts that get nothing, and with one that gets every token; by the op, with what will compute it."""
-    w1, w2, b1, b2 = operands(module)
-    experts, hidden, device = w1.shape[0], w1.shape[2], w1.device
+Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and what the module makes of them
+
+
+def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
+    """Ragged loads, with experts that get nothing, ids beyond the experts where there are such, and two experts that get every token; none
+    for a module that does not take them."""
+    w1, *_ = layout.operands(module)
+    experts, hidden, device = layout.experts, w1.shape[2], w1.device
     numbers = torch.Generator().manual_seed(1)
-    k = min(experts, 4)
-    for rows, most in ((ROWS, experts), (3, experts), (ROWS, 1)):
+    found: list[Probe] = []
+    for rows, count in ((ROWS, experts), (3, experts), (ROWS, _num_ids(module, layout)), (ROWS, min(2, experts))):
         x = torch.randn(rows, hidden, generator=numbers).to(device, w1.dtype)
-        chosen = torch.rand(rows, experts, generator=numbers)
-        chosen[:, : experts // 3] *= 0.9  # some are chosen more rarely
-        ids = chosen.topk(k, dim=1).indices if most > 1 else torch.zeros(rows, 1, dtype=torch.int64)
+        chosen = torch.rand(rows, count, generator=numbers)
+        chosen[:, : count // 3] *= 0.9  # some are chosen more rarely
+        ids = chosen.topk(min(count, experts, 4), dim=1).indices
         weights = torch.rand(ids.shape, generator=numbers).to(device, w1.dtype)
         ids = ids.to(device)
-        expected = module(x.clone(), ids.clone(), weights.clone())
-        if _apart(expected, _call(found, x, ids, weights, w1, w2, b1, b2)) > ALLOWED.get(w1.dtype, 0.0):
-            return False
-    return True
+        try:
+            found.append(((x, ids, weights), module(x.clone(), ids.clone(), weights.clone())))
+        except MISFITS:
+            return []
+    return found if all(isinstance(expected, Tensor) for _, expected in found) else []
+
+
+def _num_ids(module: nn.Module, layout: Layout) -> int:
+    """Those of experts, and those that a weight has a row for beyond them."""
+    return max(len(getattr(module, layout.first)), len(getattr(module, layout.second)))
+
+
+def _allowed(expected: Tensor) -> float:
+    return ALLOWED.get(expected.dtype, 0.0)
 
 
 def _apart(expected: Tensor, given: Tensor) -> float:
@@ -149,31 +183,22 @@ def _apart(expected: Tensor, given: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _emitter(module: Any, found: ProvedExperts) -> Callable[..., Tensor]:
+def _emitter(module: nn.Module, found: ProvedExperts) -> Callable[..., Tensor]:
     original = module.forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = [*args, *kwargs.values()]
-        if not torch.compiler.is_compiling() or len(given) != 2:
+        if not torch.compiler.is_compiling() or len(given) != 2 or hidden_states.dim() != 2:
             result: Tensor = original(hidden_states, *args, **kwargs)
             return result
         ids, weights = given if not given[0].is_floating_point() else reversed(given)
-        w1, w2, b1, b2 = operands(module)
-        return _call(found, hidden_states, ids, weights, w1, w2, b1, b2)
+        return found(module, hidden_states, ids, weights)
 
     return forward
 
 
-def _call(found: ProvedExperts, *tensors: Tensor | None) -> Tensor:
-    """The op, of tensors."""
-    gating = found.gating
-    between = (gating.activation, gating.gated, gating.interleaved, gating.limit, gating.alpha)
-    result: Tensor = EXPERTS(*tensors, *between, found.backend.name)
-    return result
-
-
-def _kind(module: Any) -> tuple[Any, ...]:
+def _kind(module: nn.Module) -> tuple[Any, ...]:
     """What makes two modules compute the same apart from their weights, as far as can be said without running them."""
     numbers = tuple(sorted((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str)))
-    w1, w2, *_ = operands(module)
-    return type(module), numbers, repr(getattr(module, "act_fn", None)), tuple(w1.shape), tuple(w2.shape), w1.dtype
+    weights = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in module.named_parameters(recurse=False))
+    return type(module), numbers, repr(getattr(module, "act_fn", None)), weights

@@ -65,6 +65,61 @@ def test_the_models_own_tokens_through_one_op_a_layer(model_type: str) -> None:
     assert [module.forward for module in experts_of(model)] == before
 
 
+class Looping(nn.Module):
+    """Experts as remote code has them: names of its own, nothing that says how the weights lie, a loop over what was chosen."""
+
+    def __init__(self, transposed: bool, bias: bool, skipped: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.transposed, self.skipped = transposed, skipped
+        sizes = ((5, 8, 12), (5, 6, 8)) if transposed else ((5, 12, 8), (5, 8, 6))
+        self.wi, self.wo = (nn.Parameter(torch.randn(*size)) for size in sizes)
+        if bias:
+            self.bi, self.bo = nn.Parameter(torch.randn(5, 12)), nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        if scores.dtype == torch.int64:
+            scores, chosen = chosen, scores
+        out = torch.zeros_like(tokens)
+        for expert in chosen.unique().tolist():
+            rows, which = torch.where(chosen == expert)
+            wi, wo = (weight[expert] if self.transposed else weight[expert].t() for weight in (self.wi, self.wo))
+            gate, up = (tokens[rows] @ wi + (self.bi[expert] if hasattr(self, "bi") else 0)).chunk(2, -1)
+            made = torch.nn.functional.silu(gate) * up @ wo + (self.bo[expert] if hasattr(self, "bo") else 0)
+            if expert != self.skipped:
+                out.index_add_(0, rows, made * scores[rows, which, None])
+        return out
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_module_that_says_nothing_of_itself(transposed: bool, bias: bool) -> None:
+    found = proved_experts(Looping(transposed, bias))
+    assert found is not None and found.gating == Gating() and not found.identity
+    assert found.layout == ("wi", "wo", ("bi", "bo") if bias else None, transposed, 5)
+    assert proved_experts(Looping(transposed, bias, skipped=1)) is None
+
+
+def test_what_is_not_called_as_experts_are_is_none() -> None:
+    module = Looping(False, False)
+    module.more = nn.Parameter(torch.zeros(5, 8, 6))
+    assert not is_experts(module)
+    del module.more
+    assert is_experts(module)
+    module.forward = lambda tokens, scores: tokens
+    assert not is_experts(module)
+
+
+def test_ids_beyond_the_experts_that_stand_for_the_token_itself() -> None:
+    model, prompts = build("longcat_flash"), random_prompts((1, 5, 17))
+    found = proved_experts(experts_of(model)[0])
+    assert found is not None and found.identity and found.layout.experts < len(experts_of(model)[0].gate_up_proj)
+    with LLM(model, num_pages=64, max_batch_tokens=16) as llm:
+        assert sum(llm.engine.runner.compiled.rewrite.experts.values()) == len(experts_of(model))
+        got = llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert [completion.token_ids for completion in got] == [greedy(model, prompt, 8) for prompt in prompts]
+
+
 def test_the_last_layers_experts_run_for_the_wanted_rows_only() -> None:
     model = build("qwen3_moe")
     with LLM(model, num_pages=64) as llm:
