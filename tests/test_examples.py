@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = sorted(p.stem for p in (Path(__file__).parent.parent / "examples").glob("*.py"))
 
@@ -50,7 +51,11 @@ def test_a_tiny_model_is_trained_and_saved(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(corpus, "held_out_windows", lambda self, window: tuple(each[:2] for each in whole(self, window)))
     given = ["train_tiny_lm.py", "--steps", "2", "--batch-size", "2", "--device", "cpu", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", given)
-    importlib.import_module("train_tiny_lm").main()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        importlib.import_module("train_tiny_lm").main()
+    finally:
+        torch.set_float32_matmul_precision(precision)
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "config.json").exists()
 
 
