@@ -38,6 +38,11 @@ class Gating:
     limit: float = 0.0
     alpha: float = 0.0
 
+    @property
+    def arguments(self) -> tuple[str, bool, bool, float, float]:
+        """As the op takes it."""
+        return self.activation, self.gated, self.interleaved, self.limit, self.alpha
+
     def describe(self) -> str:
         """`silu(gate) * up`, for people."""
         if not self.gated:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
+from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
 
 
@@ -21,6 +22,11 @@ class ExpertsProblem:
     dtype: torch.dtype
     device: str
     architecture: int | None = None
+
+    @classmethod
+    def of(cls, spec: ExpertsSpec, weight: Tensor) -> ExpertsProblem:
+        """A layer with such weights, where they lie."""
+        return cls(spec, weight.dtype, device_word(weight.device), architecture_of(weight.device))
 
 
 class ExpertsBackend(ABC):

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from torch import Tensor
-
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.specs.experts import ExpertsSpec
-from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
 from paged_attn.backends.selection.packages import unmet_requirement
 
@@ -78,11 +74,6 @@ def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:
         later = {other: f"ranked after {each}" for other in order[order.index(each) + 1 :]}
         return ExpertsSelection(each, rejected | later)
     raise UnsupportedError(_refusal(name, problem, rejected))
-
-
-def experts_backend_for(name: str, spec: ExpertsSpec, weight: Tensor) -> str:
-    """`select_experts` for a layer with such weights, where they lie."""
-    return select_experts(name, ExpertsProblem(spec, weight.dtype, device_word(weight.device), architecture_of(weight.device))).name
 
 
 def _order(problem: ExpertsProblem) -> Sequence[str]:

@@ -6,14 +6,15 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.selection.experts import experts_backend_for
+from paged_attn.attn_ops.specs.experts import ExpertsSpec
+from paged_attn.backends.experts.base import ExpertsProblem
+from paged_attn.backends.selection.experts import select_experts
 from paged_attn.capture.compiled.artifacts import ArtifactCache
 from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces
 from paged_attn.capture.split.split_graph import SplitGraph, split_graph
@@ -84,7 +85,11 @@ class RewrittenGraph:
         Raises:
             UnsupportedError: see `rewrite`.
         """
-        found = rewrite(gm, example_inputs, model, limited, options.passes, partial(experts_backend_for, options.experts_backend))
+
+        def choose_experts(spec: ExpertsSpec, weight: Tensor) -> str:
+            return select_experts(options.experts_backend, ExpertsProblem.of(spec, weight)).name
+
+        found = rewrite(gm, example_inputs, model, limited, options.passes, choose_experts)
         split: SplitGraph | None = None
         pieces: PieceReport | None = None
         lora: LoraGraph | None = None

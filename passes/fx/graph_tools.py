@@ -198,6 +198,12 @@ def shape_of(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value_of(node).shape)
 
 
+def sizes_of(node: Any) -> tuple[Any, ...]:
+    """The shape of a node's tensor in ints and `symbol`s; () for anything else."""
+    value = value_of(node)
+    return tuple(symbol(size) for size in value.shape) if isinstance(value, Tensor) else ()
+
+
 def symbol(size: Any) -> Any:
     """The sympy expression of a symbolic size, or the int itself; comparing these installs no guard."""
     expression = size.node.expr if isinstance(size, SymInt) else size

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
-from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
@@ -25,6 +24,7 @@ from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
 from paged_attn.passes.fx.row_layout import MISFITS
 
 logger = logging.getLogger("paged_attn")
+NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # what a module raises that takes something else
 ROWS = 24  # of a proof, beside the number of experts
 ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # of a row's length
 
@@ -74,9 +74,7 @@ class ProvedExperts:
 
     def __call__(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The op, of x [T, H], and ids and weights [T, k]."""
-        gating = self.gating
-        between = (gating.activation, gating.gated, gating.interleaved, gating.limit, gating.alpha)
-        result: Tensor = EXPERTS(x, ids, weights, *self.layout.operands(module), *between, self.backend.name)
+        result: Tensor = EXPERTS(x, ids, weights, *self.layout.operands(module), *self.gating.arguments, self.backend.name)
         if self.identity:
             result = result + x * (weights * (ids >= self.layout.experts)).sum(-1, keepdim=True).to(x.dtype)
         return result
@@ -100,7 +98,7 @@ def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
 def _problem(module: nn.Module, layout: Layout, gating: Gating) -> ExpertsProblem:
     w1, w2, b1, _ = layout.operands(module)
     spec = ExpertsSpec(w1.shape[0], w1.shape[2], w2.shape[2], gating, b1 is not None)
-    return ExpertsProblem(spec, w1.dtype, device_word(w1.device), architecture_of(w1.device))
+    return ExpertsProblem.of(spec, w1)
 
 
 def _fitting_gates(module: Any, layout: Layout) -> Iterator[Gating]:
@@ -160,7 +158,7 @@ def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
         ids = ids.to(device)
         try:
             found.append(((x, ids, weights), module(x.clone(), ids.clone(), weights.clone())))
-        except MISFITS:
+        except NOT_EXPERTS:
             return []
     return found if all(isinstance(expected, Tensor) for _, expected in found) else []
 

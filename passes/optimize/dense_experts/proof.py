@@ -40,11 +40,23 @@ def _evaluated(region: DenseExperts, dtype: torch.dtype | None) -> tuple[list[_P
 
     In 16 bits activations that differ a little, as GELU and its approximation, can not be told apart.
     """
-    probes = [_Probe(region, rows, spread, dtype) for rows in ROWS for spread in SPREADS]
+    weights = _weights(region, dtype)
+    of_logits = dtype or value_of(region.logits).dtype
+    probes = [_Probe(region, *weights, of_logits, rows, spread) for rows in ROWS for spread in SPREADS]
     try:
         return probes, [evaluate_all(region.nodes, probe.given) for probe in probes]
     except MISFITS:
         return None
+
+
+def _weights(region: DenseExperts, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Random ones in place of the model's, of as many experts, for all probes."""
+    w1, w2 = value_of(region.w1), value_of(region.w2)
+    experts, hidden, wide = w1.shape
+    numbers = torch.Generator().manual_seed(0)
+    first = torch.randn(experts, hidden, wide // w2.shape[1] * INNER, generator=numbers) * hidden**-0.5
+    second = torch.randn(experts, INNER, hidden, generator=numbers)
+    return first.to(w1.device, dtype or w1.dtype), second.to(w2.device, dtype or w2.dtype)
 
 
 def _chosen_alone(scores: Tensor, ids: Tensor) -> bool:
@@ -53,27 +65,17 @@ def _chosen_alone(scores: Tensor, ids: Tensor) -> bool:
 
 
 class _Probe:
-    """Random numbers in place of what a region reads: one expert gets nearly all rows, or all chances are alike; a row of no tokens."""
+    """Random numbers in place of what a region reads: one expert is favoured, by less or more; the last row is zeros."""
 
-    def __init__(self, region: DenseExperts, rows: int, spread: float, dtype: torch.dtype | None) -> None:
-        self._region = region
+    def __init__(self, region: DenseExperts, w1: Tensor, w2: Tensor, of_logits: torch.dtype, rows: int, spread: float) -> None:
+        self._region, self.w1, self.w2 = region, w1, w2
         numbers = torch.Generator().manual_seed(rows)
-        x, logits, w1, w2 = (value_of(node) for node in (region.x, region.logits, region.w1, region.w2))
-        halves = w1.shape[2] // w2.shape[1]
-        experts, hidden = w1.shape[0], w1.shape[1]
-
-        def random(like: Tensor, *sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=numbers).to(like.device, dtype or like.dtype)
-
-        favoured = torch.zeros(experts)
-        favoured[rows % experts] = spread
-        self.w1, self.w2 = random(w1, experts, hidden, halves * INNER) * hidden**-0.5, random(w2, experts, INNER, hidden)
-        self.x = random(x, rows, hidden)
+        experts, hidden, _ = w1.shape
+        self.x = torch.randn(rows, hidden, generator=numbers).to(w1.device, w1.dtype)
         self.x[-1] = 0
-        self.given: dict[fx.Node, Tensor] = {
-            region.x: self.x, region.w1: self.w1, region.w2: self.w2,
-            region.logits: random(logits, rows, experts) * spread + favoured.to(logits.device, dtype or logits.dtype),
-        }  # fmt: skip
+        logits = torch.randn(rows, experts, generator=numbers) * spread
+        logits[:, rows % experts] += spread
+        self.given: dict[fx.Node, Tensor] = {region.x: self.x, region.w1: w1, region.w2: w2, region.logits: logits.to(w1.device, of_logits)}
 
     def agrees(self, gating: Gating, values: dict[fx.Node, Tensor]) -> bool:
         expected, scores, ids = (values[node] for node in (self._region.total, self._region.scores, self._region.ids))

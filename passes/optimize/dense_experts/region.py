@@ -6,10 +6,10 @@ from collections.abc import Container
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, sizes_of, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.slicing import ancestors
 from paged_attn.passes.fx.token_data import name_of
 
@@ -45,7 +45,7 @@ def regions_of(graph: fx.Graph, weights: Container[fx.Node]) -> list[DenseExpert
 
 def _sums_over_first(node: fx.Node) -> bool:
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return name_of(node) == "sum" and dims in (0, (0,), [0]) and len(_sizes(node)) == 2
+    return name_of(node) == "sum" and dims in (0, (0,), [0]) and len(sizes_of(node)) == 2
 
 
 def _region(total: fx.Node, weights: Container[fx.Node]) -> DenseExperts | None:
@@ -57,9 +57,9 @@ def _region(total: fx.Node, weights: Container[fx.Node]) -> DenseExperts | None:
         return None
     first = next((node for node in reversed(ancestors(second, second)) if node is not second and _batched_weight(node, weights)), None)
     w1 = _batched_weight(first, weights)
-    if first is None or w1 is None or _sizes(w1)[0] != _sizes(w2)[0]:
+    if first is None or w1 is None or sizes_of(w1)[0] != sizes_of(w2)[0]:
         return None
-    logits = _logits(first, _sizes(w1)[0])
+    logits = _logits(first, sizes_of(w1)[0])
     if logits is None:
         return None
     x: Any = logits.args[0]
@@ -70,7 +70,7 @@ def _region(total: fx.Node, weights: Container[fx.Node]) -> DenseExperts | None:
     if x not in nodes or inputs - {x} != {w1, w2} or changed or not alike or len(nodes) > MOST_NODES:
         return None
     of_logits = _made_of(logits, nodes) - _made_of(x, nodes, besides=logits)
-    scores = [node for node in in_graph_order(total.graph, of_logits) if node is not logits and _sizes(node) == _sizes(logits)]
+    scores = [node for node in in_graph_order(total.graph, of_logits) if node is not logits and sizes_of(node) == sizes_of(logits)]
     chosen = [node for node in of_logits if name_of(node) == "topk"]
     ids = [node for topk in chosen for node in topk.users if name_of(node) == "getitem" and node.args[1] == 1]
     if len(ids) != 1 or not scores:
@@ -83,7 +83,7 @@ def _batched_weight(node: Any, weights: Container[fx.Node]) -> fx.Node | None:
     if not isinstance(node, fx.Node) or name_of(node) not in _BATCHED or len(node.args) < 2:
         return None
     weight = node.args[1]
-    return weight if isinstance(weight, fx.Node) and weight in weights and len(_sizes(weight)) == 3 else None
+    return weight if isinstance(weight, fx.Node) and weight in weights and len(sizes_of(weight)) == 3 else None
 
 
 def _logits(first: fx.Node, experts: Any) -> fx.Node | None:
@@ -95,7 +95,7 @@ def _logits(first: fx.Node, experts: Any) -> fx.Node | None:
             continue
         seen.add(node)
         if node.target in _LINEARS:
-            found += [node] if len(_sizes(node)) == 2 and _sizes(node)[1] == experts else []
+            found += [node] if len(sizes_of(node)) == 2 and sizes_of(node)[1] == experts else []
             continue
         pending += node.all_input_nodes
         pending += [user for user in node.users if writes_in_place(user) and node in written_values(user)]
@@ -110,8 +110,3 @@ def _made_of(source: fx.Node, nodes: list[fx.Node], besides: fx.Node | None = No
             found.add(node)
             found |= written_values(node) & set(nodes) if writes_in_place(node) else set()
     return found
-
-
-def _sizes(node: Any) -> tuple[Any, ...]:
-    value = value_of(node)
-    return tuple(symbol(size) for size in value.shape) if isinstance(value, Tensor) else ()

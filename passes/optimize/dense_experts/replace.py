@@ -58,8 +58,8 @@ def _replace(graph: fx.Graph, region: DenseExperts, gating: Gating, choose: Choo
             rows = call_with_value(graph, "reshape", rows, -1, hidden)
         ones = call_with_value(graph, torch.ones_like, ids, dtype=value_of(rows).dtype)
         w1, w2 = (call_with_value(graph, "transpose", weight, 1, 2) for weight in (region.w1, region.w2))
-        between = (gating.activation, gating.gated, gating.interleaved, gating.limit, gating.alpha)
-        result = call_with_value(graph, EXPERTS, rows, ids, ones, w1, w2, None, None, *between, choose(spec, value_of(region.w1)))
+        backend = choose(spec, value_of(region.w1))
+        result = call_with_value(graph, EXPERTS, rows, ids, ones, w1, w2, None, None, *gating.arguments, backend)
         if top_k > 1:
             result = call_with_value(graph, "reshape", result, -1, top_k, hidden)
             result = call_with_value(graph, "sum", result, 1)

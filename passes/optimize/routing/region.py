@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, sizes_of, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.token_data import name_of, read_inputs
 
 MOST_NODES = 80  # of a region
@@ -50,8 +50,8 @@ def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
         pending += [*read, *(writer for writer, values in written.items() if node in values)]
         if len(found) > MOST_NODES or not node.all_input_nodes:
             return None
-    logits = [leaf for leaf in leaves if _sizes(leaf)[1:] == (num_experts,) and len(_sizes(leaf)) == 2]
-    bias = [leaf for leaf in leaves if _sizes(leaf) == (num_experts,)]
+    logits = [leaf for leaf in leaves if sizes_of(leaf)[1:] == (num_experts,) and len(sizes_of(leaf)) == 2]
+    bias = [leaf for leaf in leaves if sizes_of(leaf) == (num_experts,)]
     # What is written in place in the region must live there.
     own = all(values <= found for writer, values in written.items() if writer in found)
     if len(logits) != 1 or len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
@@ -73,9 +73,4 @@ def _is_view_of_product(node: Any) -> bool:
 
 
 def _rows_of(node: Any) -> bool:
-    return len(_sizes(node)) == 2
-
-
-def _sizes(node: fx.Node) -> tuple[Any, ...]:
-    value = value_of(node)
-    return tuple(symbol(size) for size in value.shape) if isinstance(value, Tensor) else ()
+    return len(sizes_of(node)) == 2

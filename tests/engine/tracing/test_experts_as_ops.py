@@ -110,6 +110,17 @@ def test_what_is_not_called_as_experts_are_is_none() -> None:
     assert not is_experts(module)
 
 
+def test_a_module_of_that_shape_that_takes_something_else_is_left_alone() -> None:
+    module = Looping(False, False)
+
+    def picky(tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        assert scores.dim() == 3, "not called as experts are"
+        return tokens
+
+    module.forward = picky
+    assert is_experts(module) and proved_experts(module) is None
+
+
 def test_ids_beyond_the_experts_that_stand_for_the_token_itself() -> None:
     model, prompts = build("longcat_flash"), random_prompts((1, 5, 17))
     found = proved_experts(experts_of(model)[0])
