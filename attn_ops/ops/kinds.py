@@ -10,7 +10,7 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.attn_ops.ops.linears.lora import LORA
+from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
@@ -53,6 +53,7 @@ KINDS = (
     OpKind(ROUTE, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LORA, splits=False, in_full_graphs=True, on_disk=True),
+    OpKind(LORA_UP, splits=False, in_full_graphs=True, on_disk=True),
 )
 # Those of layers with recurrent state: a graph of these alone needs no attention to be served.
 WITH_STATE = (RECURRENT_LAYER, SHORT_CONV, GATED_DELTA_RULE, KDA, MAMBA2_SCAN, MAMBA1_SCAN)

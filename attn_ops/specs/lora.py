@@ -17,24 +17,31 @@ class LoraPart:
 
 @dataclass(frozen=True)
 class LoraSite:
-    """One product of a graph, and the tensors that its `paged_attn::lora` takes.
+    """One product of a graph, and the tensors that its `paged_attn::lora` or `lora_up` takes.
 
     Attributes:
         parts: the linear layers that it computes, in the order of its outputs.
         columns: how many inputs they have.
         dtype: of inputs and outputs, and of the adapters' factors.
         of_logits: its rows are those whose logits are wanted, and not the tokens of the step.
+        weight: where a are further rows of the layers' weight, so that one product does both, that weight's place among the graph's
+            inputs; None where a is an input of its own.
     """
 
     parts: tuple[LoraPart, ...]
     columns: int
     dtype: torch.dtype
     of_logits: bool
+    weight: int | None = None
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Outputs of each part."""
         return tuple(part.rows for part in self.parts)
+
+    def rows_of_a(self, slots: int, rank: int) -> int:
+        """Of all slots."""
+        return slots * len(self.parts) * rank
 
     def shapes(self, slots: int, rank: int) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int]]:
         """Of a [slots, parts * rank, columns], b [slots, sum(rows), rank] and scales [slots, parts], for so many adapters of a rank."""

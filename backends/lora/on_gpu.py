@@ -1,4 +1,5 @@
-"""Launches the kernels of `paged_attn::lora`. Nothing depends on which rows have which adapter, so that captured graphs replay any."""
+"""Launches the kernels of `paged_attn::lora` and `lora_up`. Nothing depends on which rows have which adapter, so that captured graphs
+replay any."""
 
 from __future__ import annotations
 
@@ -58,34 +59,61 @@ def lora_on_gpu(
         return None
     given, result = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     given, result = (each if each.stride(1) == 1 else each.contiguous() for each in (given, result))
-    (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
+    (count, length), rank, parts = given.shape, b.shape[2], len(rows)
     tiling = tiling or LoraTiling.of(count)
     blocks, adapters = triton.cdiv(count, tiling.rows), len(a) if tiling.each else 1
     products = blocks * parts * adapters
     splits = _splits(products, min(triton.cdiv(length, tiling.columns), tiling.splits))
     inner = torch.empty((splits, count, parts * rank), dtype=torch.float32, device=y.device)
-    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     early, device = machine_of(y.device).early, device_index(y.device)
-    constants = {
-        "RANK": rank, "PARTS": parts, "PRECISION": "ieee" if y.dtype == torch.float32 else "tf32", "EACH": tiling.each, "EARLY": early,
-        "BLOCK_M": tiling.rows, "BLOCK_R": max(triton.next_power_of_2(rank), 16),
-    }  # fmt: skip
-    options = {"num_warps": 4, "launch_pdl": early}
-    sizes = (length, width, given.stride(0), result.stride(0), a.stride(0), b.stride(0))
-    key = (y.dtype, tiling, splits, tuple(rows), rank, adapters, sizes)
-    first = (given, a, slots, inner, _arrived(y.device, a.data_ptr()), count, length, given.stride(0), a.stride(0))
+    constants = {"RANK": rank, "PARTS": parts, "EACH": tiling.each, "EARLY": early, **_blocks(y.dtype, rank, tiling)}
+    key = (y.dtype, tiling, splits, parts, rank, adapters, length, given.stride(0), a.stride(0))
+    arguments = (given, a, slots, inner, _arrived(y.device, a.data_ptr()), count, length, given.stride(0), a.stride(0))
     more = {"SPLITS": splits, "BLOCK_K": tiling.columns}
-    _fast_shrink(key, (blocks, products // blocks * splits), first, {**constants, **more}, options, device)
-    start = 0
+    options = {"num_warps": 4, "launch_pdl": early}
+    _fast_shrink(key, (blocks, products // blocks * splits), arguments, {**constants, **more}, options, device)
+    return _expanded(result, inner[0], b, scales, slots, rows, tiling, behind=False).view(y.shape)
+
+
+def lora_up_on_gpu(
+    y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: LoraTiling | None = None
+) -> Tensor | None:
+    """As the op; None for a dtype that no kernel of ours serves."""
+    if y.dtype not in DTYPES or y.dtype != b.dtype:
+        return None
+    result, outputs = y.reshape(-1, y.shape[-1]), b.shape[1]
+    result = result if result.stride(1) == 1 else result.contiguous()
+    tiling = tiling or LoraTiling.of(len(result))
+    out = _expanded(result[:, :outputs], result[:, outputs:], b, scales, slots, rows, tiling, behind=True)
+    return out.view(*y.shape[:-1], outputs)
+
+
+def _expanded(
+    result: Tensor, inner: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: LoraTiling, behind: bool
+) -> Tensor:
+    """result [count, N], inner as `expand_kernel` says -> [count, N]."""
+    (count, width), (adapters, _, rank) = result.shape, b.shape
+    out = torch.empty((count, width), dtype=result.dtype, device=result.device)
+    early, device = machine_of(result.device).early, device_index(result.device)
+    constants = {
+        "RANK": rank, "PARTS": len(rows), "EACH": tiling.each, "EARLY": early, "BEHIND": behind, "BLOCK_N": tiling.outputs,
+        **_blocks(result.dtype, rank, tiling),
+    }  # fmt: skip
+    strides = result.stride(0), inner.stride(0), b.stride(0)
+    key = (result.dtype, tiling, behind, tuple(rows), rank, adapters, strides)
+    blocks, start = triton.cdiv(count, tiling.rows), 0
     for part, outputs, second, third in _launches(rows, tiling.outputs):
         tiles = triton.cdiv(outputs, tiling.outputs)
-        arguments = (
-            result, inner, b, scales, slots, out, count, width, result.stride(0), b.stride(0), start, start + outputs, part, second, third,
-        )  # fmt: skip
-        more = {"TILES": tiles, "BLOCK_N": tiling.outputs}
-        _fast_expand((*key, part, start, outputs), (blocks, tiles * adapters), arguments, {**constants, **more}, options, device)
+        arguments = (result, inner, b, scales, slots, out, count, width, *strides, start, start + outputs, part, second, third)
+        grid, options = (blocks, tiles * (adapters if tiling.each else 1)), {"num_warps": 4, "launch_pdl": early}
+        _fast_expand((*key, part, start, outputs), grid, arguments, {**constants, "TILES": tiles}, options, device)
         start += outputs
     return out
+
+
+def _blocks(dtype: torch.dtype, rank: int, tiling: LoraTiling) -> dict[str, int | str]:
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    return {"PRECISION": precision, "BLOCK_M": tiling.rows, "BLOCK_R": max(triton.next_power_of_2(rank), 16)}
 
 
 @functools.cache

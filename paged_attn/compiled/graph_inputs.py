@@ -39,6 +39,11 @@ class GraphInputs:
         return "logits_rows" in self.roles
 
     @property
+    def all(self) -> list[Any]:
+        """The model's own tensors in their places; None where a call gives something."""
+        return list(self._args)
+
+    @property
     def owned(self) -> list[Any]:
         """The model's own tensors among the inputs."""
         return [value for value, role in zip(self._args, self.roles, strict=True) if role == "owned"]

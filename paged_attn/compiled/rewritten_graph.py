@@ -25,6 +25,7 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.hashing.code_files import traced_files
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
+from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.report import Rewrite
 from paged_attn.passes.runner import rewrite
 from paged_attn.recurrent.layer import RecurrentLayer
@@ -107,6 +108,12 @@ class RewrittenGraph:
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
         return self.rewrite.specs
+
+    @property
+    def merges(self) -> tuple[Merge, ...]:
+        """Of the rewrite, and weights alone that have spare rows for adapters."""
+        widened = {merge.inputs[0]: merge for merge in (self.lora.widened if self.lora else ())}
+        return (*(widened.pop(merge.inputs[0], merge) for merge in self.rewrite.merges), *widened.values())
 
     @property
     def model(self) -> nn.Module | None:

@@ -24,7 +24,6 @@ from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.lora.lora_check import check_adapters
-from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.lora.lora_runner import LoraRunner
 from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.pooling.pooler import Pooler
@@ -71,9 +70,9 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             use_route(route)
             use_scans_on_gpu()
             if config.max_loras:
-                from paged_attn.backends.lora.on_gpu import lora_on_gpu
+                from paged_attn.backends.lora.on_gpu import lora_on_gpu, lora_up_on_gpu
 
-                use_lora(lora_on_gpu)
+                use_lora(lora_on_gpu, lora_up_on_gpu)
         passes = OptionalPasses(
             latent_attention=serves_latents(config.backend, only_device(model)),
             experts=True,
@@ -130,8 +129,7 @@ def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
     if not config.max_loras:
         return None
     assert isinstance(runner, ModelRunner) and runner.compiled.lora is not None
-    graph = runner.compiled.lora
-    return LoraRunner(runner, graph, LoraPool(runner.model, graph.sites, config.max_loras, config.max_lora_rank, runner.device))
+    return LoraRunner(runner, runner.compiled.lora, config.max_loras, config.max_lora_rank)
 
 
 def ready_to_step(

@@ -1,7 +1,8 @@
 """`torch.ops.paged_attn.lora`: to the result of a linear layer, or of several in one product, each row's low-rank adapter is added.
+`lora_up` is its second half, where the layer's product has done the first one as well.
 
-It reads nothing but its operands, so that it stays inside a piece and inside captured graphs. All adapters lie stacked in tensors that are
-made once: who puts another adapter into a slot changes no address.
+They read nothing but their operands, so that they stay inside a piece and inside captured graphs. All adapters lie stacked in tensors that
+are made once: who puts another adapter into a slot changes no address.
 """
 
 from __future__ import annotations
@@ -15,26 +16,48 @@ from torch import Tensor
 from paged_attn.attn_ops.ops.define import define_op
 
 Lora = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor | None]
+LoraUp = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor | None]
 _on_gpu: Lora | None = None
+_up_on_gpu: LoraUp | None = None
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def use_lora(lora: Lora) -> None:
-    """From now on `lora` computes what lies on a GPU; for what it does not serve it returns None."""
-    global _on_gpu
-    _on_gpu = lora
+def use_lora(lora: Lora, lora_up: LoraUp) -> None:
+    """From now on these compute what lies on a GPU; for what they do not serve they return None."""
+    global _on_gpu, _up_on_gpu
+    _on_gpu, _up_on_gpu = lora, lora_up
 
 
 def lora_one_by_one(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]) -> Tensor:
     """For each adapter its rows; 16 bits are computed in float32, as peft does unless it is told otherwise. Waits for the device."""
-    output, flat = y.clone(memory_format=torch.contiguous_format), x.reshape(-1, x.shape[-1])
-    result, rank = output.view(-1, y.shape[-1]), b.shape[2]
+    flat = x.reshape(-1, x.shape[-1])
+    return _added(y, lambda own, slot, dtype: F.linear(flat[own].to(dtype), a[slot].to(dtype)), b, scales, slots, rows)
+
+
+def lora_up_one_by_one(y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]) -> Tensor:
+    """As `lora_one_by_one`."""
+    adapters, outputs, _ = b.shape
+    inner = y[..., outputs:].reshape(slots.shape[0], adapters, -1)
+    return _added(y[..., :outputs], lambda own, slot, dtype: inner[own, slot].to(dtype), b, scales, slots, rows)
+
+
+def _added(
+    y: Tensor,
+    inner_of: Callable[[Tensor, int, torch.dtype], Tensor],
+    b: Tensor,
+    scales: Tensor,
+    slots: Tensor,
+    rows: Sequence[int],
+) -> Tensor:
+    """`inner_of` some rows, their adapter and a dtype: those rows times the adapter's first factors, [rows, P R]."""
+    output, rank = y.clone(memory_format=torch.contiguous_format), b.shape[2]
+    result = output.view(-1, y.shape[-1])
     dtype = torch.float32 if y.dtype in _HALVES else y.dtype
     for slot in slots.unique().tolist():
         if slot < 0:
             continue
         own = (slots == slot).nonzero()[:, 0]
-        inner = F.linear(flat[own].to(dtype), a[slot].to(dtype))
+        inner = inner_of(own, slot, dtype)
         added = [
             F.linear(inner[:, part * rank : (part + 1) * rank], factor.to(dtype)) * scales[slot, part].to(dtype)
             for part, factor in enumerate(b[slot].split(list(rows)))
@@ -51,11 +74,26 @@ def _run(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tens
     return lora_one_by_one(y, x, a, b, scales, slots, rows)
 
 
+def _run_up(y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]) -> Tensor:
+    if y.is_cuda and _up_on_gpu is not None:
+        result = _up_on_gpu(y, b, scales, slots, rows)
+        if result is not None:
+            return result
+    return lora_up_one_by_one(y, b, scales, slots, rows)
+
+
 def _fake(y: Tensor, *_: object) -> Tensor:
     return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+def _fake_up(y: Tensor, b: Tensor, *_: object) -> Tensor:
+    return y.new_empty((*y.shape[:-1], b.shape[1]))
 
 
 # y [..., N] and x [..., K] of T rows each; of S adapters of a rank R at most a [S, P R, K], b [S, N, R] and scales [S, P] float32, where
 # the P parts of y have `rows` outputs, N together; slots [T] int32, a row's adapter or -1 for none -> y plus, in a row
 # of adapter s and a part p, scales[s, p] * b[s, outputs of p] @ (a[s, p R : (p + 1) R] @ x).
 LORA = define_op("lora(Tensor y, Tensor x, Tensor a, Tensor b, Tensor scales, Tensor slots, int[] rows) -> Tensor", _run, _fake)
+
+# The same -> [..., N], where y [..., N + S P R] holds the products with a behind those of the layer, in the type of y.
+LORA_UP = define_op("lora_up(Tensor y, Tensor b, Tensor scales, Tensor slots, int[] rows) -> Tensor", _run_up, _fake_up)

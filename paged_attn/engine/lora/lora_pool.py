@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,12 +44,17 @@ class Loaded:
 class LoraPool:
     """Room for `slots` adapters of a model, of rank `rank` at most.
 
+    Args:
+        weights: the tensors that lora sites name, with the spare rows behind them.
+
     Attributes:
-        tensors: a, b and scales of each site, as the graph takes them; unused slots hold zeros.
+        tensors: a, b and scales of each site; unused slots hold zeros.
         loaded: by name; another dict after each change, for other threads to read.
     """
 
-    def __init__(self, model: nn.Module, sites: Sequence[LoraSite], slots: int, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, sites: Sequence[LoraSite], slots: int, rank: int, device: torch.device, weights: Mapping[int, Tensor]
+    ) -> None:
         self._model = model
         self.sites, self.slots, self.rank = tuple(sites), slots, rank
         self.loaded: dict[str, Loaded] = {}
@@ -58,13 +63,23 @@ class LoraPool:
         self._parts_of: dict[str, list[_PartOfSite]] = {}
         with torch.inference_mode(False):
             for index, site in enumerate(self.sites):
-                for shape, dtype in zip(site.shapes(slots, rank), (site.dtype, site.dtype, torch.float32), strict=True):
+                shapes, outputs = site.shapes(slots, rank), sum(site.rows)
+                if site.weight is None:
+                    self.tensors.append(torch.zeros(shapes[0], dtype=site.dtype, device=device))
+                else:
+                    self.tensors.append(weights[site.weight][outputs:].view(shapes[0]))
+                for shape, dtype in zip(shapes[1:], (site.dtype, torch.float32), strict=True):
                     self.tensors.append(torch.zeros(shape, dtype=dtype, device=device))
                 start = 0
                 for number, part in enumerate(site.parts):
                     self._parts_of.setdefault(part.module, []).append(_PartOfSite(index, number, start))
                     start += part.rows
         logger.info("room for %d adapters of rank %d: %.0f MiB", slots, rank, self.nbytes / 2**20)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Of the graph: all tensors but those a that are rows of a weight."""
+        return [t for index, t in enumerate(self.tensors) if index % 3 or self.sites[index // 3].weight is None]
 
     @property
     def nbytes(self) -> int:

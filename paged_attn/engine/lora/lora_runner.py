@@ -14,19 +14,28 @@ from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.compiled.graph_inputs import logits_of
 from paged_attn.compiled.lora_graph import LoraGraph
 from paged_attn.engine.lora.lora_pool import LoraPool
+from paged_attn.engine.runners.merged_weights import with_spare_rows
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.parallel.ranks import Ranks
 from paged_attn.recurrent.layer import RecurrentLayer
 
 
 class LoraRunner:
-    """Another `Runner` of the same model, whose batches say each row's adapter (`LoraSlots.given`)."""
+    """Another `Runner` of the same model, whose batches say each row's adapter (`LoraSlots.given`).
+
+    Args:
+        slots, rank: those that the graph was made for.
+    """
 
     follows_the_model = False
     one_row = False  # the graph without adapters alone is compared in one row
 
-    def __init__(self, base: ModelRunner, graph: LoraGraph, pool: LoraPool) -> None:
-        self.base, self.graph, self.adapters = base, graph, pool
+    def __init__(self, base: ModelRunner, graph: LoraGraph, slots: int, rank: int) -> None:
+        self.base, self.graph = base, graph
+        bound = base.inputs.all
+        self._weights = {merge.inputs[0]: with_spare_rows(bound[merge.inputs[0]], merge) for merge in graph.widened}
+        self.adapters = LoraPool(base.model, graph.sites, slots, rank, base.device, self._weights)
+        self._factors = self.adapters.inputs
         self.model: nn.Module = base.model
         self.device: torch.device = base.device
         self.dtype: torch.dtype = base.dtype
@@ -70,7 +79,9 @@ class LoraRunner:
         if slots is None or slots[0] is None:
             raise ContextError("LoraRunner.forward needs a forward context whose batch went through LoraSlots.given")
         inputs = self.base.inputs.fill(input_ids, positions, logits_rows)
-        more = [*slots, *self.adapters.tensors] if self.adapters.sites else []
+        for index, weight in self._weights.items():
+            inputs[index] = weight
+        more = [*slots, *self._factors] if self.adapters.sites else []
         logits = logits_of(self._run(*inputs, *more))
         return logits if self.base.takes_logits_rows else logits[logits_rows]
 

@@ -20,7 +20,8 @@ def bind_merged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
 
     The parameters stay the model's own: their `data` becomes a view of the merged tensor, one merge after the other, so that the old memory
     is free before the next is allocated. Reading, saving and loading in place go on as before. Whoever else kept the old memory
-    (`tensor = weight.data`, a CUDA graph) is no longer tied to the parameter. Parameters that lie in a row already are not moved.
+    (`tensor = weight.data`, a CUDA graph) is no longer tied to the parameter. Parameters that lie in a row already, and need no spare rows,
+    are not moved. Spare rows are zeros.
 
     Args:
         args: the flat inputs with which the graph was rewritten.
@@ -32,8 +33,8 @@ def bind_merged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
     with torch.inference_mode(False), torch.no_grad():
         for merge in merges:
             parameters = _parameters(args, merge)
-            if not lie_in_a_row(parameters):
-                _move_together(parameters)
+            if merge.spare or not lie_in_a_row(parameters):
+                _move_together(parameters, merge.spare)
                 moved += 1
             bound[merge.inputs[0]] = _spanned(parameters)
     if moved and parameters[0].is_cuda:
@@ -67,9 +68,16 @@ def _parameters(args: Sequence[Any], merge: Merge) -> list[nn.Parameter]:
     return parameters
 
 
-def _move_together(parameters: Sequence[nn.Parameter]) -> None:
-    merged = torch.cat([parameter.data for parameter in parameters])
-    for parameter, part in zip(parameters, merged.split([len(p) for p in parameters]), strict=True):
+def with_spare_rows(bound: Tensor, merge: Merge) -> Tensor:
+    """A merged tensor of `bind_merged`, and the rows behind it; whoever writes those does not count as a writer of the parameters."""
+    return bound.data.as_strided((len(bound) + merge.spare, *bound.shape[1:]), bound.stride())
+
+
+def _move_together(parameters: Sequence[nn.Parameter], spare: int) -> None:
+    first, sizes = parameters[0].data, [len(parameter) for parameter in parameters]
+    behind = [first.new_zeros((spare, *first.shape[1:]))] if spare else []
+    merged = torch.cat([*(parameter.data for parameter in parameters), *behind])
+    for parameter, part in zip(parameters, merged.split([*sizes, *([spare] if spare else [])]), strict=False):
         parameter.data = part
 
 

@@ -155,7 +155,7 @@ class ModelRunner:
 
     def _use(self, args: list[Any], options: CompileOptions) -> None:
         """Bind the model's tensors to the graph and prove it on numbers."""
-        traced, args = args, bind_merged(args, self.compiled.rewrite.merges)
+        traced, args = args, bind_merged(args, self.compiled.merges)
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
             raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
@@ -262,7 +262,7 @@ class ModelRunner:
     def reads(self, name: str) -> bool:
         """Not a parameter that became part of a merged tensor: the graph reads that."""
         tensor = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}.get(name)
-        return not self.compiled.rewrite.merges or any(tensor is owned for owned in self.inputs.owned)
+        return not self.compiled.merges or any(tensor is owned for owned in self.inputs.owned)
 
     def close(self) -> None:
         """Merged parameters stay views of one tensor; a sharded model gets its DTensors back. Again is harmless."""

@@ -1,14 +1,16 @@
 """Linear layers followed by `paged_attn::lora`: the variant of a rewritten graph for steps with adapters.
 
 Before: F.linear(x, weight, bias), or paged_attn.linear, or torch.addmm(bias, x, weight); of one linear layer or of several merged ones
-After:  paged_attn.lora(that, x, a, b, scales, slots, rows), whose a, b, scales and slots are new inputs of the graph
+After:  paged_attn.lora(that, x, a, b, scales, slots, rows), whose a, b, scales and slots are new inputs of the graph; or, where a may be
+        further rows of the weight, the product with all of them and paged_attn.lora_up(that, b, scales, slots, rows)
 Left alone: weights that several linear layers share, and rows that are neither the step's tokens nor those whose logits are wanted. An
 adapter for such a layer is refused when it is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,19 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.attn_ops.ops.linears.lora import LORA
+from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.specs.lora import LoraPart, LoraSite
 from paged_attn.passes.fx.graph_tools import shape_of, symbol, value_of
 from paged_attn.passes.optimize.linears.merge import Merge
+from paged_attn.passes.optimize.linears.mergeable_weights import ALIGNMENT
 
 _LINEARS = (F.linear, torch.ops.aten.linear.default, LINEAR)
 _PRODUCTS = (torch.addmm, torch.ops.aten.addmm.default)
+MOST_SPARE = 8  # rows of a weight for one of a: each step reads all of them, and two kernels only those that somebody has
 _OPERANDS = {**dict.fromkeys(_LINEARS, ("input", "weight", "bias")), **dict.fromkeys(_PRODUCTS, ("input", "mat1", "mat2"))}
 
 
 def insert_lora(
-    graph: fx.Graph, roles: Sequence[str], merges: Sequence[Merge], modules: Mapping[int, str], slots: int, rank: int
-) -> tuple[LoraSite, ...]:
+    graph: fx.Graph, roles: Sequence[str], merges: Sequence[Merge], modules: Mapping[int, str], slots: int, rank: int,
+    may_move: Callable[[int], bool] = lambda index: False,
+) -> tuple[tuple[LoraSite, ...], tuple[Merge, ...]]:  # fmt: skip
     """Rewrite in place, where there is a linear layer of the model.
 
     Args:
@@ -36,45 +41,63 @@ def insert_lora(
         roles: of its placeholders, in order.
         modules: index of a placeholder -> the one linear layer whose weight it was before linears were merged.
         slots, rank: of how many adapters there is room, and for how large a rank.
+        may_move: whether the parameter that was traced as this input may become a view of another tensor.
 
     Returns:
-        What was found. The graph takes more inputs at its end: slots [T] and [N] int32 of rows and of rows of logits, then a, b and scales
-        of each site.
+        What was found, and the weights and biases that must have spare rows, as merges of one or several. The graph takes more inputs at
+        its end: slots [T] and [N] int32 of rows and of rows of logits, then a (where the weight has no room for it), b and scales of each
+        site.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    owned = {placeholder: _parts(index, merges, modules) for index, placeholder in enumerate(placeholders)}
+    rooms = _rooms(placeholders, merges)
+    owned = {placeholder: _parts(rooms.get(placeholder), modules) for placeholder in placeholders}
     by_role = dict(zip(roles, placeholders, strict=True))
     tokens = symbol(shape_of(by_role["input_ids"])[-1])
     wanted = by_role.get("logits_rows")
     logits = None if wanted is None else symbol(shape_of(wanted)[0])
     found = [product for node in graph.nodes if (product := _product(node, owned, tokens, logits)) is not None]
     if not found:
-        return ()
+        return (), ()
+    sites, widened = list[LoraSite](), list[Merge]()
     inputs = _Inputs(placeholders[-1], value_of(found[0].given))
     step_slots = inputs.add("lora_slots", (shape_of(by_role["input_ids"])[-1],), torch.int32)
     logits_slots = inputs.add("lora_logits_slots", (shape_of(wanted)[0],) if wanted is not None else (2,), torch.int32)
-    for index, (node, given, site) in enumerate(found):
-        names_and_dtypes = (("a", site.dtype), ("b", site.dtype), ("scales", torch.float32))
+    for index, product in enumerate(found):
+        site, node, value = product.site, product.node, value_of(product.node)
+        spare = site.rows_of_a(slots, rank)
+        own = [rooms[each] for each in product.weights]
+        if _has_room(product, spare) and all(may_move(each) for room in own for each in room.inputs):
+            widened += [room._replace(spare=spare) for room in own]
+            for each in product.weights:
+                _lengthen(each, 0, spare)
+            _lengthen(node, -1, spare)
+            site = replace(site, weight=own[0].inputs[0])
+        sites.append(site)
         factors = [
-            inputs.add(f"lora_{index}_{name}", shape, kind)
-            for (name, kind), shape in zip(names_and_dtypes, site.shapes(slots, rank), strict=True)
+            inputs.add(f"lora_{index}_{name}", shape, torch.float32 if name == "scales" else site.dtype)
+            for name, shape in zip(("a", "b", "scales"), site.shapes(slots, rank), strict=True)
+            if name != "a" or site.weight is None
         ]
+        operands = (node, product.given) if site.weight is None else (node,)
         with graph.inserting_after(node):
-            added = graph.call_function(LORA, (node, given, *factors, logits_slots if site.of_logits else step_slots, list(site.rows)))
-        value = value_of(node)
+            arguments = (*operands, *factors, logits_slots if site.of_logits else step_slots, list(site.rows))
+            added = graph.call_function(LORA if site.weight is None else LORA_UP, arguments)
         added.meta["example_value"] = value.new_empty(value.shape)
         if "nn_module_stack" in node.meta:
             added.meta["nn_module_stack"] = node.meta["nn_module_stack"]
         for user in [user for user in node.users if user is not added]:
             user.replace_input_with(node, added)
     graph.lint()
-    return tuple(product.site for product in found)
+    return tuple(sites), tuple(widened)
 
 
 class _Product(NamedTuple):
+    """`weights` are its weight and its bias, if it has one, of a linear layer, and nothing of another product."""
+
     node: fx.Node
     given: fx.Node
     site: LoraSite
+    weights: tuple[fx.Node, ...]
 
 
 class _Inputs:
@@ -91,11 +114,36 @@ class _Inputs:
         return self._last
 
 
-def _parts(index: int, merges: Sequence[Merge], modules: Mapping[int, str]) -> list[tuple[str, int | None]]:
-    """The linear layers whose weights this input of the graph holds now, with their rows, None for all; none if not all are known."""
-    merge = next((merge for merge in merges if merge.inputs[0] == index), None)
-    parts = [(index, None)] if merge is None else list(zip(merge.inputs, merge.rows, strict=True))
-    return [(modules[each], rows) for each, rows in parts] if all(each in modules for each, _ in parts) else []
+def _rooms(placeholders: Sequence[fx.Node], merges: Sequence[Merge]) -> dict[fx.Node, Merge]:
+    """What lies where each of the graph's tensors begins: several parameters, or that one."""
+    known, rooms = {merge.inputs[0]: merge for merge in merges}, {}
+    for index, placeholder in enumerate(placeholders):
+        value = value_of(placeholder)
+        if isinstance(value, Tensor) and value.dim() > 0:
+            rooms[placeholder] = known.get(index) or Merge((index,), (value.shape[0],))
+    return rooms
+
+
+def _parts(room: Merge | None, modules: Mapping[int, str]) -> list[tuple[str, int | None]]:
+    """The linear layers whose weights lie there now, with their rows, None for all; none if not all are known."""
+    if room is None or not all(each in modules for each in room.inputs):
+        return []
+    alone = len(room.inputs) == 1
+    return [(modules[each], None if alone else rows) for each, rows in zip(room.inputs, room.rows, strict=True)]
+
+
+def _lengthen(node: fx.Node, dim: int, more: int) -> None:
+    value = value_of(node)
+    shape = list(value.shape)
+    shape[dim] += more
+    node.meta["example_value"] = value.new_empty(shape)
+
+
+def _has_room(product: _Product, spare: int) -> bool:
+    """Whether a may be further rows of the weight, without much more to read, and so that kernels find them aligned."""
+    rows, size = sum(product.site.rows), product.site.dtype.itemsize
+    alone = all(each.op == "placeholder" and len(each.users) == 1 for each in product.weights)
+    return bool(product.weights) and alone and spare * MOST_SPARE <= rows and spare * size % ALIGNMENT == 0
 
 
 def _product(node: fx.Node, owned: Mapping[fx.Node, list[tuple[str, int | None]]], tokens: Any, logits: Any) -> _Product | None:
@@ -114,7 +162,8 @@ def _product(node: fx.Node, owned: Mapping[fx.Node, list[tuple[str, int | None]]
         return None
     outputs, columns = int(shape_of(node)[-1]), int(shape_of(given)[-1])
     parts = tuple(LoraPart(module, outputs if rows is None else rows) for module, rows in owned[weight])
-    return _Product(node, given, LoraSite(parts, columns, value_of(node).dtype, of_logits))
+    weights = tuple(each for each in (weight, operands.get("bias")) if isinstance(each, fx.Node)) if is_linear else ()
+    return _Product(node, given, LoraSite(parts, columns, value_of(node).dtype, of_logits), weights)
 
 
 def _rows(node: fx.Node) -> Any:

@@ -22,11 +22,12 @@ logger = logging.getLogger("paged_attn")
 class Merge(NamedTuple):
     """The graph's input `inputs[0]` now takes the tensors of all `inputs` concatenated along dim 0; the others have no user.
 
-    `rows` are their sizes in that dim.
+    `rows` are their sizes in that dim; behind them lie `spare` rows that are none of theirs.
     """
 
     inputs: tuple[int, ...]
     rows: tuple[int, ...]
+    spare: int = 0
 
 
 def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None = None) -> tuple[Merge, ...]:

@@ -19,6 +19,7 @@ FACTORS = ("x", "a", "y", "b", "out")
 
 def compiled(kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any]:
     types = POINTERS | dict.fromkeys(FACTORS, f"*{kind}")
+    types["inner"] = types["y"] if constants.get("BEHIND") else types["inner"]
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     divisible = [
         index for index, name in enumerate(kernel.arg_names) if name not in constants and name not in ("count", "part", "start", "third")
@@ -37,7 +38,8 @@ def main() -> None:
             common |= {"BLOCK_M": tiling.rows, "BLOCK_R": 16, "EACH": tiling.each, "EARLY": True}
             tiles = {"BLOCK_N": tiling.outputs, "TILES": 48}
             down = {"BLOCK_K": tiling.columns, "SPLITS": 1 if count == 8192 else 16}
-            for kernel, more in ((shrink_kernel, down), (expand_kernel, tiles)):
+            ups = [(expand_kernel, {**tiles, "BEHIND": behind}) for behind in (False, True)]
+            for kernel, more in ((shrink_kernel, down), *ups):
                 found = compiled(kernel, kind, {**common, **more})
                 print(json.dumps({"kernel": kernel.__name__, "count": count, "kind": kind, **found}), flush=True)
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from paged_attn.attn_ops.ops.linears.lora import LORA, lora_one_by_one
+from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP, lora_one_by_one, lora_up_one_by_one
 
 pytest.importorskip("triton")
-from paged_attn.backends.lora.on_gpu import NEVER, LoraTiling, _launches, _splits, lora_on_gpu
+from paged_attn.backends.lora.on_gpu import NEVER, LoraTiling, _launches, _splits, lora_on_gpu, lora_up_on_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -121,3 +121,35 @@ def test_the_op() -> None:
     given = operands(6)
     assert torch.equal(LORA(*given), lora_one_by_one(*given) if DEVICE == "cpu" else LORA(*given))
     torch.library.opcheck(LORA, given)
+
+
+def behind(y: Any, x: Any, a: Any, b: Any, scales: Any, slots: Any, rows: Any) -> tuple[Any, ...]:
+    """The operands of `lora_up`: products with all of a behind y."""
+    return torch.cat([y, x @ a.flatten(0, 1).T], -1), b, scales, slots, rows
+
+
+@pytest.mark.parametrize("count", [1, 17, 40])
+@pytest.mark.parametrize("rows", [(24, 8), (16,), (7, 33, 5), (16, 16, 16, 16)])
+def test_products_with_a_behind_those_of_the_layer(count: int, rows: tuple[int, ...]) -> None:
+    given = operands(count, rows)
+    expected, more = by_row(*given), behind(*given)
+    assert close(lora_up_one_by_one(*more), expected)
+    assert close(lora_up_on_gpu(*more), expected)
+    for each in (False, True):
+        assert close(lora_up_on_gpu(*more, tiling=LoraTiling(16, outputs=16, each=each)), expected)
+
+
+def test_products_of_others_reach_nobody() -> None:
+    given = operands(20, slots=[0, 1, -1, 2] * 5)
+    expected, (y, b, scales, slots, rows) = by_row(*given), behind(*given)
+    own = torch.arange(3, device=DEVICE).repeat_interleave(10) == slots[:, None]
+    y[0, :, 32:] = torch.where(own, y[0, :, 32:], float("nan"))
+    for run in (lora_up_one_by_one, lora_up_on_gpu):
+        assert close(run(y, b, scales, slots, rows), expected)
+    assert lora_up_on_gpu(y.double(), b.double(), scales, slots, rows) is None
+
+
+def test_the_other_op() -> None:
+    given = behind(*operands(6))
+    assert close(LORA_UP(*given), by_row(*operands(6)))
+    torch.library.opcheck(LORA_UP, given)

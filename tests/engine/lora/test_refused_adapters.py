@@ -107,7 +107,7 @@ def test_a_graph_that_adds_them_elsewhere_is_not_served(monkeypatch: pytest.Monk
         assert not any("mlp" in module for module in llm.engine.adapters.modules)  # no place, so nothing can be loaded there
     swapped = lora._parts
     monkeypatch.setattr(lora, "_product", found)
-    monkeypatch.setattr(lora, "_parts", lambda index, merges, modules: swapped(index, merges, {**modules, **_swapped(modules)}))
+    monkeypatch.setattr(lora, "_parts", lambda room, modules: swapped(room, {**modules, **_swapped(modules)}))
     with pytest.raises(UnsupportedError, match="with random adapters in all linear layers the graph of LlamaForCausalLM gives logits"):
         LLM(base(), max_loras=1, num_pages=20)
 
