@@ -5,7 +5,7 @@ works through all adapters in turn. Of many it takes one adapter of the block af
 so that a block of a prompt has one adapter. Rows of others take part with zeros and keep what they have.
 
 EARLY: launched before the kernel in front has ended. Above the wait only what older kernels wrote is read: constants, slots, rows that a
-linear layer has read in between; for the second kernel, where it follows the first, the outputs of that linear layer, too.
+linear layer has read in between; for the second kernel, which follows the first, the outputs of that linear layer, too.
 """
 
 # mypy: ignore-errors
@@ -72,15 +72,13 @@ def shrink_kernel(x, a, slots, inner, arrived, count, length, x_stride, slot_str
 
 
 @triton.jit(do_not_specialize=["count"])
-def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, inner_stride, slot_stride, start, end, part, second, third,
+def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, slot_stride, start, end, part, second, third,
                   RANK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr, EARLY: tl.constexpr,
-                  BEHIND: tl.constexpr, TILES: tl.constexpr,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+                  TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Columns `start` to `end` of out [count, width]: those of y, and of rows with an adapter scales[slot, part] * b[slot] @ inner as well;
-    b [slots, width, RANK], scales [slots, PARTS]. inner [count, PARTS * RANK] holds products with a row's own a; BEHIND: inner [count,
-    slots * PARTS * RANK] those with every a, written by the same kernel as y. The columns are of `part`, from `second` on of the next one,
-    from `third` on of the one after it. Grid (cdiv(count, BLOCK_M), TILES = cdiv(end - start, BLOCK_N)), with EACH times the number of
-    adapters: the first one's programs write rows without an adapter, too."""
+    b [slots, width, RANK], scales [slots, PARTS]. The columns are of `part`, from `second` on of the next one, from `third` on of the one
+    after it. Grid (cdiv(count, BLOCK_M), TILES = cdiv(end - start, BLOCK_N)), with EACH times the number of adapters: the first one's
+    programs write rows without an adapter, too."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     begin = start + tl.program_id(1) % TILES * BLOCK_N
     part += (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
@@ -98,9 +96,7 @@ def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, inner
         first = tl.min(tl.where(slot < 0, last, slot), 0)
         wanted = last >= 0
     inside = mine[:, None] & (n < end)[None, :]
-    result = y + rows[:, None].to(tl.int64) * y_stride + n[None, :]
-    if not BEHIND:
-        total = tl.load(result, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(y + rows[:, None].to(tl.int64) * y_stride + n[None, :], mask=inside, other=0.0).to(tl.float32)
     r, jump = tl.arange(0, BLOCK_R), tl.cast(slot_stride, tl.int64)
     factor = b + n[None, :].to(tl.int64) * RANK + r[:, None]
     if EACH:
@@ -109,13 +105,9 @@ def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, inner
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if BEHIND:
-        total = tl.load(result, mask=inside, other=0.0).to(tl.float32)
     if wanted:
-        at = inner + rows[:, None].to(tl.int64) * inner_stride + part * RANK + r[None, :]
-        if BEHIND:
-            at += slot[:, None] * (PARTS * RANK)
-        low = tl.load(at, mask=(slot >= 0)[:, None] & (r < RANK)[None, :], other=0.0).to(tl.float32)
+        at = inner + rows[:, None].to(tl.int64) * (PARTS * RANK) + part * RANK + r[None, :]
+        low = tl.load(at, mask=(slot >= 0)[:, None] & (r < RANK)[None, :], other=0.0)
         if EACH:
             added = tl.dot(low, up.to(tl.float32), input_precision=PRECISION) * tl.load(scales + first * PARTS + part)
             total += tl.where((slot == first)[:, None], added, 0.0)

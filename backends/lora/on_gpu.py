@@ -14,13 +14,15 @@ from torch import Tensor
 from paged_attn.backends.attention.triton.tiling import machine_of
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
+from paged_attn.backends.lora.up_kernel import up_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS = 1024  # of the first kernel at least, so that few rows are read by enough of them
 FEW_ROWS = 128  # up to so many, each adapter has programs of its own
 NEVER = 2**31 - 1
 PRODUCTS = 1024  # of the first kernel that programs may share
-_fast_shrink, _fast_expand = FastKernel(shrink_kernel), FastKernel(expand_kernel)
+LONGEST_PRODUCT = 128  # of ranks of all adapters that a program of the third kernel takes at a time
+_fast_shrink, _fast_expand, _fast_up = FastKernel(shrink_kernel), FastKernel(expand_kernel), FastKernel(up_kernel)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,25 @@ class LoraTiling:
         return cls(rows=64, outputs=64, each=False)
 
 
+@dataclass(frozen=True)
+class UpTiling:
+    """How a launch of `up_kernel` cuts its work: rows and outputs of a program, powers of 2 and 16 at least, and whether it takes all
+    adapters together."""
+
+    rows: int
+    outputs: int
+    together: bool
+
+    @classmethod
+    def of(cls, count: int) -> UpTiling:
+        """The fastest of a dozen, on an H200, beside the products of a layer with 4,096 to 28,672 outputs."""
+        if count == 1:
+            return cls(16, 64, False)
+        if count <= FEW_ROWS:
+            return cls(min(max(triton.next_power_of_2(count), 16), 64), 32, True)
+        return cls(32, 128, False)
+
+
 def lora_on_gpu(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: LoraTiling | None = None
 ) -> Tensor | None:
@@ -59,61 +80,66 @@ def lora_on_gpu(
         return None
     given, result = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     given, result = (each if each.stride(1) == 1 else each.contiguous() for each in (given, result))
-    (count, length), rank, parts = given.shape, b.shape[2], len(rows)
+    (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
     tiling = tiling or LoraTiling.of(count)
     blocks, adapters = triton.cdiv(count, tiling.rows), len(a) if tiling.each else 1
     products = blocks * parts * adapters
     splits = _splits(products, min(triton.cdiv(length, tiling.columns), tiling.splits))
     inner = torch.empty((splits, count, parts * rank), dtype=torch.float32, device=y.device)
+    out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     early, device = machine_of(y.device).early, device_index(y.device)
-    constants = {"RANK": rank, "PARTS": parts, "EACH": tiling.each, "EARLY": early, **_blocks(y.dtype, rank, tiling)}
-    key = (y.dtype, tiling, splits, parts, rank, adapters, length, given.stride(0), a.stride(0))
-    arguments = (given, a, slots, inner, _arrived(y.device, a.data_ptr()), count, length, given.stride(0), a.stride(0))
-    more = {"SPLITS": splits, "BLOCK_K": tiling.columns}
-    options = {"num_warps": 4, "launch_pdl": early}
-    _fast_shrink(key, (blocks, products // blocks * splits), arguments, {**constants, **more}, options, device)
-    return _expanded(result, inner[0], b, scales, slots, rows, tiling, behind=False).view(y.shape)
-
-
-def lora_up_on_gpu(
-    y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: LoraTiling | None = None
-) -> Tensor | None:
-    """As the op; None for a dtype that no kernel of ours serves."""
-    if y.dtype not in DTYPES or y.dtype != b.dtype:
-        return None
-    result, outputs = y.reshape(-1, y.shape[-1]), b.shape[1]
-    result = result if result.stride(1) == 1 else result.contiguous()
-    tiling = tiling or LoraTiling.of(len(result))
-    out = _expanded(result[:, :outputs], result[:, outputs:], b, scales, slots, rows, tiling, behind=True)
-    return out.view(*y.shape[:-1], outputs)
-
-
-def _expanded(
-    result: Tensor, inner: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: LoraTiling, behind: bool
-) -> Tensor:
-    """result [count, N], inner as `expand_kernel` says -> [count, N]."""
-    (count, width), (adapters, _, rank) = result.shape, b.shape
-    out = torch.empty((count, width), dtype=result.dtype, device=result.device)
-    early, device = machine_of(result.device).early, device_index(result.device)
     constants = {
-        "RANK": rank, "PARTS": len(rows), "EACH": tiling.each, "EARLY": early, "BEHIND": behind, "BLOCK_N": tiling.outputs,
-        **_blocks(result.dtype, rank, tiling),
+        "RANK": rank, "PARTS": parts, "PRECISION": _precision(y.dtype), "EACH": tiling.each, "EARLY": early,
+        "BLOCK_M": tiling.rows, "BLOCK_R": max(triton.next_power_of_2(rank), 16),
     }  # fmt: skip
-    strides = result.stride(0), inner.stride(0), b.stride(0)
-    key = (result.dtype, tiling, behind, tuple(rows), rank, adapters, strides)
-    blocks, start = triton.cdiv(count, tiling.rows), 0
+    options = {"num_warps": 4, "launch_pdl": early}
+    sizes = (length, width, given.stride(0), result.stride(0), a.stride(0), b.stride(0))
+    key = (y.dtype, tiling, splits, tuple(rows), rank, adapters, sizes)
+    first = (given, a, slots, inner, _arrived(y.device, a.data_ptr()), count, length, given.stride(0), a.stride(0))
+    more = {"SPLITS": splits, "BLOCK_K": tiling.columns}
+    _fast_shrink(key, (blocks, products // blocks * splits), first, {**constants, **more}, options, device)
+    start = 0
     for part, outputs, second, third in _launches(rows, tiling.outputs):
         tiles = triton.cdiv(outputs, tiling.outputs)
-        arguments = (result, inner, b, scales, slots, out, count, width, *strides, start, start + outputs, part, second, third)
-        grid, options = (blocks, tiles * (adapters if tiling.each else 1)), {"num_warps": 4, "launch_pdl": early}
-        _fast_expand((*key, part, start, outputs), grid, arguments, {**constants, "TILES": tiles}, options, device)
+        arguments = (
+            result, inner, b, scales, slots, out, count, width, result.stride(0), b.stride(0), start, start + outputs, part, second, third,
+        )  # fmt: skip
+        more = {"TILES": tiles, "BLOCK_N": tiling.outputs}
+        _fast_expand((*key, part, start, outputs), (blocks, tiles * adapters), arguments, {**constants, **more}, options, device)
         start += outputs
     return out
 
 
-def _blocks(dtype: torch.dtype, rank: int, tiling: LoraTiling) -> dict[str, int | str]:
-    precision = "ieee" if dtype == torch.float32 else "tf32"
-    return {"PRECISION": precision, "BLOCK_M": tiling.rows, "BLOCK_R": max(triton.next_power_of_2(rank), 16)}
+def lora_up_on_gpu(
+    y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int], tiling: UpTiling | None = None
+) -> Tensor | None:
+    """As the op; None for a dtype that no kernel of ours serves."""
+    if y.dtype not in DTYPES or y.dtype != b.dtype:
+        return None
+    result, (adapters, width, rank) = y.reshape(-1, y.shape[-1]), b.shape
+    result = result if result.stride(1) == 1 else result.contiguous()
+    count, early = len(result), machine_of(y.device).early
+    tiling = tiling or UpTiling.of(count)
+    out = torch.empty((*y.shape[:-1], width), dtype=y.dtype, device=y.device)
+    constants = {
+        "ADAPTERS": adapters, "RANK": rank, "PARTS": len(rows), "PRECISION": _precision(y.dtype), "EARLY": early, "BLOCK_M": tiling.rows,
+        "BLOCK_N": tiling.outputs, "TOGETHER": tiling.together,
+        "BLOCK_K": max(min(triton.next_power_of_2(adapters * rank if tiling.together else rank), LONGEST_PRODUCT), 16),
+    }  # fmt: skip
+    key = (y.dtype, tiling, tuple(rows), adapters, rank, width, result.stride(0), b.stride(0))
+    options, start = {"num_warps": 4, "launch_pdl": early}, 0
+    for part, outputs, second, third in _launches(rows, tiling.outputs):
+        grid = (triton.cdiv(outputs, tiling.outputs), triton.cdiv(count, tiling.rows))
+        arguments = (
+            result, b, scales, slots, out, count, width, result.stride(0), b.stride(0), start, start + outputs, part, second, third,
+        )  # fmt: skip
+        _fast_up((*key, part, start, outputs), grid, arguments, constants, options, device_index(y.device))
+        start += outputs
+    return out
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"
 
 
 @functools.cache

@@ -111,7 +111,8 @@ class LoraPool:
         """Read an adapter into a free slot; see `read_adapter`.
 
         Raises:
-            ValueError: the name is in use, no slot is free, or the adapter is of a larger rank than there is room for.
+            ValueError: the name is in use, no slot is free, the adapter is of a larger rank than there is room for, or its factors are not
+                finite.
             UnsupportedError: see `read_adapter`; or the adapter changes what the graph has no linear layer for.
         """
         if not isinstance(name, str) or not name:
@@ -167,6 +168,11 @@ class LoraPool:
                 raise ValueError(
                     f"{adapter.source}: {module} has {inputs} inputs and {outputs} outputs, that of the model {site.columns} and "
                     f"{site.rows[place.part]}; the adapter is of another model"
+                )
+            if not all(each.to(site.dtype).isfinite().all() for each in (factors.a, factors.b)):
+                raise ValueError(
+                    f"{adapter.source}: factors of {module} are infinite or no numbers in {site.dtype}, and would reach requests of "
+                    "others; save the adapter anew"
                 )
 
     def _parameters(self) -> dict[str, nn.Parameter]:

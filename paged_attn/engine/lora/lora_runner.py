@@ -28,7 +28,6 @@ class LoraRunner:
     """
 
     follows_the_model = False
-    one_row = False  # the graph without adapters alone is compared in one row
 
     def __init__(self, base: ModelRunner, graph: LoraGraph, slots: int, rank: int) -> None:
         self.base, self.graph = base, graph
@@ -54,6 +53,11 @@ class LoraRunner:
     @property
     def recurrent(self) -> Sequence[RecurrentLayer]:
         return self.base.recurrent
+
+    @property
+    def one_row(self) -> bool:
+        """Of the graph without adapters, which is compared in one row: both call the same kernels."""
+        return self.base.one_row
 
     @property
     def runs_as(self) -> str:

@@ -6,7 +6,8 @@ import builtins
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -55,3 +56,15 @@ def messages() -> set[Callable[..., Any]]:
     logger = logging.Logger
     names = [name for name in dir(logger) if name.split("_")[0] in _LEVELS and callable(getattr(logger, name))]
     return {*(getattr(logger, name) for name in names), warnings.warn, builtins.print}
+
+
+@contextmanager
+def no_metrics_log() -> Iterator[None]:
+    """Inside, Dynamo says nothing of the metrics that it can not write down. Trap: torch 2.11 sorts every set of its settings for them, and
+    prints a traceback for one of functions, such as `messages`."""
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -26,7 +26,7 @@ from paged_attn.engine.tracing.no_collections import no_collections
 from paged_attn.engine.tracing.opaque_modules import modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.plain_buffers import plain_buffers
-from paged_attn.engine.tracing.trace_failure import lacks_fake, messages, not_traced
+from paged_attn.engine.tracing.trace_failure import lacks_fake, messages, no_metrics_log, not_traced
 from paged_attn.passes.fx.model_facts import max_positions
 
 logger = logging.getLogger("paged_attn")
@@ -177,7 +177,7 @@ def _capture(
     # What other models in this process looked like must not make this one's numbers symbolic.
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
     try:
-        with as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections():
+        with as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), no_metrics_log():
             torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
     except _Captured:
         return captured.pop()

@@ -11,7 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
-from paged_attn.backends.lora.on_gpu import LoraTiling
+from paged_attn.backends.lora.on_gpu import LONGEST_PRODUCT, LoraTiling, UpTiling
+from paged_attn.backends.lora.up_kernel import up_kernel
 
 POINTERS = {"inner": "*fp32", "scales": "*fp32", "slots": "*i32", "arrived": "*i32"}
 FACTORS = ("x", "a", "y", "b", "out")
@@ -19,7 +20,6 @@ FACTORS = ("x", "a", "y", "b", "out")
 
 def compiled(kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any]:
     types = POINTERS | dict.fromkeys(FACTORS, f"*{kind}")
-    types["inner"] = types["y"] if constants.get("BEHIND") else types["inner"]
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     divisible = [
         index for index, name in enumerate(kernel.arg_names) if name not in constants and name not in ("count", "part", "start", "third")
@@ -38,9 +38,17 @@ def main() -> None:
             common |= {"BLOCK_M": tiling.rows, "BLOCK_R": 16, "EACH": tiling.each, "EARLY": True}
             tiles = {"BLOCK_N": tiling.outputs, "TILES": 48}
             down = {"BLOCK_K": tiling.columns, "SPLITS": 1 if count == 8192 else 16}
-            ups = [(expand_kernel, {**tiles, "BEHIND": behind}) for behind in (False, True)]
-            for kernel, more in ((shrink_kernel, down), *ups):
-                found = compiled(kernel, kind, {**common, **more})
+            up = UpTiling.of(count)
+            alone = {
+                "ADAPTERS": 8,
+                "BLOCK_M": up.rows,
+                "BLOCK_N": up.outputs,
+                "TOGETHER": up.together,
+                "BLOCK_K": LONGEST_PRODUCT if up.together else 16,
+            }
+            alone |= {name: common[name] for name in ("RANK", "PARTS", "PRECISION", "EARLY")}
+            for kernel, constants in ((shrink_kernel, common | down), (expand_kernel, common | tiles), (up_kernel, alone)):
+                found = compiled(kernel, kind, constants)
                 print(json.dumps({"kernel": kernel.__name__, "count": count, "kind": kind, **found}), flush=True)
 
 

@@ -10,7 +10,7 @@ import torch
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP, lora_one_by_one, lora_up_one_by_one
 
 pytest.importorskip("triton")
-from paged_attn.backends.lora.on_gpu import NEVER, LoraTiling, _launches, _splits, lora_on_gpu, lora_up_on_gpu
+from paged_attn.backends.lora.on_gpu import NEVER, LoraTiling, UpTiling, _launches, _splits, lora_on_gpu, lora_up_on_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -135,8 +135,14 @@ def test_products_with_a_behind_those_of_the_layer(count: int, rows: tuple[int, 
     expected, more = by_row(*given), behind(*given)
     assert close(lora_up_one_by_one(*more), expected)
     assert close(lora_up_on_gpu(*more), expected)
-    for each in (False, True):
-        assert close(lora_up_on_gpu(*more, tiling=LoraTiling(16, outputs=16, each=each)), expected)
+    for together in (False, True):
+        assert close(lora_up_on_gpu(*more, tiling=UpTiling(16, 16, together)), expected)
+
+
+@pytest.mark.parametrize(("adapters", "rank"), [(1, 4), (9, 16), (40, 7)])
+def test_ranks_of_all_adapters_in_one_product_or_several(adapters: int, rank: int) -> None:
+    given = operands(21, (16, 24), adapters=adapters, rank=rank)
+    assert close(lora_up_on_gpu(*behind(*given)), by_row(*given))
 
 
 def test_products_of_others_reach_nobody() -> None:

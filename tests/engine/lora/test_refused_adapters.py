@@ -70,6 +70,10 @@ def test_weights_of_another_model(llm: LLM, tmp_path: Path) -> None:
     save_file({**weights, key: torch.zeros(4, 64)}, file)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj has 64 inputs and 32 outputs, that of the model 32 and 32"):
         llm.load_lora("a", tmp_path)
+    for number in (float("nan"), float("inf")):
+        save_file({**weights, key: torch.full_like(weights[key], number)}, file)
+        with pytest.raises(ValueError, match=r"factors of model\.layers\.1\.self_attn\.q_proj are infinite or no numbers"):
+            llm.load_lora("a", tmp_path)
     save_file({key.replace("layers.1", "layers.9"): tensor for key, tensor in weights.items()}, file)
     with pytest.raises(UnsupportedError, match=r"changes model\.layers\.9\..*, where the graph of this model has no linear layer.*q_proj"):
         llm.load_lora("a", tmp_path)

@@ -1,0 +1,79 @@
+"""The second half of adapters, where a layer's product has multiplied by the first factors of all of them: up to the outputs.
+
+Of few rows each keeps what is its own adapter's and has zeros for all others, so that one product with the second factors of all adapters
+serves rows of any. Zeros hide no NaN and no infinity: factors are finite (`adapter_files.py`). Of one row, and of many, whose neighbours
+have the same adapter mostly, a program takes one adapter of its block after the other.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["count"])
+def up_kernel(y, b, scales, slots, out, count, width, y_stride, slot_stride, start, end, part, second, third,
+              ADAPTERS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+              TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Columns `start` to `end` of out [count, width]: those of y [count, width + ADAPTERS * PARTS * RANK], and of a row with an adapter
+    scales[slot, part] * b[slot] @ what y has of that slot and part behind the outputs; b [ADAPTERS, width, RANK], scales [ADAPTERS, PARTS].
+    The columns are of `part`, from `second` on of the next one, from `third` on of the one after it. TOGETHER: BLOCK_K ranks of all
+    adapters at a time; else of one. Grid (cdiv(end - start, BLOCK_N), cdiv(count, BLOCK_M)).
+
+    EARLY: launched before the kernel in front has ended, which writes y; all else is older.
+    """
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin = start + tl.program_id(0) * BLOCK_N
+    part += (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
+    n, k = begin + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    slot = tl.load(slots + rows, mask=rows < count, other=-1)
+    scale = tl.load(scales + slot * PARTS + part, mask=slot >= 0, other=0.0)
+    kept = (n < end)[None, :]
+    last = tl.max(slot, 0)
+    first = tl.min(tl.where(slot < 0, last, slot), 0)
+    factor, jump = b + n[None, :].to(tl.int64) * RANK, tl.cast(slot_stride, tl.int64)
+    if TOGETHER:
+        most: tl.constexpr = ADAPTERS * RANK
+        up = _factors(factor, k, most, jump, kept, RANK)
+    else:
+        most: tl.constexpr = RANK
+        up = _factors(factor + first * jump, k, most, jump, kept & (last >= 0), RANK)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = y + rows[:, None].to(tl.int64) * y_stride
+    inside = (rows < count)[:, None] & kept
+    total = tl.load(row + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    if last >= 0:
+        own = row + width + part * RANK
+        added = tl.dot(_own(own, k, most, first, slot, RANK, PARTS, TOGETHER), up, input_precision=PRECISION)
+        if TOGETHER:
+            for start_k in tl.static_range(BLOCK_K, most, BLOCK_K):
+                up = _factors(factor, start_k + k, most, jump, kept, RANK)
+                added = tl.dot(_own(own, start_k + k, most, first, slot, RANK, PARTS, True), up, added, input_precision=PRECISION)
+        else:
+            for each in range(first + 1, last + 1):
+                if tl.max((slot == each).to(tl.int32), 0) > 0:
+                    up = _factors(factor + each * jump, k, most, jump, kept, RANK)
+                    added = tl.dot(_own(own, k, most, each, slot, RANK, PARTS, False), up, added, input_precision=PRECISION)
+        total += tl.where((slot >= 0)[:, None], added * scale[:, None], 0.0)
+    tl.store(out + rows[:, None].to(tl.int64) * width + n[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _factors(factor, k, most: tl.constexpr, jump, kept, RANK: tl.constexpr):
+    """Ranks k of the second factors, one adapter's after the other's."""
+    at = factor + (k // RANK)[:, None] * jump + (k % RANK)[:, None]
+    return tl.load(at, mask=(k < most)[:, None] & kept, other=0.0)
+
+
+@triton.jit
+def _own(own, k, most: tl.constexpr, each, slot, RANK: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Ranks k of the products with the first factors, of all adapters or of `each`, where they are of the row's own adapter; else zeros."""
+    adapter = k // RANK
+    if not TOGETHER:
+        adapter += each
+    at = own + (adapter * (PARTS * RANK) + k % RANK)[None, :]
+    return tl.load(at, mask=(slot[:, None] == adapter[None, :]) & (k < most)[None, :], other=0.0)
