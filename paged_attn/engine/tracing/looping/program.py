@@ -15,6 +15,7 @@ from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.tape import Slot, Step, Tape, mapped, slots_in
 
 OPERANDS = ("w1", "w2", "b1", "b2")
+_PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "addmm", "einsum")
 
 
 @dataclass(frozen=True)
@@ -75,23 +76,36 @@ def program_of(
     nodes = {name: graph.placeholder(f"{kind}_{i}") for kind, names in (("given", given), ("owned", owned)) for i, name in enumerate(names)}
     operands = [graph.placeholder(name) for name in OPERANDS]
     writer = _Writer(graph, tape, nodes, graph.call_method("size", (nodes[given[0]], axis)))
-    logits = None
     for index in before:
         writer.step(common[index])
-        shapes = [tape.values[slot.index].shape for slot in common[index].results if slot is not None]
-        if logits is None and len(shapes) == 1 and shapes[0].numel() == _rows(tape, places) * experts and shapes[0][-1] == experts:
-            logits = (writer.node(common[index].results[0]).name, index)
+    logits = _logits(tape, before, places, [*given], experts)
+    named = None if logits is None else (writer.node(tape.steps[logits].results[0]).name, logits)
     writer.experts(places, operands, experts, op)
     for index in after:
         writer.step(common[index])
     graph.output(mapped(output, writer.told))
     graph.lint()
-    return Program(fx.GraphModule({}, graph), owned, logits)
+    return Program(fx.GraphModule({}, graph), owned, named)
 
 
-def _rows(tape: Tape, places: Places) -> int:
+def _logits(tape: Tape, steps: Sequence[int], places: Places, given: Sequence[str], experts: int) -> int | None:
+    """The first product with a number for each token and expert, or else the first such values that are not the tokens themselves."""
     x = tape.values[places.x.index]
-    return x.numel() // x.shape[-1]
+    apart = {slot for index, origin in enumerate(tape.origin) if origin in given for slot in tape.same_memory(Slot(index))}
+    apart |= tape.same_memory(places.x)
+    found = []
+    for index in steps:
+        results = tape.steps[index].results
+        value = tape.values[results[0].index] if len(results) == 1 and results[0] is not None and results[0] not in apart else None
+        if (
+            value is not None
+            and value.is_floating_point()
+            and value.shape[-1:] == (experts,)
+            and value.numel() * x.shape[-1] == x.numel() * experts
+        ):
+            found.append(index)
+    products = [index for index in found if _name(tape.steps[index]) in _PRODUCTS]
+    return next(iter(products or found), None)
 
 
 class _Needed:
@@ -159,7 +173,8 @@ class _Writer:
     def experts(self, places: Places, operands: Sequence[fx.Node], experts: int, op: Sequence[Any]) -> None:
         """The op; all that lies where the total lies are views of what it gives."""
         values = self._tape.values
-        hidden, chosen = values[places.x.index].shape[-1], values[places.ids.index].shape[-1]
+        x, hidden = values[places.x.index], values[places.x.index].shape[-1]
+        chosen = values[places.ids.index].numel() * hidden // x.numel()
         call = self._graph.call_method
 
         def rows(slot: Slot, width: int) -> fx.Node:
@@ -168,7 +183,7 @@ class _Writer:
         ids = rows(places.ids, chosen)
         weights = call("gather", (rows(places.weights, experts), 1, ids)) if places.of_all else rows(places.weights, chosen)
         total = self._graph.call_function(EXPERTS, (rows(places.x, hidden), ids, weights, *operands, *op))
-        if values[places.total.index].dtype != values[places.x.index].dtype:
+        if values[places.total.index].dtype != x.dtype:
             total = call("to", (total, values[places.total.index].dtype))
         for slot in self._tape.same_memory(places.total):
             value = values[slot.index]
@@ -192,7 +207,7 @@ class _Writer:
 
 
 def _name(step: Step) -> str:
-    return getattr(step.function, "__qualname__", str(step.function)).rpartition(".")[2]
+    return str(getattr(step.function, "__name__", step.function))
 
 
 def evaluated(program: Program, tensors: Sequence[Tensor | None], logits: Tensor | None = None) -> Any:

@@ -16,6 +16,7 @@ from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart
+from paged_attn.engine.tracing.looping.branches import refuse_other_branches
 from paged_attn.engine.tracing.looping.calls import BlockCall
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
 from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlp
@@ -97,6 +98,7 @@ class _Proof:
             if count == MOST_TRIED:
                 break
             try:
+                refuse_other_branches(tapes[0], places)
                 program = program_of(tapes[0], common, places, self.given, self.call.tensors[0].axis, output, len(self.experts), op)
                 self._check(program, tapes[0])
             except NotProved as error:

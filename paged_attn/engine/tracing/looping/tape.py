@@ -7,9 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
+
+# Functions whose results Python sees, or whose shapes depend on numbers.
+_LOOKS = frozenset({
+    "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "__array__", "item", "tolist", "numpy", "is_nonzero",
+    "equal", "allclose", "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Tape(TorchFunctionMode):
         values: the tensor of each slot, as it is at the end.
         origin: of each slot, its name, or the step that made it and its place there, or None for what came from elsewhere.
         tainted: what is made from what experts gave.
+        looked: (name of the function, slots) of what Python saw of numbers, or took shapes from: what it may have branched on.
         states: (step, slot, a copy of the tensor after that step) of what is watched, since the last call of an expert.
     """
 
@@ -64,6 +72,7 @@ class Tape(TorchFunctionMode):
         self.origin: list[str | tuple[int, int] | None] = []
         self.tainted: set[Slot] = set()
         self.states: list[tuple[int, Slot, Tensor]] = []
+        self.looked: list[tuple[str, set[Slot]]] = []
         self._slots: dict[int, Slot] = {}
         self._of_memory: dict[int, set[Slot]] = {}
         self._instead, self._watched, self._resting = dict(instead or {}), watched, False
@@ -76,6 +85,7 @@ class Tape(TorchFunctionMode):
             return func(*args, **kwargs)
         told = mapped((tuple(args), dict(kwargs)), self._told)
         before = {slot: self.values[slot.index]._version for slot in slots_in(told)}
+        self._look(func, told)
         result = func(*args, **kwargs)
         written = frozenset(slot for slot, version in before.items() if self.values[slot.index]._version != version)
         several = isinstance(result, tuple | list)
@@ -113,6 +123,18 @@ class Tape(TorchFunctionMode):
     def same_memory(self, slot: Slot) -> set[Slot]:
         """Those of a tensor and of its views and bases."""
         return self._of_memory[_memory(self.values[slot.index])]
+
+    def _look(self, func: Any, told: Any) -> None:
+        name = getattr(func, "__name__", "")
+        seen = slots_in(told)
+        if name == "where":
+            seen = seen if len(told[0]) == 1 and not told[1] else set()
+        elif name == "__getitem__":
+            seen = {slot for slot in slots_in(told[0][1:]) if self.values[slot.index].dtype in (torch.bool, torch.uint8)}
+        elif name not in _LOOKS:
+            return
+        if seen:
+            self.looked.append((name, seen))
 
     def _taint(self, index: int, made: set[Slot], written: frozenset[Slot]) -> None:
         self.tainted |= made | written

@@ -202,7 +202,7 @@ class Model(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.embed(input_ids) + self.positions(position_ids)
         for qkv, block in zip(self.qkv, self.blocks, strict=True):
-            q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
+            q, k, v = (part.unflatten(-1, (4, HIDDEN // 4)).transpose(1, 2) for part in qkv(x).chunk(3, -1))
             x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
             made = block(F.rms_norm(x, (HIDDEN,)))
             x = x + (made[0] if isinstance(made, tuple) else made)

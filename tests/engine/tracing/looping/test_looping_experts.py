@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from pathlib import Path
@@ -41,7 +42,7 @@ def assert_stacked(block: Any) -> None:
     experts = experts_of(block)
     for name, first in experts[0].named_parameters():
         own = [dict(expert.named_parameters())[name] for expert in experts]
-        steps = {b.data_ptr() - a.data_ptr() for a, b in zip(own, own[1:], strict=False)}
+        steps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(own)}
         assert len({weight.untyped_storage().data_ptr() for weight in own}) == 1, name
         assert len(steps) == 1 and steps.pop() >= first.nbytes, name
     storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in experts.parameters()}
