@@ -173,6 +173,37 @@ class CalledList(nn.Module):
         return self.experts(rows, ids, weights=weights.softmax(-1)).view_as(x)
 
 
+class ByHits(OneHotLoop):
+    """Loops over the experts that got a token, which index the list as tensors, between a norm and a factor of its own."""
+
+    def __init__(self, expert: Any = Gated) -> None:
+        super().__init__(expert)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        rows = self.norm(hidden_states).flatten(0, 1)
+        weights, chosen = self.gate(rows).topk(CHOSEN)
+        weights, result = weights.sigmoid(), torch.zeros_like(rows)
+        mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+        for index in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            place, row = torch.where(mask[index].squeeze(0))
+            result[row] += self.experts[index](rows[row]) * weights[row, place, None]
+        result.mul_(0.5)
+        return result.view_as(hidden_states) + hidden_states, None
+
+
+class OneExpert(OneHotLoop):
+    """One expert for a token, in an expert's place by a mask; the weight is multiplied at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        best, ids = self.gate(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            if (mask := ids == index).any():
+                result[mask] = expert(x[mask])
+        return result * best.unsqueeze(-1)
+
+
 class Capacity(OneHotLoop):
     """An expert takes no more than so many tokens: what a token gets depends on others."""
 

@@ -24,8 +24,8 @@ from tests.tiny_models import build
 
 GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = random_prompts((1, 5, 17, 33))
-PROVED = ["OneHotLoop", "MaskedLoop", "SharedExpert", "Sorted", "CalledList"]
-ROUTERS = {"MaskedLoop": 0}  # whose router no `Routing` is: it stays as the model writes it
+PROVED = ["OneHotLoop", "MaskedLoop", "SharedExpert", "Sorted", "CalledList", "ByHits", "OneExpert"]
+ROUTERS = {"MaskedLoop": 0, "OneExpert": 0}  # whose router no `Routing` is: it stays as the model writes it
 
 
 def count(llm: LLM, op: Any) -> int:
@@ -218,6 +218,14 @@ class Squared(OneHotLoop):
         return result.view(hidden_states.shape)
 
 
+class Branching(OneHotLoop):
+    """Calms itself where its logits explode."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        scale = 0.5 if self.gate(hidden_states).max() > 1e6 else 1.0
+        return super().forward(hidden_states * scale)[0]
+
+
 class Normed(Gated):
     def __init__(self) -> None:
         super().__init__()
@@ -247,6 +255,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "noise": (Noisy, None, "other numbers than its experts' rows by the weights"),
     "an expert that is skipped": (Skipped, None, "no sum of its experts' rows"),
     "something behind an expert": (Squared, None, "no sum of its experts' rows|other numbers than its experts' rows"),
+    "a branch on logits": (Branching, None, r"may branch on numbers \(__bool__\)"),
     "an unknown gate": (lambda: OneHotLoop(lambda: Gated(activation=torch.sin)), None, "compute nothing that is known of w1, w3, w2"),
     "a norm in an expert": (lambda: OneHotLoop(Normed), None, r"have 3 linear layers and besides \['norm.bias', 'norm.weight'\]"),
     "weights that two layers share": (OneHotLoop, tied, "can not be moved into one tensor"),
