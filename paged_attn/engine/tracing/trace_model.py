@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.call_signature import plain_inputs, takes
@@ -195,7 +195,7 @@ def _capture(
         return captured.pop()
     except torch._dynamo.exc.BackendCompilerFailed:
         raise
-    except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as failure:
+    except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode) as failure:
         raise not_traced(model, failure) from failure
     finally:
         wanted.clear()

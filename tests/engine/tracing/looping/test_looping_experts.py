@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.attn_ops.ops.experts import EXPERTS
@@ -18,7 +19,7 @@ from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.routing import ROUTE
 from tests.engine.tracing.looping import blocks
 from tests.engine.tracing.looping.blocks import EXPERTS as NUM_EXPERTS
-from tests.engine.tracing.looping.blocks import HIDDEN, Capacity, Fused, Gated, MaskedLoop, Model, OneHotLoop, Plain, greedy
+from tests.engine.tracing.looping.blocks import HIDDEN, Capacity, Fused, Gated, MaskedLoop, Model, OneHotLoop, Plain, SharedExpert, greedy
 from tests.oracle import random_prompts
 from tests.tiny_models import build
 
@@ -276,6 +277,26 @@ def test_what_is_not_proved_stays_as_it_is(case: str, caplog: pytest.LogCaptureF
         assert put == {}
     assert caplog.text.count("stays as it is: ") == 2
     assert re.search(words, caplog.text), caplog.text
+
+
+@torch.compiler.disable
+def doubled(x: Tensor) -> Tensor:
+    """A function as those of torch are, which torch.compile does not trace."""
+    return handle_torch_function(doubled, (x,), x) if has_torch_function_unary(x) else x * 2
+
+
+class Doubling(SharedExpert):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return doubled(super().forward(hidden_states))
+
+
+def test_a_block_whose_own_part_can_not_be_traced_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(Doubling).eval()
+    with caplog.at_level(logging.INFO, "paged_attn"), LLM(model, num_pages=64, max_batch_tokens=16) as llm:
+        assert count(llm, EXPERTS) == 0
+        assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [greedy(model, prompt, 8) for prompt in PROMPTS]
+    said = [record.getMessage() for record in caplog.records if record.name == "paged_attn"]
+    assert any("blocks.0, blocks.1 stay as they are: what they compute around their experts can not be traced" in line for line in said)
 
 
 def inputs(length: int) -> dict[str, Tensor]:
