@@ -39,7 +39,7 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
     """
     found = list(blocks_of(model))
     calls = calls_of(model, [block for _, block, _ in found], inputs) if found else {}
-    weights = _Weights(model) if found else None
+    weights = _Weights(model)
     proved: dict[Any, ProvedBlock | NotProved] = {}
     put: dict[str, str] = {}
     with ExitStack() as undo:
@@ -50,6 +50,7 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
                     raise NotProved(call)
                 if hooked := hooked_within(block):
                     raise NotProved(f"{hooked} has hooks or a forward of its own")
+                weights.check_kind(experts)
                 key = (kind_within(block), call)
                 known = proved.get(key)
                 if known is None:
@@ -59,7 +60,6 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
                         logger.info("%s (%s) is an op of %d experts: %s, by %s", name, type(block).__name__, len(experts), gate, by)
                 if isinstance(known, NotProved):
                     raise known
-                assert weights is not None
                 weights.check(experts, known.mlp)
             except NotProved as reason:
                 logger.info("%s (%s) stays as it is: %s", name, type(block).__name__, reason)
@@ -85,16 +85,21 @@ class _Weights:
         self._memory = Memory([*model.parameters(), *model.buffers()])
         self._owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None)
 
+    def check_kind(self, experts: Sequence[nn.Module]) -> None:
+        """Raises NotProved for weights that are no ordinary parameters, as a rank's shards are, or whose rows are not aligned."""
+        weights = [weight for expert in experts for weight in expert.parameters()]
+        other = next((weight for weight in weights if not is_ordinary_parameter(weight)), None)
+        if other is not None:
+            kind = f"{type(other).__name__} {list(other.shape)} of {other.dtype}"
+            raise NotProved(f"a weight of its experts is a {kind}; known are dense parameters with rows of a multiple of 16 bytes together")
+
     def check(self, experts: Sequence[nn.Module], mlp: ExpertMLP) -> None:
-        """Raises NotProved for weights that somebody else has too, or that are no ordinary parameters."""
+        """Raises NotProved for weights that somebody else has, too."""
         for column in mlp.columns(experts):
-            plain = all(is_ordinary_parameter(weight) and self._owners[id(weight)] == 1 for weight in column)
-            if not plain or not (lie_in_a_row(column) or all(self._memory.is_own(weight) for weight in column)):
+            single = all(self._owners[id(weight)] == 1 for weight in column)
+            if not single or not (lie_in_a_row(column) or all(self._memory.is_own(weight) for weight in column)):
                 shape = list(column[0].shape)
-                raise NotProved(
-                    f"the weights {shape} of its experts can not be moved into one tensor: some are no ordinary parameters with memory of "
-                    "their own, and rows of a multiple of 16 bytes together"
-                )
+                raise NotProved(f"the weights {shape} of its experts can not be moved into one tensor: somebody else has their memory, too")
 
 
 def _emitter(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, found: ProvedBlock) -> Callable[..., Any]:

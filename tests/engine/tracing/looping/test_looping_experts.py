@@ -246,6 +246,16 @@ def in_other_memory(model: Model) -> None:
         weight.data = torch.cat([weight.data, weight.data])[: len(weight)]
 
 
+class Marked(nn.Parameter):
+    pass
+
+
+def of_a_kind(model: Model) -> None:
+    for block in model.blocks:
+        linear: Any = experts_of(block)[0].w1  # type: ignore[union-attr]
+        linear.weight = Marked(linear.weight.data)
+
+
 def hooked(model: Model) -> None:
     for block in model.blocks:
         experts_of(block)[0].register_forward_hook(lambda module, args, output: output * 2)
@@ -261,6 +271,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a norm in an expert": (lambda: OneHotLoop(Normed), None, r"have 3 linear layers and besides \['norm.bias', 'norm.weight'\]"),
     "weights that two layers share": (OneHotLoop, tied, "can not be moved into one tensor"),
     "weights that lie in a larger memory": (OneHotLoop, in_other_memory, "can not be moved into one tensor"),
+    "weights of a kind of its own": (OneHotLoop, of_a_kind, r"a weight of its experts is a Marked \[24, 32\] of torch.float32"),
     "a hook": (OneHotLoop, hooked, "experts.0 has hooks or a forward of its own"),
 }
 
