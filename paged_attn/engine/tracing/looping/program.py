@@ -19,7 +19,7 @@ _PRODUCTS = ("linear", "matmul", "__matmul__", "mm", "addmm", "einsum")
 
 
 @dataclass(frozen=True)
-class Places:
+class ExpertsSite:
     """Where a block's experts stand on its tape.
 
     Attributes:
@@ -54,7 +54,7 @@ class Program:
 
 
 def program_of(
-    tape: Tape, common: Mapping[int, Step], places: Places, given: Sequence[str], axis: int, output: Any, experts: int, op: Sequence[Any]
+    tape: Tape, common: Mapping[int, Step], site: ExpertsSite, given: Sequence[str], axis: int, output: Any, experts: int, op: Sequence[Any]
 ) -> Program:
     """The graph.
 
@@ -68,9 +68,9 @@ def program_of(
     Raises:
         NotProved: the block does something that depends on its data besides.
     """
-    needed = _Needed(tape, common, places)
-    after = needed.back_to(places.step, slots_in(output))
-    before = needed.back_to(-1, {places.x, places.ids, places.weights})
+    needed = _Needed(tape, common, site)
+    after = needed.back_to(site.step, slots_in(output))
+    before = needed.back_to(-1, {site.x, site.ids, site.weights})
     owned = tuple(sorted({str(tape.origin[slot.index]) for slot in needed.slots if isinstance(tape.origin[slot.index], str)} - {*given}))
     graph = fx.Graph()
     nodes = {name: graph.placeholder(f"{kind}_{i}") for kind, names in (("given", given), ("owned", owned)) for i, name in enumerate(names)}
@@ -78,9 +78,9 @@ def program_of(
     writer = _Writer(graph, tape, nodes, graph.call_method("size", (nodes[given[0]], axis)))
     for index in before:
         writer.step(common[index])
-    logits = _logits(tape, before, places, [*given], experts)
+    logits = _logits(tape, before, site, [*given], experts)
     named = None if logits is None else (writer.node(tape.steps[logits].results[0]).name, logits)
-    writer.experts(places, operands, experts, op)
+    writer.experts(site, operands, experts, op)
     for index in after:
         writer.step(common[index])
     graph.output(mapped(output, writer.told))
@@ -88,11 +88,11 @@ def program_of(
     return Program(fx.GraphModule({}, graph), owned, named)
 
 
-def _logits(tape: Tape, steps: Sequence[int], places: Places, given: Sequence[str], experts: int) -> int | None:
+def _logits(tape: Tape, steps: Sequence[int], site: ExpertsSite, given: Sequence[str], experts: int) -> int | None:
     """The first product with a number for each token and expert, or else the first such values that are not the tokens themselves."""
-    x = tape.values[places.x.index]
+    x = tape.values[site.x.index]
     apart = {slot for index, origin in enumerate(tape.origin) if origin in given for slot in tape.same_memory(Slot(index))}
-    apart |= tape.same_memory(places.x)
+    apart |= tape.same_memory(site.x)
     found = []
     for index in steps:
         results = tape.steps[index].results
@@ -111,9 +111,9 @@ def _logits(tape: Tape, steps: Sequence[int], places: Places, given: Sequence[st
 class _Needed:
     """Steps that a block's output needs, without those that its experts' sum does."""
 
-    def __init__(self, tape: Tape, common: Mapping[int, Step], places: Places) -> None:
-        self._tape, self._common, self._places = tape, common, places
-        self._total = tape.same_memory(places.total)
+    def __init__(self, tape: Tape, common: Mapping[int, Step], site: ExpertsSite) -> None:
+        self._tape, self._common, self._site = tape, common, site
+        self._total = tape.same_memory(site.total)
         self._next = len(tape.steps) - 1
         self.slots: set[Slot] = set()
 
@@ -125,7 +125,7 @@ class _Needed:
             step = self._tape.steps[index]
             touched = set().union(*(self._tape.same_memory(slot) for slot in step.written))
             made = {slot for slot in step.results if slot is not None}
-            after = index > self._places.step
+            after = index > self._site.step
             if not (made | touched) & (self.slots if after else self.slots - self._total):
                 continue
             if index not in self._common or (not after and (made | touched) & self._tape.tainted):
@@ -170,24 +170,24 @@ class _Writer:
             if slot is not None:
                 self._nodes[slot] = self._graph.call_function(operator.getitem, (made, place)) if step.several else made
 
-    def experts(self, places: Places, operands: Sequence[fx.Node], experts: int, op: Sequence[Any]) -> None:
+    def experts(self, site: ExpertsSite, operands: Sequence[fx.Node], experts: int, op: Sequence[Any]) -> None:
         """The op; all that lies where the total lies are views of what it gives."""
         values = self._tape.values
-        x, hidden = values[places.x.index], values[places.x.index].shape[-1]
-        chosen = values[places.ids.index].numel() * hidden // x.numel()
+        x, hidden = values[site.x.index], values[site.x.index].shape[-1]
+        chosen = values[site.ids.index].numel() * hidden // x.numel()
         call = self._graph.call_method
 
         def rows(slot: Slot, width: int) -> fx.Node:
             return call("reshape", (self._nodes[slot], -1, width))
 
-        ids = rows(places.ids, chosen)
-        weights = call("gather", (rows(places.weights, experts), 1, ids)) if places.of_all else rows(places.weights, chosen)
-        total = self._graph.call_function(EXPERTS, (rows(places.x, hidden), ids, weights, *operands, *op))
-        if values[places.total.index].dtype != x.dtype:
-            total = call("to", (total, values[places.total.index].dtype))
-        for slot in self._tape.same_memory(places.total):
+        ids = rows(site.ids, chosen)
+        weights = call("gather", (rows(site.weights, experts), 1, ids)) if site.of_all else rows(site.weights, chosen)
+        total = self._graph.call_function(EXPERTS, (rows(site.x, hidden), ids, weights, *operands, *op))
+        if values[site.total.index].dtype != x.dtype:
+            total = call("to", (total, values[site.total.index].dtype))
+        for slot in self._tape.same_memory(site.total):
             value = values[slot.index]
-            if value.numel() == values[places.total.index].numel() and value.is_contiguous():
+            if value.numel() == values[site.total.index].numel() and value.is_contiguous():
                 if value.shape[-1] == hidden and all(size in (1, value.numel() // hidden) for size in value.shape[:-1]):
                     self._nodes[slot] = call("view", (total, *([1] * (value.dim() - 2)), -1, hidden))
 

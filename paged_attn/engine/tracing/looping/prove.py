@@ -22,12 +22,12 @@ from paged_attn.engine.tracing.looping.common_steps import TwoTapes
 from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlp
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
-from paged_attn.engine.tracing.looping.program import Places, Program, evaluated, program_of
+from paged_attn.engine.tracing.looping.program import ExpertsSite, Program, evaluated, program_of
 from paged_attn.engine.tracing.looping.tape import Slot, Tape, mapped
 from paged_attn.hashing.code_files import executed_files
 
 TOKENS = (37, 53)  # of the tapes: few other numbers are multiples of them
-MOST_TRIED = 24  # places of one block
+MOST_TRIED = 24  # sites of one block
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _Proof:
         self.given = tuple(f"given {index}" for index in range(len(call.tensors)))
 
     def program(self) -> Program:
-        """Raises NotProved with the reason against the place that came furthest."""
+        """Raises NotProved with the reason against the last site that was tried."""
         with executed_files() as self.files:
             tapes, outputs, fed = zip(*(self._recorded(tokens) for tokens in TOKENS), strict=True)
         both = TwoTapes((tapes[0], tapes[1]), TOKENS)
@@ -94,12 +94,12 @@ class _Proof:
             raise NotProved(f"what it returns depends on its data: {error}") from None
         reason = NotProved("what it returns is no sum of its experts' rows of the tokens, by weights that stand in what it computes")
         op = (*self.mlp.gating.arguments, self.backend)
-        for count, places in enumerate(self._places(tapes[0], torch.cat(fed[0]))):
+        for count, site in enumerate(self._sites(tapes[0], torch.cat(fed[0]))):
             if count == MOST_TRIED:
                 break
             try:
-                refuse_other_branches(tapes[0], places)
-                program = program_of(tapes[0], common, places, self.given, self.call.tensors[0].axis, output, len(self.experts), op)
+                refuse_other_branches(tapes[0], site)
+                program = program_of(tapes[0], common, site, self.given, self.call.tensors[0].axis, output, len(self.experts), op)
                 self._check(program, tapes[0])
             except NotProved as error:
                 reason = error
@@ -131,7 +131,7 @@ class _Proof:
                 output = self.call.call(self.block, given)
         return tape, mapped(_plain(output), lambda value: tape.slot_of(value) if isinstance(value, Tensor) else value), fed
 
-    def _places(self, tape: Tape, fed: Tensor) -> Iterator[Places]:
+    def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
         """Where experts may stand, the last sum first."""
         tokens, count = TOKENS[0], len(self.experts)
         fixed = [(Slot(index), value) for index, value in enumerate(tape.values) if Slot(index) not in tape.tainted]
@@ -149,9 +149,9 @@ class _Proof:
                 continue
             for (chosen, of_token), (weight, values) in itertools.product(ids, weights):
                 if values.shape == of_token.shape and _fits(says, of_token, values):
-                    yield Places(x, chosen, weight, False, total, step)
+                    yield ExpertsSite(x, chosen, weight, False, total, step)
                 elif values.shape[1] == count and _fits(says, of_token, values.gather(1, of_token)):
-                    yield Places(x, chosen, weight, True, total, step)
+                    yield ExpertsSite(x, chosen, weight, True, total, step)
 
     def _check(self, program: Program, tape: Tape) -> None:
         """The block itself beside its program: ragged loads, experts that get nothing, one that gets every token, ties."""

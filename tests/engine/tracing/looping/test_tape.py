@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paged_attn.engine.tracing.looping.branches import refuse_other_branches
 from paged_attn.engine.tracing.looping.common_steps import Times, TwoTapes
 from paged_attn.engine.tracing.looping.not_proved import NotProved
-from paged_attn.engine.tracing.looping.program import Places, program_of
+from paged_attn.engine.tracing.looping.program import ExpertsSite, program_of
 from paged_attn.engine.tracing.looping.tape import Slot, Tape, slots_in
 
 
@@ -87,12 +87,12 @@ def test_a_program_holds_for_any_number_of_tokens() -> None:
         x = torch.randn(tokens, 4)
         tape = Tape({"x": x}, watched=tokens * 4)
         with tape:
-            result, places = call(x, tape)
+            result, made = call(x, tape)
         tapes.append(tape)
-        parts.append([tape.slot_of(each) for each in (*places, result)])
+        parts.append([tape.slot_of(each) for each in (*made, result)])
     step = next(step for step, slot, _ in reversed(tapes[0].states) if slot == parts[0][3])
     common = TwoTapes((tapes[0], tapes[1]), (7, 11)).common()
-    found = Places(*parts[0][:3], False, parts[0][3], step)
+    found = ExpertsSite(*parts[0][:3], False, parts[0][3], step)
     program = program_of(tapes[0], common, found, ["x"], 0, parts[0][4], 4, ("identity", False, False, 0.0, 0.0, "one_by_one"))
     x = torch.randn(5, 4)
     doubling = (torch.eye(4) * 2).expand(4, 4, 4)
@@ -100,8 +100,8 @@ def test_a_program_holds_for_any_number_of_tokens() -> None:
     assert torch.allclose(got, 2 * (x * 3) * (x * 3).topk(1).values + 1 - x.sum(-1, keepdim=True), atol=1e-5)
 
 
-def places_of(tape: Tape, ids: Tensor, weights: Tensor) -> Places:
-    return Places(Slot(0), tape.slot_of(ids), tape.slot_of(weights), False, Slot(0), 0)
+def site_of(tape: Tape, ids: Tensor, weights: Tensor) -> ExpertsSite:
+    return ExpertsSite(Slot(0), tape.slot_of(ids), tape.slot_of(weights), False, Slot(0), 0)
 
 
 def test_branches_on_the_choice_are_allowed_and_others_are_not() -> None:
@@ -115,7 +115,7 @@ def test_branches_on_the_choice_are_allowed_and_others_are_not() -> None:
 
     tape, (_, ids, weights) = recorded(chosen)
     assert len(tape.looked) > 3
-    refuse_other_branches(tape, places_of(tape, ids, weights))
+    refuse_other_branches(tape, site_of(tape, ids, weights))
 
     def others(x: Tensor) -> Any:
         weights, ids = x.topk(2)
@@ -123,7 +123,7 @@ def test_branches_on_the_choice_are_allowed_and_others_are_not() -> None:
 
     tape, (_, ids, weights) = recorded(others)
     with pytest.raises(NotProved, match=r"may branch on numbers \(__bool__\)"):
-        refuse_other_branches(tape, places_of(tape, ids, weights))
+        refuse_other_branches(tape, site_of(tape, ids, weights))
 
 
 def test_slots_in_nested_arguments() -> None:
