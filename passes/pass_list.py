@@ -22,6 +22,7 @@ from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
 from paged_attn.passes.optimize.routing.fuse import fuse_routing
+from paged_attn.passes.optimize.stacked_experts.stack import keep_stacked
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
@@ -91,13 +92,15 @@ def _gather(graph: fx.Graph, facts: Facts) -> str:
 
 
 def _merge(graph: fx.Graph, facts: Facts) -> str:
-    facts.result.merges = merge_linears(graph, facts.form, facts.values, facts.model)
-    return f"{sum(len(merge.inputs) for merge in facts.result.merges)} weights into {len(facts.result.merges)}"
+    merges = merge_linears(graph, facts.form, facts.values, facts.model)
+    facts.result.merges += merges
+    return f"{sum(len(merge.inputs) for merge in merges)} weights into {len(merges)}"
 
 
 def _experts(graph: fx.Graph, facts: Facts) -> str:
     if facts.choose_experts is not None:
         replace_dense_experts(graph, facts.values, facts.choose_experts)
+    facts.result.merges += keep_stacked(graph, facts.values)
     facts.result.experts = dict(Counter(str(node.args[-1]) for node in graph.nodes if node.target is EXPERTS))
     return f"{sum(facts.result.experts.values())} layers"
 

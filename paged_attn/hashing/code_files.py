@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from torch._guards import TracingContext
 
@@ -17,6 +19,31 @@ _IN_THE_KEY = frozenset({"PACKAGE_DISTRIBUTION_MAPPING"})
 _GENERATED = "<string>"  # a dataclass's methods: made from the class, which lies in one of the files
 
 
+_besides: ContextVar[tuple[frozenset[str], frozenset[str]]] = ContextVar("_besides", default=(frozenset(), frozenset()))
+
+
+@contextmanager
+def executed_files() -> Iterator[set[str]]:
+    """The names of all files whose Python code this thread calls inside, complete at the end."""
+    found: set[str] = set()
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, arg: found.add(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+@contextmanager
+def made_of(files: Iterable[str], generated: Iterable[str]) -> Iterator[None]:
+    """Inside, a trace depends on these files, too: code in them was run, and the generated code of these names was made of what it did."""
+    token = _besides.set((frozenset(files), frozenset(generated)))
+    try:
+        yield
+    finally:
+        _besides.reset(token)
+
+
 def traced_files() -> frozenset[str] | None:
     """Names of all files that Dynamo's trace, in whose backend we are called, has read code from, without torch's and Python's own.
 
@@ -25,7 +52,9 @@ def traced_files() -> frozenset[str] | None:
     codes = TracingContext.get_traced_code() if hasattr(TracingContext, "get_traced_code") else None
     if codes is None:
         return None
-    return frozenset(code.co_filename for code in codes if not versioned(code.co_filename) and code.co_filename != _GENERATED)
+    files, generated = _besides.get()
+    names = {code.co_filename for code in codes} - generated | files
+    return frozenset(name for name in names if not versioned(name) and name != _GENERATED)
 
 
 def modules_of(files: Iterable[str]) -> list[str]:

@@ -43,7 +43,7 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
         for name, module in model.named_modules():
             if not is_experts(module):
                 continue
-            key = _kind(module)
+            key = kind_of(module)
             if key not in proved:
                 found = proved[key] = proved_experts(module, backend)
                 what = "stays as it is" if found is None else f"is one op: {found.gating.describe()}, by {found.backend.describe()}"
@@ -90,7 +90,7 @@ def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
                 selection = select_experts(backend, _problem(module, layout, gating))
                 for identity in (False, True) if _num_ids(module, layout) > layout.experts else (False,):
                     found = ProvedExperts(layout, gating, identity, selection)
-                    if probes and all(_apart(expected, found(module, *given)) <= _allowed(expected) for given, expected in probes):
+                    if probes and all(apart(expected, found(module, *given)) <= allowed(expected) for given, expected in probes):
                         return found
     return None
 
@@ -112,8 +112,8 @@ def _fitting_gates(module: Any, layout: Layout) -> Iterator[Gating]:
     both = (torch.randn(24, w1.shape[1], generator=numbers) * sizes).to(w1.device)
     function = getattr(module, "_apply_gate" if gated else "act_fn", None)
     expected = None if function is None else _numbers_of(function, both, w1.dtype)
-    for gating in _known(module, gated):
-        if function is None or (expected is not None and _apart(expected, gating(both.to(expected.dtype))) <= _allowed(expected)):
+    for gating in known_gates(module, gated):
+        if function is None or (expected is not None and apart(expected, gating(both.to(expected.dtype))) <= allowed(expected)):
             yield gating
 
 
@@ -127,7 +127,8 @@ def _numbers_of(function: Callable[[Tensor], Tensor], given: Tensor, dtype: torc
     return None
 
 
-def _known(module: Any, gated: bool) -> Iterator[Gating]:
+def known_gates(module: Any, gated: bool) -> Iterator[Gating]:
+    """Every gate that is tried, with the limits and factors that a module names."""
     if not gated:
         yield from (Gating(name, gated=False) for name in ACTIVATIONS)
         return
@@ -168,11 +169,12 @@ def _num_ids(module: nn.Module, layout: Layout) -> int:
     return max(len(getattr(module, layout.first)), len(getattr(module, layout.second)))
 
 
-def _allowed(expected: Tensor) -> float:
+def allowed(expected: Tensor) -> float:
+    """What two results may be apart, see `apart`."""
     return ALLOWED.get(expected.dtype, 0.0)
 
 
-def _apart(expected: Tensor, given: Tensor) -> float:
+def apart(expected: Tensor, given: Tensor) -> float:
     """The largest error of a row, of the row's length; inf for other shapes and for what is not finite."""
     if expected.shape != given.shape:
         return float("inf")
@@ -195,7 +197,7 @@ def _emitter(module: nn.Module, found: ProvedExperts) -> Callable[..., Tensor]:
     return forward
 
 
-def _kind(module: nn.Module) -> tuple[Any, ...]:
+def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """What makes two modules compute the same apart from their weights, as far as can be said without running them."""
     numbers = tuple(sorted((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str)))
     weights = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in module.named_parameters(recurse=False))

@@ -6,7 +6,7 @@ import builtins
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,11 @@ def not_traced(model: nn.Module, failure: Exception) -> NotTraced:
 def lacks_fake(failure: BaseException | None) -> bool:
     """Whether Dynamo met a custom op of which it does not know what shapes it gives."""
     return any(words in str(failure) for words in ("does not support running with fake tensors", "no fake impl registered"))
+
+
+def fails_in(code_names: Iterable[str], failure: BaseException | None) -> bool:
+    """Whether Dynamo failed in code of one of these names."""
+    return not {frame.filename for frame in getattr(failure, "real_stack", None) or ()}.isdisjoint(code_names)
 
 
 def with_advice(model: nn.Module, refusal: NotTraced) -> NotTraced:

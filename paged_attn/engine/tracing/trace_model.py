@@ -6,12 +6,12 @@ import inspect
 import logging
 import types
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.call_signature import plain_inputs, takes
@@ -22,11 +22,12 @@ from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.model.model_output import logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
+from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
 from paged_attn.engine.tracing.no_collections import no_collections
 from paged_attn.engine.tracing.opaque_modules import modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.plain_buffers import plain_buffers
-from paged_attn.engine.tracing.trace_failure import lacks_fake, messages, no_metrics_log, not_traced
+from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, messages, no_metrics_log, not_traced
 from paged_attn.passes.fx.model_facts import max_positions
 
 logger = logging.getLogger("paged_attn")
@@ -69,6 +70,7 @@ def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, posi
     """Modules whose forward branches on its data are called as one op each; custom ops that torch knows too little of run by themselves."""
     opaque: list[type[nn.Module]] = []
     unknown: OpsWithoutFakes | None = None
+    loops, blocks = options.passes.experts, dict[str, str]()
 
     def inputs(length: int) -> dict[str, Any]:
         return _trace_inputs(model, length, positions)
@@ -76,13 +78,23 @@ def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, posi
     while True:
         try:
             experts = experts_as_ops(model, options.experts_backend) if options.passes.experts else nullcontext()
-            with as_served(model), experts, modules_as_ops(model, opaque, inputs), unknown.told() if unknown else nullcontext():
+            looping: AbstractContextManager[dict[str, str]] = nullcontext({})
+            if loops:
+                looping = looping_experts_as_ops(model, inputs, options.experts_backend)
+            fakes = unknown.told() if unknown else nullcontext()
+            with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes:
                 return _capture_all_lengths(model, options, positions)
         except UnsupportedError as refusal:
             if unknown is None and lacks_fake(refusal.__cause__):
                 with as_served(model):
                     unknown = OpsWithoutFakes(model, inputs)
                 logger.info("custom ops without a fake run by themselves: %s", ", ".join(map(str, unknown.calls)))
+                continue
+            if fails_in(blocks.values(), refusal.__cause__):
+                logger.warning(
+                    "%s stay as they are: what they compute around their experts can not be traced: %s", ", ".join(blocks), refusal
+                )
+                loops = False
                 continue
             kind = untraceable_class(model, refusal.__cause__)
             if kind is None or kind in opaque:
@@ -183,7 +195,7 @@ def _capture(
         return captured.pop()
     except torch._dynamo.exc.BackendCompilerFailed:
         raise
-    except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError) as failure:
+    except (torch._dynamo.exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode) as failure:
         raise not_traced(model, failure) from failure
     finally:
         wanted.clear()

@@ -1,0 +1,116 @@
+"""Blocks that loop over a list of experts, each as what it does itself around one op, while a model is traced."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.engine.tracing.looping.calls import BlockCall, calls_of
+from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP
+from paged_attn.engine.tracing.looping.find import blocks_of, hooked_within, kind_within
+from paged_attn.engine.tracing.looping.not_proved import NotProved
+from paged_attn.engine.tracing.looping.prove import ProvedBlock, proved_block
+from paged_attn.hashing.code_files import made_of
+from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
+
+logger = logging.getLogger("paged_attn")
+
+
+@contextmanager
+def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, Any]], backend: str = "auto") -> Iterator[dict[str, str]]:
+    """Inside, while torch.compile traces, every block that is proved takes its experts' weights stacked.
+
+    The value has their paths, and the names of the code that stands in their places.
+    The graph stacks them, and the pass `experts` has the parameters lie that way instead.
+
+    Args:
+        inputs: those of a call of the model with so many tokens.
+
+    Raises:
+        ValueError: `backend` is unknown.
+        UnsupportedError: it can not compute a layer of this model.
+    """
+    found = list(blocks_of(model))
+    calls = calls_of(model, [block for _, block, _ in found], inputs) if found else {}
+    weights = _Weights(model)
+    proved: dict[Any, ProvedBlock | NotProved] = {}
+    put: dict[str, str] = {}
+    with ExitStack() as undo:
+        for name, block, experts in found:
+            call = calls[block]
+            try:
+                if isinstance(call, str):
+                    raise NotProved(call)
+                if hooked := hooked_within(block):
+                    raise NotProved(f"{hooked} has hooks or a forward of its own")
+                weights.check_kind(experts)
+                key = (kind_within(block), call)
+                known = proved.get(key)
+                if known is None:
+                    known = proved[key] = _attempt(block, experts, call, backend)
+                    if isinstance(known, ProvedBlock):
+                        gate, by = known.mlp.gating.describe(), known.backend.describe()
+                        logger.info("%s (%s) is an op of %d experts: %s, by %s", name, type(block).__name__, len(experts), gate, by)
+                if isinstance(known, NotProved):
+                    raise known
+                weights.check(experts, known.mlp)
+            except NotProved as reason:
+                logger.info("%s (%s) stays as it is: %s", name, type(block).__name__, reason)
+                continue
+            undo.enter_context(replaced_forward(block, _emitter(block, experts, call, known)))
+            put[name] = known.program.code_name
+        blocks = [known for known in proved.values() if isinstance(known, ProvedBlock)]
+        undo.enter_context(made_of({file for each in blocks for file in each.files}, put.values()))
+        yield put
+
+
+def _attempt(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, backend: str) -> ProvedBlock | NotProved:
+    try:
+        return proved_block(block, experts, call, backend)
+    except NotProved as reason:
+        return reason
+
+
+class _Weights:
+    """Which parameters of a model may be moved, so that they lie stacked."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._memory = Memory([*model.parameters(), *model.buffers()])
+        self._owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None)
+
+    def check_kind(self, experts: Sequence[nn.Module]) -> None:
+        """Raises NotProved for weights that are no ordinary parameters, as a rank's shards are, or whose rows are not aligned."""
+        weights = [weight for expert in experts for weight in expert.parameters()]
+        other = next((weight for weight in weights if not is_ordinary_parameter(weight)), None)
+        if other is not None:
+            kind = f"{type(other).__name__} {list(other.shape)} of {other.dtype}"
+            raise NotProved(f"a weight of its experts is a {kind}; known are dense parameters with rows of a multiple of 16 bytes together")
+
+    def check(self, experts: Sequence[nn.Module], mlp: ExpertMLP) -> None:
+        """Raises NotProved for weights that somebody else has, too."""
+        for column in mlp.columns(experts):
+            single = all(self._owners[id(weight)] == 1 for weight in column)
+            if not single or not (lie_in_a_row(column) or all(self._memory.is_own(weight) for weight in column)):
+                shape = list(column[0].shape)
+                raise NotProved(f"the weights {shape} of its experts can not be moved into one tensor: somebody else has their memory, too")
+
+
+def _emitter(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, found: ProvedBlock) -> Callable[..., Any]:
+    original, program, mlp = block.forward, found.program.gm, found.mlp
+    owners = [(block.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in found.program.owned]
+    columns = mlp.linears(experts)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = call.tensors_of(args, kwargs) if torch.compiler.is_compiling() else None
+        if given is None:
+            return original(*args, **kwargs)
+        return program(*given, *[getattr(owner, name) for owner, name in owners], *mlp.stacked(*columns))
+
+    return forward

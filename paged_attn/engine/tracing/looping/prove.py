@@ -1,0 +1,237 @@
+"""Where a block's experts stand in what it does, found by experts that say who they are, and proved with the real ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.ops.experts import EXPERTS
+from paged_attn.backends.experts.base import ExpertsProblem
+from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
+from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart
+from paged_attn.engine.tracing.looping.branches import refuse_other_branches
+from paged_attn.engine.tracing.looping.calls import BlockCall
+from paged_attn.engine.tracing.looping.common_steps import TwoTapes
+from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlp
+from paged_attn.engine.tracing.looping.not_proved import NotProved
+from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
+from paged_attn.engine.tracing.looping.program import ExpertsSite, Program, evaluated, program_of
+from paged_attn.engine.tracing.looping.tape import Slot, Tape, mapped
+from paged_attn.hashing.code_files import executed_files
+
+TOKENS = (37, 53)  # of the tapes: few other numbers are multiples of them
+MOST_TRIED = 24  # sites of one block
+
+
+@dataclass(frozen=True)
+class ProvedBlock:
+    """What a block computes, and which backend computes its experts; `files`: whose code ran when that was found."""
+
+    mlp: ExpertMLP
+    program: Program
+    backend: ExpertsSelection
+    files: frozenset[str]
+
+
+def proved_block(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, backend: str = "auto") -> ProvedBlock:
+    """Proved for this block, and for all that differ from it in weights alone.
+
+    Raises:
+        NotProved: it is not known what the block computes.
+    """
+    with torch.no_grad():
+        mlp = expert_mlp(experts)
+        operands = mlp.stacked(*mlp.linears(experts))
+        selection = select_experts(backend, ExpertsProblem.of(mlp.spec, operands[0]))
+        _check_each(experts, mlp, operands, selection.name)
+        if len(experts) > mlp.spec.hidden:
+            raise NotProved(f"it has {len(experts)} experts of rows of {mlp.spec.hidden}; known are at most as many as a row is wide")
+        try:
+            proof = _Proof(block, experts, call, mlp, operands, selection.name)
+            return ProvedBlock(mlp, proof.program(), selection, frozenset(proof.files))
+        except NOT_EXPERTS as error:
+            raise NotProved(f"it can not be called on rows alone: {_first_line(error)}") from error
+
+
+def _check_each(experts: Sequence[nn.Module], mlp: ExpertMLP, operands: Operands, backend: str) -> None:
+    """Every expert beside the op, on rows that are for it alone."""
+    numbers, w1 = torch.Generator().manual_seed(2), operands[0]
+    x = torch.randn(2 * len(experts), mlp.spec.hidden, generator=numbers).to(w1.device, w1.dtype)
+    ids = torch.arange(len(experts), device=w1.device).repeat_interleave(2)[:, None]
+    expected = torch.cat([expert(rows.clone()) for expert, rows in zip(experts, x.split(2), strict=True)])
+    given = EXPERTS(x, ids, torch.ones_like(ids, dtype=w1.dtype), *operands, *mlp.gating.arguments, backend)
+    if not apart(expected, given) <= allowed(expected):
+        raise NotProved("its experts give other numbers than the op does with their weights")
+
+
+class _Proof:
+    def __init__(
+        self, block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, mlp: ExpertMLP, operands: Operands, backend: str
+    ) -> None:
+        self.block, self.experts, self.call, self.mlp, self.operands, self.backend = block, experts, call, mlp, operands, backend
+        self.device = operands[0].device
+        self.own: dict[str, Tensor] = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+        self.given = tuple(f"given {index}" for index in range(len(call.tensors)))
+
+    def program(self) -> Program:
+        """Raises NotProved with the reason against the last site that was tried."""
+        with executed_files() as self.files:
+            tapes, outputs, fed = zip(*(self._recorded(tokens) for tokens in TOKENS), strict=True)
+        both = TwoTapes((tapes[0], tapes[1]), TOKENS)
+        if not fed[0] or not fed[1]:
+            raise NotProved("it does not call its experts")
+        common = both.common()
+        try:
+            output = both.generalised(*outputs)
+        except ValueError as error:
+            raise NotProved(f"what it returns depends on its data: {error}") from None
+        reason = NotProved("what it returns is no sum of its experts' rows of the tokens, by weights that stand in what it computes")
+        op = (*self.mlp.gating.arguments, self.backend)
+        for count, site in enumerate(self._sites(tapes[0], torch.cat(fed[0]))):
+            if count == MOST_TRIED:
+                break
+            try:
+                refuse_other_branches(tapes[0], site)
+                program = program_of(tapes[0], common, site, self.given, self.call.tensors[0].axis, output, len(self.experts), op)
+                self._check(program, tapes[0])
+            except NotProved as error:
+                reason = error
+                continue
+            return program
+        raise reason
+
+    def _recorded(self, tokens: int) -> tuple[Tape, Any, list[Tensor]]:
+        """A tape with experts that give rows with a one in their place, what the block returns, and the rows that experts were given."""
+        given = self._given(tokens, seed=tokens)
+        fed: list[Tensor] = []
+        hidden = self.mlp.spec.hidden
+        tape = Tape({**dict(zip(self.given, given, strict=True)), **self.own}, watched=tokens * hidden)
+
+        def recorder(expert: int) -> Callable[[Tensor], Tensor]:
+            def forward(rows: Tensor) -> Tensor:
+                with tape.expert() as taken:
+                    fed.append(rows.detach().reshape(-1, hidden).clone())
+                    result = rows.new_zeros((*rows.shape[:-1], hidden))
+                    result[..., expert] = 1.0
+                    return taken(result)
+
+            return forward
+
+        with ExitStack() as undo:
+            for index, expert in enumerate(self.experts):
+                undo.enter_context(replaced_forward(expert, recorder(index)))
+            with tape:
+                output = self.call.call(self.block, given)
+        return tape, mapped(_plain(output), lambda value: tape.slot_of(value) if isinstance(value, Tensor) else value), fed
+
+    def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
+        """Where experts may stand, the last sum first."""
+        tokens, count = TOKENS[0], len(self.experts)
+        fixed = [(Slot(index), value) for index, value in enumerate(tape.values) if Slot(index) not in tape.tainted]
+        rows = [(slot, _rows(value, tokens)) for slot, value in fixed if tape.origin[slot.index] is not None]
+        x = next((slot for slot, value in rows if value is not None and _holds(value, fed)), None)
+        if x is None:
+            raise NotProved("its experts are given other rows than those of one tensor with a row for each token")
+        ids = [(slot, value) for slot, value in reversed(rows) if value is not None and _are_ids(value, count)]
+        weights = [(slot, value) for slot, value in reversed(rows) if value is not None and value.is_floating_point()]
+        for step, total, state in reversed(tape.states):
+            if state.shape[-1] != self.mlp.spec.hidden:
+                continue
+            says = state.reshape(tokens, -1)
+            if not says.any() or says[:, count:].any():
+                continue
+            for (chosen, of_token), (weight, values) in itertools.product(ids, weights):
+                if values.shape == of_token.shape and _fits(says, of_token, values):
+                    yield ExpertsSite(x, chosen, weight, False, total, step)
+                elif values.shape[1] == count and _fits(says, of_token, values.gather(1, of_token)):
+                    yield ExpertsSite(x, chosen, weight, True, total, step)
+
+    def _check(self, program: Program, tape: Tape) -> None:
+        """The block itself beside its program: ragged loads, experts that get nothing, one that gets every token, ties."""
+        for tokens in (*ROWS, 1):
+            self._compare(program, self._given(tokens, seed=tokens))
+        if program.logits is None:
+            return
+        index = program.logits[1]
+        slot = tape.steps[index].results[0]
+        assert slot is not None
+        like = tape.values[slot.index]
+        for tokens in ROWS:
+            for logits in logits_of(tokens, len(self.experts)):
+                shaped = logits.reshape([tokens if size == TOKENS[0] else size for size in like.shape]).to(like)
+                self._compare(program, self._given(tokens, seed=tokens + 1), shaped, index)
+
+    def _compare(self, program: Program, given: Sequence[Tensor], logits: Tensor | None = None, step: int = -1) -> None:
+        instead: Mapping[int, Tensor] = {} if logits is None else {step: logits.clone()}
+        rows = given[0].shape[self.call.tensors[0].axis]
+        copies = [each.clone() for each in given]
+        with Tape({}, instead):
+            expected = _tensors(_plain(self.call.call(self.block, copies)))
+        tensors = [*(each.clone() for each in given), *(self.own[name] for name in program.owned), *self.operands]
+        try:
+            got = _tensors(evaluated(program, tensors, logits))
+        except NOT_EXPERTS as error:
+            raise NotProved(f"what it does for {TOKENS[0]} rows can not be done for {rows}: {_first_line(error)}") from error
+        for one, other in zip(expected, got, strict=True):
+            if one.dtype != other.dtype or not (apart(one, other) <= allowed(one) if one.is_floating_point() else torch.equal(one, other)):
+                raise NotProved(f"it gives other numbers than its experts' rows by the weights that its router shows ({rows} rows)")
+
+    def _given(self, tokens: int, seed: int) -> list[Tensor]:
+        return given_tensors(self.call, tokens, self.mlp.spec.hidden, len(self.experts), self.device, seed)
+
+
+def _rows(value: Tensor, tokens: int) -> Tensor | None:
+    """[T, n] of a tensor with one row for each token; None for others."""
+    sizes = list(value.shape)
+    while sizes and sizes[0] == 1:
+        sizes.pop(0)
+    return value.reshape(tokens, -1) if sizes and sizes[0] == tokens and len(sizes) <= 2 else None
+
+
+def _holds(value: Tensor, fed: Tensor) -> bool:
+    """Whether all rows that were given to experts are rows of `value`."""
+    if value.shape[1] != fed.shape[1] or value.dtype != fed.dtype:
+        return False
+    return all(bool((value == row).all(1).any()) for row in fed)
+
+
+def _are_ids(value: Tensor, experts: int) -> bool:
+    if value.dtype != torch.int64 or value.shape[1] > experts or (value < 0).any() or (value >= experts).any():
+        return False
+    ordered = value.sort(1).values
+    return not bool((ordered[:, 1:] == ordered[:, :-1]).any())
+
+
+def _fits(says: Tensor, ids: Tensor, weights: Tensor) -> bool:
+    """Whether what experts said of themselves, [T, H] with a weight in each expert's place, are these weights, but for rounding."""
+    if weights.shape != ids.shape:
+        return False
+    expected = torch.zeros(says.shape, dtype=torch.float64, device=says.device).scatter_(1, ids, weights.double())
+    limit = 4 * torch.finfo(says.dtype).eps
+    return bool(torch.allclose(says.double(), expected, rtol=limit, atol=limit * 1e-2))
+
+
+def _plain(output: Any) -> Any:
+    """What is returned, if it is tensors, None and numbers in tuples and lists."""
+    if isinstance(output, tuple | list) and type(output) in (tuple, list):
+        return tuple(_plain(each) for each in output) if isinstance(output, tuple) else [_plain(each) for each in output]
+    if output is None or isinstance(output, Tensor | int | float | str):
+        return output
+    raise NotProved(f"it returns a {type(output).__name__}; known are tensors, alone or in a tuple")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    mapped(output, lambda value: found.append(value) if isinstance(value, Tensor) else None)
+    return found
