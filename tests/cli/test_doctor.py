@@ -51,7 +51,7 @@ def test_backends_are_listed_with_what_is_in_their_way(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     found = {finding.name.strip(): finding for finding in doctor._backends()}
     assert found["torch_native"].works is None and found["torch_native"].detail == "backend, runs on cpu"
-    assert "reference" not in found and "trtllm_mla" not in found
+    assert "reference" not in found and "fa4" not in found
     assert found["fa3"].works is None and "sgl_kernel 0" in found["fa3"].detail  # `_optional` says what installs it
     assert found["fa3"].detail.startswith("backend, runs on cuda; this machine has cpu")
 

@@ -16,7 +16,10 @@ SERVES = {
     "reference": True,
     "flex": False,
     "triton": True,
-    "fa3,triton": False,
+    "fa3,triton": True,
+    "fa3,flash_mla": True,
+    "flashinfer": True,
+    "flash_attn,triton": False,
     "torch_native,reference": True,
     "torch_native,flex": False,
 }
