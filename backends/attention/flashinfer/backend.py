@@ -14,7 +14,7 @@ from typing import get_args
 
 import torch
 
-from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf
@@ -105,7 +105,7 @@ class FlashInferBackend(AttentionBackend):
         self._kinds: weakref.WeakKeyDictionary[KVPool, PoolKinds] = weakref.WeakKeyDictionary()
 
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
-        """Plan every kind of layer of the pool, for every part of the batch.
+        """Plan every kind of layer of the pool, for every part of the batch; latents of steps that extend when they are asked for.
 
         Raises:
             UnsupportedError: a layer or a pool that FlashInfer can not run.
@@ -113,7 +113,9 @@ class FlashInferBackend(AttentionBackend):
         plan = Plan(batch, pool, self.kinds(pool), parts_of(batch), self.planner(pool))
         for part in range(len(plan.parts)):
             for kind, owns_kv in plan.layers.used:
-                self._launch(plan, part, kind, owns_kv and _reads_own(plan, part, kind))
+                # Of a step that extends, rows of latents may be attended to for some requests only, which have a plan of their own.
+                if batch.mode is ForwardMode.DECODE or not plan.layers.kinds[kind].rank:
+                    self._launch(plan, part, kind, owns_kv and _reads_own(plan, part, kind))
         return plan
 
     def write_kv(self, plan: Plan, call: AttentionCall) -> None:
