@@ -119,10 +119,8 @@ def test_logits_of_an_engine_by_another_package(name: str, graphs: str) -> None:
     """A tiny model of rows of 512 + 64 in bfloat16, prompts in chunks and decode steps, against itself in float32."""
     one_that_fits(name, "decode")
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 64}
-    rows = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    model = build(
-        "deepseek_v3", dtype=torch.bfloat16, **rows, **heads, first_k_dense_replace=3
-    ).cuda()  # no experts: a near tie is no error
+    sizes = heads | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3}  # no experts, which near ties would change
+    model = build("deepseek_v3", dtype=torch.bfloat16, **sizes).cuda()
     prompts = random_prompts((5, 40, 90, 130))
     expected = by_model(copy.deepcopy(model).float(), prompts, 4)
     both = name if backend_class(name).capabilities.phases == PHASES else f"triton,{name}"

@@ -18,7 +18,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
-from paged_attn.backends.attention.decode_only import DecodeOnlyBackend
+from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce

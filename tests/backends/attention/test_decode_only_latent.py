@@ -17,8 +17,8 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Capabilities, Problem, unmet
-from paged_attn.backends.attention.cutlass_mla import CutlassMlaBackend
-from paged_attn.backends.attention.flash_mla import FlashMlaBackend
+from paged_attn.backends.attention.decode_only.cutlass_mla import CutlassMlaBackend
+from paged_attn.backends.attention.decode_only.flash_mla import FlashMlaBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
 from paged_attn.backends.attention.latent import step
 from paged_attn.backends.attention.torch_native import TorchNativeBackend

@@ -19,7 +19,7 @@ from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
-from paged_attn.backends.attention.decode_only import DecodeOnlyBackend
+from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flash_style import check_pool, for_kernel
 from paged_attn.backends.needs import Requirement
 
