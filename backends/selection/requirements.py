@@ -46,6 +46,11 @@ class Requirements:
         problems = tuple(Problem(spec, dtype, kv_dtype, page_size, word, architecture, extra) for spec in layers)
         return cls(problems, word, architecture, device_name(device), deterministic, speculative)
 
+    @property
+    def keeps_latents(self) -> bool:
+        """Whether some layer does."""
+        return any(isinstance(problem.spec, LatentSpec) for problem in self.problems)
+
     def reasons(self, name: str, phases: frozenset[str] = PHASES) -> list[str]:
         """Everything that speaks against a registered backend in these phases; empty if it fits."""
         try:
@@ -60,8 +65,7 @@ class Requirements:
 
     def order(self) -> Order:
         """The measured order where there is one, then the usual one; `why` says what it is, and why measurements were left aside."""
-        latents = any(isinstance(problem.spec, LatentSpec) for problem in self.problems)
-        usual = default_order(self.device, self.architecture, third_party_names(), latents=latents)
+        usual = default_order(self.device, self.architecture, third_party_names(), latents=self.keeps_latents)
         measured, unused = tuned_order([problem for problem in self.problems if problem.spec.by_backend], self.device_name)
         if measured is None:
             return replace(usual, why=usual.why + (f"; {unused}" if unused else ""))

@@ -17,6 +17,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
@@ -83,7 +84,7 @@ class FlashMlaBackend(DecodeOnlyBackend):
 
     def plan_in_graph(self, plan: FlashMlaPlan) -> None:
         if plan.batch.num_requests:
-            for heads in {spec.num_q_heads for spec in plan.pool.layers if spec.by_backend}:
+            for heads in {spec.num_q_heads for spec in plan.pool.layers if isinstance(spec, LatentSpec)}:
                 plan.schedules[heads] = self._schedule(plan.batch.seq_lens, heads, 1)
 
     def forward_decode(self, plan: FlashMlaPlan, call: AttentionCall) -> None:

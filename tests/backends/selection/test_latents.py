@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Feature, Problem
 from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.ranking import ROWS
 from paged_attn.backends.selection.registry import backend_class
 from paged_attn.backends.selection.requirements import Requirements
-from paged_attn.backends.selection.select import pick
+from paged_attn.backends.selection.select import pick, select
 from tests.backends.latent_problems import PUBLISHED, spec_of
 
 CPU = torch.device("cpu")
@@ -85,6 +86,11 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_auto_takes_by_kernels_and_sizes(required: Requirements, names: list[str]) -> None:
     assert pick(required, required.order(), {})[0] == names
+
+
+def test_a_refusal_says_how_keys_and_values_are_kept() -> None:
+    with pytest.raises(UnsupportedError, match=r"fa3: .*\nWith disable_passes=\('latent_attention',\) keys and values of all heads"):
+        select("fa3", [spec_of("256 + 64", 16, PUBLISHED)], torch.bfloat16, torch.bfloat16, 16, CPU)
 
 
 @pytest.mark.usefixtures("everything_is_installed")
