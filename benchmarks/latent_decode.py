@@ -1,11 +1,12 @@
 """Times decode steps over rows of latents, attention alone, against the rate at which this GPU reads memory.
 
-python benchmarks/latent_decode.py [--heads 16 --rank 512 --rotated 64 --page-size 64]    # a line per batch and kernel
+python benchmarks/latent_decode.py [--heads 16 --rank 512 --rotated 64 --page-size 64]    # a line per batch and backend
+python benchmarks/latent_decode.py --backends triton,fa3 --dtype float16                  # only these; the first is what others differ from
 python benchmarks/latent_decode.py --smoke                                                # tiny batches, on a CPU by torch_native
 
 Rows lie in as many layers as together exceed several times the L2 cache; a pass runs them all, as a captured graph, and a time is that of
-one layer. Bytes are the rows, read once. With sgl_kernel there, FlashAttention 3 (queries of latents as `qv`) and FlashMLA (pages of 64)
-run beside ours; each result is compared with ours.
+one layer. Bytes are the rows, read once. All backends run that have kernels for latents and fit: the device, the sizes, the packages. What
+does not fit is said with its reasons.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from kernels import ceilings, ragged_lengths
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
-from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.backends.attention.capabilities import Feature
+from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.backends.selection.requirements import Requirements
 
 DECODE = ((1, 4096), (8, 4096), (64, 4096), (128, 1024), (1, 131_072))
 L2_TIMES = 4
@@ -72,8 +76,14 @@ class Step:
             one_pass()
         return _median(graph.replay, self.device) / self.layers
 
-    def ours(self) -> tuple[str, Layer]:
-        backend = select_for_pool("triton" if self.device.type == "cuda" else "torch_native", self.pool).backend
+    def layer_of(self, name: str) -> Layer:
+        """A backend's attention of one layer, planned for this step as for a captured graph.
+
+        Raises:
+            ImportError, UnsupportedError: it can not be loaded, or not run these sizes.
+        """
+        count = len(self.lengths)
+        backend = backend_class(name)().for_graph(count, count * self.batch.page_table.shape[1])
         plan = backend.plan(self.batch, self.pool)
         backend.plan_in_graph(plan)
 
@@ -82,41 +92,24 @@ class Step:
             operands = (self.query[index], key, key[..., : self.spec.rank], self.output[index])
             backend.forward(plan, index, self.pool.layers[index], *operands, save_kv_cache=False)
 
-        return backend.name, layer
+        return layer
 
-    def peers(self) -> dict[str, Layer]:
-        """Those whose package is there and that take these sizes."""
-        sizes, count = (self.spec.rank, self.spec.rotated), len(self.lengths)
-        if self.device.type != "cuda" or sizes != (512, 64):
-            return {}
-        try:
-            from sgl_kernel.flash_attn import flash_attn_with_kvcache
-            from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-        except ImportError as error:
-            print(f"beside ours: nothing ({error})")
-            return {}
-        batch, pool, scale, heads = self.batch, self.pool, self.spec.scale, self.spec.num_q_heads
-        starts = batch.query_start[: count + 1]
 
-        def fa3(index: int) -> None:
-            query, keys = self.query[index, :count], pool.key(index)
-            self.output[index, :count] = flash_attn_with_kvcache(
-                q=query[..., 512:], k_cache=keys[..., 512:], v_cache=keys[..., :512], qv=query[..., :512], page_table=batch.page_table,
-                cache_seqlens=batch.seq_lens, cu_seqlens_q=starts, max_seqlen_q=1, softmax_scale=scale, causal=True,
-            )  # fmt: skip
+def able(names: Sequence[str], required: Requirements) -> list[str]:
+    """Those of these backends that decode over the rows, and a line for each other one."""
+    against = {name: required.reasons(name, frozenset({"decode"})) for name in names}
+    for name, reasons in against.items():
+        if reasons:
+            print(f"without {name}: {'; '.join(reasons)}")
+    return [name for name in names if not against[name]]
 
-        if pool.page_size != 64:
-            return {"fa3, qv": fa3}
-        metadata, splits = get_mla_metadata(batch.seq_lens, heads, 1)
 
-        def flash_mla(index: int) -> None:
-            query = self.query[index, :count, None]
-            found, _ = flash_mla_with_kvcache(
-                query, pool.key(index), batch.page_table, batch.seq_lens, 512, metadata, splits, softmax_scale=scale, causal=True
-            )
-            self.output[index, :count] = found[:, 0]
-
-        return {"fa3, qv": fa3, "flash_mla": flash_mla}
+def for_latents(device: torch.device) -> list[str]:
+    """Backends with kernels for latents, ours first; PyTorch alone on a CPU."""
+    if device.type != "cuda":
+        return ["torch_native"]
+    found = {name: backend_class(name).capabilities for name in backend_names() if name not in ("triton", "torch_native", "reference")}
+    return ["triton", *(name for name, each in found.items() if Feature.MLA in each.features and not each.blocked)]
 
 
 def _median(function: Callable[[], object], device: torch.device) -> float:
@@ -130,12 +123,13 @@ def _median(function: Callable[[], object], device: torch.device) -> float:
     return statistics.median(taken[5:])
 
 
-def line(name: str, kernel: str, step: Step, seconds: float, rate: float, expected: Tensor) -> str:
+def line(name: str, kernel: str, step: Step, seconds: float, rate: float, first: tuple[str, Tensor]) -> str:
     reached = step.bytes / seconds * 1e-9
     count = len(step.lengths)
-    error = float((step.output[0, :count] - expected[:count]).abs().max() / expected[:count].abs().max())
+    expected = first[1][:count]
+    error = float((step.output[0, :count] - expected).abs().max() / expected.abs().max())
     of_rate = f"{reached / rate:6.1%} of what is read at most"
-    return f"{name:<16}{kernel:<14}{seconds * 1e6:10,.1f} us {reached:8,.0f} GB/s {of_rate}  differs from ours by {error:.1e}"
+    return f"{name:<16}{kernel:<14}{seconds * 1e6:10,.1f} us {reached:8,.0f} GB/s {of_rate}  differs from {first[0]} by {error:.1e}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,26 +138,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=512)
     parser.add_argument("--rotated", type=int, default=64)
     parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--backends", help="comma-separated; default: all with kernels for latents")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() and not args.smoke else "cpu")
     if device.type != "cuda" and not args.smoke:
         parser.error("there is no GPU; --smoke runs tiny batches on a CPU")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, args.dtype) if device.type == "cuda" else torch.float32
     spec = LatentSpec(
         args.heads, 1, args.rank + args.rotated, args.rank, 0.1, rotated=args.rotated, key_dim=128, value_dim=128,
         keys=HeadRows(0, 256), values=HeadRows(128, 256),
     )  # fmt: skip
     rate = ceilings(device, args.smoke)["read"]
     print(f"{args.heads} heads over rows of {args.rank} + {args.rotated}; memory is read at {rate:,.0f} GB/s")
-    for name, lengths in batches(args.smoke).items():
-        step = Step(spec, lengths, args.page_size, dtype, device)
-        kernel, ours = step.ours()
-        seconds = step.seconds(ours)
-        expected = step.output[0].clone()
-        print(line(name, kernel, step, seconds, rate, expected), flush=True)
-        for peer, layer in step.peers().items():
-            print(line(name, peer, step, step.seconds(layer), rate, expected), flush=True)
+    required = Requirements.of([spec], dtype, dtype, args.page_size, device)
+    names = able(args.backends.split(",") if args.backends else for_latents(device), required)
+    for batch, lengths in batches(args.smoke).items():
+        step, first = Step(spec, lengths, args.page_size, dtype, device), None
+        for name in names:
+            step.output.fill_(float("nan"))
+            try:
+                seconds = step.seconds(step.layer_of(name))
+            except (ImportError, UnsupportedError) as error:
+                print(f"{batch:<16}{name:<14} {error}", flush=True)
+                continue
+            first = first or (name, step.output[0].clone())
+            print(line(batch, name, step, seconds, rate, first), flush=True)
     return 0
 
 

@@ -16,7 +16,8 @@ PAGE = Path(__file__).with_name("backends.md")
 
 def orders_markdown() -> str:
     """The orders of "auto", but for ROCm, where no backend runs yet."""
-    return markdown_table(("device", "order"), [(_words(row), ", ".join(row.names)) for row in ROWS if row.device != "hip"])
+    rows = [(_words(row), ", ".join(row.names), ", ".join(row.latents)) for row in ROWS if row.device != "hip"]
+    return markdown_table(("device", "order", "order for models that keep latents"), rows)
 
 
 def with_tables(text: str) -> str:

@@ -89,6 +89,8 @@ class Both:
 
 Sizes: TypeAlias = Span | OneOf | Both
 ANY_SIZE = Span(1, 1 << 30)
+LATENTS_ONLY = OneOf(())  # `head_dims` of kernels that attend to rows of latents, and to nothing else
+NO_LATENTS = "runs layers of latents only"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ class Capabilities(Needs):
     Attributes:
         head_dims: both of q, k and of v. Layers whose two differ need Feature.UNEQUAL_DIMS, or their pair in `dim_pairs`.
         latent_dims: ranks, and widths of the rotated part, of layers of latents (Feature.MLA), whose rows are wider than heads are; None:
-            `head_dims` and what follows them hold for those, too.
+            `head_dims` and what follows them hold for those, too. That keys are wider than values is then no UNEQUAL_DIMS.
         dim_pairs: the (qk, v) head dims that differ and run, for kernels that take a few such pairs only; they need not be in `head_dims`.
         phases: "extend" and "decode", or the one of them that the backend serves (see `HybridBackend`).
         graphs: what a captured graph may hold, per phase.
@@ -115,6 +117,10 @@ class Capabilities(Needs):
     dim_pairs: frozenset[tuple[int, int]] = frozenset()
     latent_dims: tuple[Sizes, Sizes] | None = None
     conflicts: frozenset[frozenset[Feature]] = frozenset()
+
+    @property
+    def latents_only(self) -> bool:
+        return self.latent_dims is not None and self.head_dims == LATENTS_ONLY
 
 
 @dataclass(frozen=True)
@@ -170,17 +176,19 @@ def unmet(capabilities: Capabilities, problem: Problem) -> list[str]:
     ):
         if dtype not in allowed_dtypes:
             reasons.append(f"{what} {short_dtype(dtype)} is not among {names_of(short_dtype(d) for d in allowed_dtypes)}")
-    dims, by_pair = (spec.qk_head_dim, spec.v_head_dim), False
-    if dims[0] != dims[1] and Feature.UNEQUAL_DIMS not in capabilities.features and capabilities.dim_pairs:
-        by_pair, features = True, features - {Feature.UNEQUAL_DIMS}
+    dims, head_dims = (spec.qk_head_dim, spec.v_head_dim), capabilities.head_dims
+    latent: tuple[tuple[str, int, Sizes], ...] = ()
+    if isinstance(spec, LatentSpec) and capabilities.latent_dims is not None:
+        head_dims, features, (ranks, rotated) = ANY_SIZE, features - {Feature.UNEQUAL_DIMS}, capabilities.latent_dims
+        latent = (("rank of the latent", spec.rank, ranks), ("rotated part of the latent", spec.rotated, rotated))
+    elif capabilities.latents_only:
+        head_dims, features = ANY_SIZE, features - {Feature.UNEQUAL_DIMS}
+        reasons.append(NO_LATENTS)
+    elif dims[0] != dims[1] and Feature.UNEQUAL_DIMS not in capabilities.features and capabilities.dim_pairs:
+        head_dims, features = ANY_SIZE, features - {Feature.UNEQUAL_DIMS}
         if dims not in capabilities.dim_pairs:
             pairs = ", ".join(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))
             reasons.append(f"head dims {dims[0]}/{dims[1]} of qk/v are not among {pairs}")
-    head_dims = ANY_SIZE if by_pair else capabilities.head_dims
-    latent: tuple[tuple[str, int, Sizes], ...] = ()
-    if isinstance(spec, LatentSpec) and capabilities.latent_dims is not None:
-        head_dims, (ranks, rotated) = ANY_SIZE, capabilities.latent_dims
-        latent = (("rank of the latent", spec.rank, ranks), ("rotated part of the latent", spec.rotated, rotated))
     for what, value, allowed_sizes in (
         ("head dim", dims[0], head_dims),
         ("head dim of v", dims[1], head_dims if dims[0] != dims[1] else ANY_SIZE),

@@ -7,6 +7,8 @@ From its sources (sgl-attn, August 2025), whose op schema, messages and kernel s
   applied afterwards, through the log-sum-exp. The SM8x kernels ignore sinks without a word, so that only SM90 is declared.
 - Pages whose size is a multiple of the kernel's key block (64 and up) are read by TMA in whole blocks, unused slots with them, and
   0 * NaN is NaN. A `leftpad_k` of zeros turns TMA off.
+- Latents of 512 and a rotated part of 64: keys are the rotated parts, values the latents, and `q_v` holds queries that meet the values
+  as well, so that a row is read once. It takes no other sizes, and the kernel for them has blocks of 64 keys, too.
 - It is not batch-invariant. On an H200 (0.4.2.post2), with num_splits=1, a decode row alone differed bitwise from the same row in a
   batch with long prompts.
 """
@@ -24,8 +26,9 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
-from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
+from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
 from paged_attn.backends.attention.flash_style import check_pool, finish, for_kernel, kernel_takes, scratch_like, window_of
 from paged_attn.backends.kv_write.store import store_kv
 from paged_attn.backends.needs import Requirement
@@ -37,11 +40,15 @@ SMALLEST_KEY_BLOCK = 64
 
 @dataclass(slots=True)
 class Layer:
-    """The arguments of the op that a layer fixes: K and V, and `settings`, from the scale to sm_margin."""
+    """The arguments of the op that a layer fixes: K and V, and `settings`, from the scale to sm_margin.
+
+    `rank`: so many of a query's first elements meet V, and the others K; 0 but for latents.
+    """
 
     key: Tensor
     value: Tensor
     settings: tuple[Any, ...]
+    rank: int
 
 
 @dataclass(slots=True)
@@ -66,10 +73,13 @@ class FA3Backend(AttentionBackend):
         devices=frozenset({"cuda"}),
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES,
-        features=frozenset({Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE}),
+        features=frozenset(
+            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE, Feature.MLA}
+        ),
         architectures=frozenset({90}),
         head_dims=Span(8, 256, 8),
         dim_pairs=frozenset({(192, 128), (64, 128), (64, 256), (64, 512)}),
+        latent_dims=(OneOf({512}), OneOf({64})),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
         # On an H200 (sgl-kernel 0.4.2.post2) rows of a mixed batch were wrong with a window and chunks.
         conflicts=frozenset({frozenset({Feature.WINDOW, Feature.CHUNK})}),
@@ -112,9 +122,12 @@ class FA3Backend(AttentionBackend):
         dtype = layer.key.dtype  # q's and the output's, too
         in_place = kernel_takes(call.output, dtype)
         output = call.output if in_place else scratch_like(call.output, dtype)
+        query, latent_query = for_kernel(call.query, dtype), None
+        if layer.rank:
+            latent_query, query = query[..., : layer.rank], query[..., layer.rank :]
         in_kernel = sinks is not None and sinks.dtype is torch.bfloat16 and sinks.shape[0] <= SINK_HEADS and sinks.is_contiguous()
         _, lse, _, _ = self._forward(
-            for_kernel(call.query, dtype), layer.key, layer.value, None, None, None, output,  # k_new, v_new, q_v
+            query, layer.key, layer.value, None, None, latent_query, output,  # k_new, v_new
             batch.query_start, None, None, None, batch.seq_lens,  # cu_seqlens_k, cu_seqlens_k_new, seqused_q
             plan.longest_query, None, batch.page_table, None, plan.left_pad,  # max_seqlen_k, kv_batch_idx
             None, None, None, None, None, None,  # rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale
@@ -131,7 +144,8 @@ class FA3Backend(AttentionBackend):
         settings = (
             spec.scale, spec.causal, left, right, chunk, spec.softcap or 0.0, rotary_interleaved, metadata, splits, pack_gqa, sm_margin,
         )  # fmt: skip
-        return Layer(pool.key(index), pool.value(index), settings)
+        rank = spec.rank if isinstance(spec, LatentSpec) else 0
+        return Layer(pool.key(index)[..., rank:], pool.value(index), settings, rank)
 
     def _zeros_for(self, batch: Batch) -> Tensor:
         """[R] int32 zeros. Not made anew in each step, because a captured graph keeps the address."""

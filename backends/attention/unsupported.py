@@ -16,14 +16,10 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
-from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature, OneOf, Sizes
+from paged_attn.backends.attention.capabilities import ANY_SIZE, Capabilities, Feature, OneOf, Sizes
 from paged_attn.backends.needs import Requirement
 
 HALF = frozenset({torch.bfloat16, torch.float16})
-BF16 = frozenset({torch.bfloat16})
-FP8 = frozenset({torch.float8_e4m3fn})
-FP4 = frozenset({torch.float4_e2m1fn_x2})
-MLA_DIMS = OneOf({512, 576})  # v and qk: a latent row of 512, and 64 for the rotary part
 NO_ROCM = "a CUDA GPU or a CPU; nothing here has run on ROCm"
 PAGE_128 = OneOf({128})
 LLAMAS = OneOf({128})  # the head dim of Llama 3.1 and Qwen2.5
@@ -35,25 +31,21 @@ def _row(
     *features: Feature,
     needs: tuple[str, str] | None,
     architectures: tuple[int, ...] = (),
-    dtypes: frozenset[torch.dtype] = HALF,
-    kv_dtypes: frozenset[torch.dtype] = HALF,
     head_dims: Sizes = LLAMAS,
     page_sizes: Sizes = ANY_SIZE,
     dim_pairs: frozenset[tuple[int, int]] = frozenset(),
-    phases: frozenset[str] = PHASES,
     note: str = "",
 ) -> Capabilities:
     return Capabilities(
         devices=frozenset({devices}),
-        dtypes=dtypes,
-        kv_dtypes=kv_dtypes,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset(features),
         architectures=frozenset(architectures),
         head_dims=head_dims,
         page_sizes=page_sizes,
         requirements=() if needs is None else (Requirement(needs[0], "", needs[1]),),
         note=note,
-        phases=phases,
         dim_pairs=dim_pairs,
         blocked=f"this project has no tested kernel call for it yet: use {instead}",
     )
@@ -87,27 +79,6 @@ class UnsupportedBackend(AttentionBackend):
     def _refuse(cls) -> NoReturn:
         devices = ", ".join(sorted(cls.capabilities.devices))
         raise UnsupportedError(f"attention backend {cls.name!r} (for {devices}) is known but can not run: {cls.capabilities.blocked}")
-
-
-class TrtllmMlaBackend(UnsupportedBackend):
-    name = "trtllm_mla"
-    capabilities = _row(
-        "flashinfer or triton, with K and V of every head in the pages",
-        "cuda", Feature.MLA, Feature.UNEQUAL_DIMS, Feature.FP8_KV, Feature.FP4_KV,
-        architectures=(100, 103), dtypes=BF16, kv_dtypes=BF16 | FP8 | FP4, head_dims=MLA_DIMS, page_sizes=OneOf({32, 64}),
-        phases=frozenset({"decode"}), needs=("flashinfer", install_line("flashinfer")),
-        note="TensorRT-LLM's latent attention through flashinfer; decode only",
-    )  # fmt: skip
-
-
-class CutlassMlaBackend(UnsupportedBackend):
-    name = "cutlass_mla"
-    capabilities = _row(
-        "flashinfer or triton, with K and V of every head in the pages",
-        "cuda", Feature.MLA, Feature.UNEQUAL_DIMS,
-        architectures=(100, 103), head_dims=MLA_DIMS, page_sizes=PAGE_128, phases=frozenset({"decode"}),
-        needs=("sgl_kernel", install_line("sgl")), note="CUTLASS latent attention of sgl-kernel; decode only",
-    )  # fmt: skip
 
 
 class FA4Backend(UnsupportedBackend):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from paged_attn.backends.attention.capabilities import Capabilities, Feature
+from paged_attn.backends.attention.capabilities import PHASES, Capabilities, Feature
 from paged_attn.backends.devices import architecture_of, device_word
+from paged_attn.backends.needs import wrong_device
 from paged_attn.backends.selection.packages import unmet_requirement
 from paged_attn.backends.selection.ranking import row_for
 from paged_attn.backends.selection.registry import backend_class
 from paged_attn.backends.selection.select import split_name
 
-EVERYWHERE = frozenset({"torch_native", "flex"})  # run on any device, and slowly on a GPU
+EVERYWHERE = "torch_native"  # runs on any device, and slowly on a GPU
 
 
 def serves_latents(name: str, device: torch.device) -> bool:
@@ -24,10 +25,17 @@ def serves_latents(name: str, device: torch.device) -> bool:
     if name != "auto":
         return all(Feature.MLA in backend_class(part).capabilities.features for part in split_name(name))
     word = device_word(device)
-    names = [each for each in row_for(word, architecture_of(device)).names if word.startswith("cpu") or each not in EVERYWHERE]
-    return any(_able(backend_class(each).capabilities, word) for each in names)
+    architecture = architecture_of(device)
+    names = [each for each in row_for(word, architecture).latents if word.startswith("cpu") or each != EVERYWHERE]
+    return any(_able(backend_class(each).capabilities, word, architecture) for each in names)
 
 
-def _able(capabilities: Capabilities, word: str) -> bool:
+def _able(capabilities: Capabilities, word: str, architecture: int | None) -> bool:
+    """In all steps: a model that is left with a backend for decode alone finds none."""
     missing = any(unmet_requirement(requirement) for requirement in capabilities.requirements)
-    return Feature.MLA in capabilities.features and capabilities.runs_on(word) and not missing
+    return (
+        Feature.MLA in capabilities.features
+        and capabilities.phases == PHASES
+        and not wrong_device(capabilities, word, architecture)
+        and not missing
+    )

@@ -71,7 +71,8 @@ class MatrixRow:
 
 
 def _head_dims(capabilities: Capabilities) -> list[str]:
-    words = [_sizes(capabilities.head_dims), *(f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs))]
+    words = [] if capabilities.latents_only else [_sizes(capabilities.head_dims)]
+    words += [f"{qk}/{v}" for qk, v in sorted(capabilities.dim_pairs)]
     if capabilities.latent_dims is not None:
         words.append("latents of {} + {} rotated".format(*map(_sizes, capabilities.latent_dims)))
     return words

@@ -3,6 +3,9 @@
 The orders are those that SGLang documents (fa3 on Hopper, trtllm_mha on SM100, otherwise flashinfer, otherwise Triton; torch_native
 on a CPU), continued by what else runs there. One difference: on Hopper our Triton kernels come before flashinfer, which they beat or equal
 on every shape of docs/kernels.md, and they do not compile for minutes. A file of `paged-attn tune` goes before them: see `tuned`.
+
+Models that keep latents have orders of their own. They are not measured: fa3 comes first because others report it fastest on Hopper, then
+ours, which takes all sizes; what has not run on a GPU here is taken by name only.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Row:
-    """The order on one kind of device; no architectures means all that no row before has."""
+    """The order on one kind of device; no architectures means all that no row before has. `latents`: of models that keep latents."""
 
     device: str
     architectures: frozenset[int]
     names: tuple[str, ...]
+    latents: tuple[str, ...]
     why: str
     by_name_only: dict[str, str] = field(default_factory=dict)
 
@@ -49,18 +53,25 @@ class Row:
 ROWS = (
     Row(
         "cuda", frozenset({90}), ("fa3", "triton", "flashinfer", "flash_attn", "torch_varlen", "flex", "torch_native"),
+        ("fa3", "triton", "flash_mla", "flashinfer", "torch_native"),
         "the order for Hopper",
         {"trtllm_mha": "on Hopper its kernel is XQA, for decode only, which no measurement of ours has put first"},
     ),
     Row(
         "cuda", frozenset({100, 103}), ("trtllm_mha", "flashinfer", "triton", "flash_attn", "torch_varlen", "flex", "torch_native"),
+        ("triton", "flashinfer", "torch_native"),
         "the order for Blackwell",
+        {name: "this project has not run it on a GPU" for name in ("trtllm_mla", "cutlass_mla")},
     ),
-    Row("cuda", frozenset(), ("flashinfer", "triton", "flash_attn", "fa3", "torch_varlen", "flex", "torch_native"), "the order for CUDA"),
-    Row("hip", frozenset(), ("triton", "flex", "torch_native"), "the order for ROCm"),
-    Row("cpu", frozenset(), ("torch_native", "flex", "triton"), "the order for a CPU"),
+    Row(
+        "cuda", frozenset(), ("flashinfer", "triton", "flash_attn", "fa3", "torch_varlen", "flex", "torch_native"),
+        ("triton", "flashinfer", "torch_native"),
+        "the order for CUDA",
+    ),
+    Row("hip", frozenset(), ("triton", "flex", "torch_native"), ("triton", "torch_native"), "the order for ROCm"),
+    Row("cpu", frozenset(), ("torch_native", "flex", "triton"), ("torch_native",), "the order for a CPU"),
 )  # fmt: skip
-NOT_LISTED = Row("", frozenset(), ("torch_native",), "the order for a device that is not listed")
+NOT_LISTED = Row("", frozenset(), ("torch_native",), ("torch_native",), "the order for a device that is not listed")
 
 
 def row_for(device: str, architecture: int | None) -> Row:
@@ -70,8 +81,8 @@ def row_for(device: str, architecture: int | None) -> Row:
     return next(rows, NOT_LISTED)
 
 
-def default_order(device: str, architecture: int | None, others: Iterable[str] = ()) -> Order:
+def default_order(device: str, architecture: int | None, others: Iterable[str] = (), *, latents: bool = False) -> Order:
     """The row's names, then `others` (third parties' backends), then the oracle."""
     row = row_for(device, architecture)
-    names = (*row.names, *others, ORACLE)
-    return Order(names, names, row.why)
+    names = (*(row.latents if latents else row.names), *others, ORACLE)
+    return Order(names, names, f"{row.why}, with latents" if latents else row.why)

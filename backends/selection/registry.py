@@ -16,6 +16,9 @@ BUILT_IN = {
     "fa3": "paged_attn.backends.attention.fa3:FA3Backend",
     "flashinfer": "paged_attn.backends.attention.flashinfer.backend:FlashInferBackend",
     "trtllm_mha": "paged_attn.backends.attention.flashinfer.trtllm_mha:TrtllmMhaBackend",
+    "flash_mla": "paged_attn.backends.attention.decode_only.flash_mla:FlashMlaBackend",
+    "cutlass_mla": "paged_attn.backends.attention.decode_only.cutlass_mla:CutlassMlaBackend",
+    "trtllm_mla": "paged_attn.backends.attention.flashinfer.trtllm_mla:TrtllmMlaBackend",
     "triton": "paged_attn.backends.attention.triton.backend:TritonBackend",
     "flash_attn": "paged_attn.backends.attention.flash_attn:FlashAttnBackend",
     "torch_varlen": "paged_attn.backends.attention.torch_varlen:TorchVarlenBackend",
@@ -25,8 +28,6 @@ BUILT_IN = {
 }
 # Known and refused with the true reason; see `elsewhere`.
 UNSUPPORTED = {
-    "trtllm_mla": "paged_attn.backends.attention.unsupported:TrtllmMlaBackend",
-    "cutlass_mla": "paged_attn.backends.attention.unsupported:CutlassMlaBackend",
     "fa4": "paged_attn.backends.attention.unsupported:FA4Backend",
     "dual_chunk_flash_attn": "paged_attn.backends.attention.unsupported:DualChunkBackend",
     "aiter": "paged_attn.backends.attention.unsupported:AiterBackend",

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.capabilities import PHASES, Capabilities, Feature, Problem, unmet
+from paged_attn.attn_ops.specs.latent import LatentSpec
+from paged_attn.backends.attention.capabilities import NO_LATENTS, PHASES, Capabilities, Feature, Problem, unmet
 from paged_attn.backends.devices import architecture_of, device_name, device_word
 from paged_attn.backends.needs import wrong_device
 from paged_attn.backends.selection.packages import unmet_requirement
@@ -45,6 +46,11 @@ class Requirements:
         problems = tuple(Problem(spec, dtype, kv_dtype, page_size, word, architecture, extra) for spec in layers)
         return cls(problems, word, architecture, device_name(device), deterministic, speculative)
 
+    @property
+    def keeps_latents(self) -> bool:
+        """Whether some layer does."""
+        return any(isinstance(problem.spec, LatentSpec) for problem in self.problems)
+
     def reasons(self, name: str, phases: frozenset[str] = PHASES) -> list[str]:
         """Everything that speaks against a registered backend in these phases; empty if it fits."""
         try:
@@ -59,7 +65,7 @@ class Requirements:
 
     def order(self) -> Order:
         """The measured order where there is one, then the usual one; `why` says what it is, and why measurements were left aside."""
-        usual = default_order(self.device, self.architecture, third_party_names())
+        usual = default_order(self.device, self.architecture, third_party_names(), latents=self.keeps_latents)
         measured, unused = tuned_order([problem for problem in self.problems if problem.spec.by_backend], self.device_name)
         if measured is None:
             return replace(usual, why=usual.why + (f"; {unused}" if unused else ""))
@@ -78,12 +84,15 @@ class Requirements:
 
 
 def reasons_against(capabilities: Capabilities, problems: Sequence[Problem]) -> list[str]:
-    """Everything that speaks against a backend: missing packages and unmet needs, or the wrong device, after which nothing else matters.
+    """Everything that speaks against a backend: missing packages and unmet needs; or that it is for latents, which no layer keeps, or the
+    wrong device, after which nothing else matters.
 
     A need that not all layers have names the first one that has it.
     """
     asked = [(index, problem) for index, problem in enumerate(problems) if problem.spec.by_backend]
     blocked = list(filter(None, [capabilities.blocked]))
+    if capabilities.latents_only and asked and not any(isinstance(problem.spec, LatentSpec) for _, problem in asked):
+        return [NO_LATENTS]
     if wrong := {wrong_device(capabilities, problem.device, problem.architecture) for _, problem in asked} - {""}:
         return [*sorted(wrong), *blocked]
     missing = [] if blocked else [text for need in capabilities.requirements if (text := unmet_requirement(need))]

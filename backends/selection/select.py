@@ -201,5 +201,7 @@ def _refusal(required: Requirements, name: str, against: Mapping[str, str]) -> U
         hint = f"Batch-invariant are {', '.join(able) or 'none'}, which do not fit otherwise. Leave deterministic off, or"
     else:
         hint = "Nothing fits in both phases. Change what the reasons name, or"
+    if required.keeps_latents:
+        hint = f"With disable_passes=('latent_attention',) keys and values of all heads are kept instead of latents. {hint}"
     what = f"no attention backend for this model with backend={name!r}{asked}"
     return UnsupportedError(f"{what}:\n{listed}\n{hint} see `paged-attn backends`.")

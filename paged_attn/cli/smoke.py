@@ -11,6 +11,7 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Problem, unmet
 from paged_attn.backends.attention.reference import ReferenceBackend
@@ -21,13 +22,16 @@ from paged_attn.forward import forward_context
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 LENGTHS = {"extend": ((0, 37), (33, 20), (49, 1)), "decode": ((49, 1), (16, 1), (63, 1))}  # (cached, new) of each request
 NUM_PAGES = 200
+SPECS = (
+    *(AttentionSpec(8, 2, dim, dim, dim**-0.5) for dim in (64, 128)),
+    LatentSpec(8, 1, 576, 512, 0.07, rotated=64, key_dim=128, value_dim=128, keys=HeadRows(0, 256), values=HeadRows(128, 256)),
+)
 
 
 def smoke_problem(capabilities: Capabilities, device: torch.device) -> tuple[AttentionSpec, torch.dtype, int] | None:
     """A layer, a dtype and a page size that a backend takes, or None if there is none among a few usual ones."""
     dtypes = (torch.float32,) if device.type == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, page_size, dim in product(dtypes, (16, 64, 256, 1), (64, 128)):
-        spec = AttentionSpec(8, 2, dim, dim, dim**-0.5)
+    for dtype, page_size, spec in product(dtypes, (16, 64, 256, 1, 128), SPECS):
         problem = Problem(spec, dtype, dtype, page_size, device_word(device), architecture_of(device), phases=capabilities.phases)
         if not unmet(capabilities, problem):
             return spec, dtype, page_size
@@ -50,7 +54,9 @@ def smoke_error(backend: AttentionBackend, device: torch.device) -> tuple[float,
         draw = torch.Generator().manual_seed(0)
         heads = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
         inputs = [torch.randn(batch.num_rows, n, spec.qk_head_dim, generator=draw).to(dtype) for n in heads]
-        stored = torch.randn(NUM_PAGES * page_size * spec.num_kv_heads * 2 * spec.qk_head_dim, generator=draw).to(dtype)
+        if isinstance(spec, LatentSpec):
+            inputs[2] = inputs[1][..., : spec.rank]  # as in the pool: the step's rows are keys and values
+        stored = torch.randn(NUM_PAGES * page_size * spec.kv_elements, generator=draw).to(dtype)
         expected = _run(ReferenceBackend(), spec, page_size, phase, [t.float() for t in inputs], stored.float())
         got = _run(backend, spec, page_size, phase, [t.to(device) for t in inputs], stored.to(device))
         errors.append(float((expected - got.float().cpu()).abs().max()))
@@ -73,7 +79,8 @@ def _run(
     pool = KVPool([spec], NUM_PAGES, page_size, stored.dtype, stored.device)
     pool.storage.copy_(stored)
     batch = _batch(phase, page_size, stored.device)
-    output = torch.full_like(inputs[0], float("nan"))
+    query = inputs[0]
+    output = query.new_full((*query.shape[:2], spec.v_head_dim), float("nan"))
     with torch.no_grad(), forward_context(batch, pool, backend):
         UNIFIED_ATTENTION(*inputs, output, 0, True)
     return output[: batch.num_tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
@@ -51,14 +52,14 @@ def fake(backend_name: str, capabilities: Capabilities = PLAIN, error: Exception
 
 
 class Machine:
-    """By default a Hopper GPU on which every backend of this project's list fits, and no package is missing."""
+    """By default a Hopper GPU on which every backend of this project's list fits, but those for latents alone; no package is missing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
-        self.entries = {name: Entry(name, fake(name)) for name in registry.BUILT_IN}
-        for name, target in registry.UNSUPPORTED.items():
-            module, _, attribute = target.partition(":")
-            self.entries[name] = Entry(name, getattr(__import__(module, fromlist=[attribute]), attribute))
+        targets = registry.BUILT_IN | registry.UNSUPPORTED
+        found = {name: EntryPoint(name, target, registry.GROUP).load() for name, target in targets.items()}
+        kept = {name for name, cls in found.items() if cls.capabilities.latents_only} | registry.UNSUPPORTED.keys()
+        self.entries = {name: Entry(name, cls if name in kept else fake(name)) for name, cls in found.items()}
         monkeypatch.setattr(registry, "_entry_points", lambda: self.entries)
         monkeypatch.setenv("PAGED_ATTN_TUNED", "none")
         self.device("cuda", 90)

@@ -3,8 +3,11 @@
 It checks what the real one checks, and refuses or spoils what the real one gets wrong without a word.
 """
 
+import sys
 import types
+from contextlib import contextmanager
 
+import pytest
 import torch
 
 from tests.backends.flash_kernels import Rules, check, check_loads, paged_attention
@@ -29,7 +32,7 @@ class FakeFA3:
 
     def __call__(self, *arguments):
         a = types.SimpleNamespace(**dict(zip(NAMES, arguments, strict=True)))
-        unused = "k_new v_new q_v cu_seqlens_k cu_seqlens_k_new seqused_q kv_batch_idx rotary_cos rotary_sin seqlens_rotary q_descale " \
+        unused = "k_new v_new cu_seqlens_k cu_seqlens_k_new seqused_q kv_batch_idx rotary_cos rotary_sin seqlens_rotary q_descale " \
             "k_descale v_descale scheduler_metadata"  # fmt: skip
         assert all(getattr(a, name) is None for name in unused.split())
         self.check(a)
@@ -39,7 +42,9 @@ class FakeFA3:
         rules = Rules(
             a.softmax_scale, a.is_causal, a.window_size_left, a.window_size_right, a.attention_chunk, a.softcap, sinks=a.sinks
         )  # fmt: skip
-        lse = paged_attention(a.q, a.k, a.v, a.cu_seqlens_q.tolist(), a.seqused_k.tolist(), a.page_table, rules, out, whole_pages=tma)
+        latent = a.q_v is not None
+        q, k = (torch.cat((a.q_v, a.q), -1), torch.cat((a.v, a.k), -1)) if latent else (a.q, a.k)
+        lse = paged_attention(q, k, a.v, a.cu_seqlens_q.tolist(), a.seqused_k.tolist(), a.page_table, rules, out, whole_pages=tma)
         return out, lse, torch.empty(0), torch.empty(0)
 
     def check(self, a):
@@ -62,6 +67,12 @@ class FakeFA3:
         check(qk == v or (128 < qk <= 192 and 96 < v <= 128) or (qk <= 64 and v <= 512), "If V headdim is different from Q/K dim, ...")
         check(a.max_seqlen_q is not None, "max_seqlen_q must be provided if cu_seqlens_q is provided")
         assert a.max_seqlen_q >= int(a.cu_seqlens_q.diff().max()) and requests > 0
+        if a.q_v is not None:
+            check(qk <= 64, "q_v is only supported for head_size <= 64")
+            check(v >= 256, "q_v is only supported for hdim_v >= 256.")
+            check(a.q_v.dtype == a.q.dtype, "q_v must have the same dtype as query")
+            check(a.q_v.shape == (*a.q.shape[:2], v), "q_v must have shape (total_q, num_heads, head_size_v)")
+            check_loads(a.q_v)
         if a.leftpad_k is not None:
             check(a.leftpad_k.dtype == torch.int32 and a.leftpad_k.shape == (requests,) and a.leftpad_k.is_contiguous(), "leftpad_k")
             assert not a.leftpad_k.any()
@@ -84,6 +95,24 @@ class FakeFA3:
         rows, keys = {64: (192, 128 if is_causal or is_local else 192), 96: (192, 128 if is_local else 144),
                       128: (128, 128 if is_causal or is_local else 176), 192: (128, 96 if is_local else 112),
                       256: (128, 64 if is_local else 80)}[dim]  # fmt: skip
+        if a.v.shape[-1] > 256:
+            rows, keys = 64, 64
         tma = a.leftpad_k is None and page_size % keys == 0 and a.max_seqlen_q * (a.q.shape[1] // a.k.shape[2]) > rows
         self.kernels.append((dim, is_causal, is_local, tma, a.num_splits, a.softcap > 0))
         return tma
+
+
+@contextmanager
+def installed():
+    """The op behind a package of the right name."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    library.define(SCHEMA)
+    fake = FakeFA3()
+    library.impl("fwd", fake.__call__, "CPU")
+    with pytest.MonkeyPatch.context() as patch:
+        package = types.ModuleType("sgl_kernel")
+        package.flash_attn = types.ModuleType("sgl_kernel.flash_attn")
+        patch.setitem(sys.modules, "sgl_kernel", package)
+        patch.setitem(sys.modules, "sgl_kernel.flash_attn", package.flash_attn)
+        yield fake
+    library._destroy()

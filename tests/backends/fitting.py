@@ -14,7 +14,7 @@ from paged_attn.backends.selection.packages import unmet_requirement
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from tests.backends.problems import Case
 
-JIT = frozenset({"flashinfer", "trtllm_mha", "flex"})  # compile for many seconds, up to minutes, on first use
+JIT = frozenset({"flashinfer", "trtllm_mha", "trtllm_mla", "flex"})  # compile for many seconds, up to minutes, on first use
 
 
 @cache

@@ -84,13 +84,15 @@ class Case:
 
 
 def make(
-    kind: str | LatentSpec, lengths: tuple[tuple[int, int], ...], page_size: int, dtype: torch.dtype = torch.float32, padding: int = 3
-) -> Case:
+    kind: str | LatentSpec, lengths: tuple[tuple[int, int], ...], page_size: int, dtype: torch.dtype = torch.float32, padding: int = 3,
+    beside: AttentionSpec = PLAIN,
+) -> Case:  # fmt: skip
+    """`beside`: the layers before and after, which share the pool."""
     spec, draw = spec_of(kind) if isinstance(kind, str) else kind, torch.Generator().manual_seed(1)
     heads, width = spec.num_q_heads, spec.key_dim + spec.value_dim
     pages = sum(-(-(cached + new) // page_size) for cached, new in lengths)
     order = (torch.randperm(pages, generator=draw) + 1).tolist()
-    pool = KVPool([PLAIN, spec, replace(PLAIN, kv_layer=2)], pages + 2, page_size, dtype)
+    pool = KVPool([replace(beside, kv_layer=0), spec, replace(beside, kv_layer=2)], pages + 2, page_size, dtype)
     pool.storage.fill_(float("nan"))
     weight = (torch.randn(heads * width, spec.rank, generator=draw) * 0.4 * min(1.0, 32 / spec.rank) ** 0.5).to(dtype)
     requests, new_rows, queries, expected = [], [], [], []

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from paged_attn.backends.attention.capabilities import Feature, OneOf
+from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Feature, OneOf
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.backends.selection import packages
@@ -51,7 +51,7 @@ def test_backends_are_listed_with_what_is_in_their_way(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     found = {finding.name.strip(): finding for finding in doctor._backends()}
     assert found["torch_native"].works is None and found["torch_native"].detail == "backend, runs on cpu"
-    assert "reference" not in found and "trtllm_mla" not in found
+    assert "reference" not in found and "fa4" not in found
     assert found["fa3"].works is None and "sgl_kernel 0" in found["fa3"].detail  # `_optional` says what installs it
     assert found["fa3"].detail.startswith("backend, runs on cuda; this machine has cpu")
 
@@ -114,6 +114,15 @@ def test_right_backends_differ_little(backend) -> None:
     assert error <= 1e-5 < allowed == 1e-4
 
 
+def test_a_backend_for_latents_alone_computes_latents() -> None:
+    from dataclasses import replace
+
+    class ForLatents(TorchNativeBackend):
+        capabilities = replace(TorchNativeBackend.capabilities, head_dims=LATENTS_ONLY, latent_dims=(OneOf({512}), OneOf({64})))
+
+    assert smoke.smoke_error(ForLatents(), CPU)[0] <= 1e-5
+
+
 @pytest.mark.parametrize("phase", ["extend", "decode"])
 def test_a_wrong_result_in_either_phase_is_seen(phase: str) -> None:
     class Wrong(TorchNativeBackend):
@@ -152,6 +161,7 @@ def test_keys_that_are_not_stored_are_seen() -> None:
         ({"page_sizes": OneOf({64})}, (64, torch.float32, 64)),
         ({"page_sizes": OneOf({256}), "head_dims": OneOf({128})}, (128, torch.float32, 256)),
         ({"phases": frozenset({"decode"})}, (64, torch.float32, 16)),
+        ({"head_dims": LATENTS_ONLY, "latent_dims": (OneOf({512}), OneOf({64})), "page_sizes": OneOf({128})}, (576, torch.float32, 128)),
         ({"page_sizes": OneOf({7})}, None),
     ],
 )

@@ -72,7 +72,7 @@ def test_it_times_what_fits_prints_a_table_and_writes_what_auto_then_goes_by(
     assert (problem.page_size, problem.dtype, min_ms, device) == (16, torch.bfloat16, 5.0, torch.device("cpu"))
     out, err = capsys.readouterr()
     assert "Test GPU: 32 heads over 8 KV, dim 128" in out and "without flashinfer: no_flashinfer 2.0 is not installed" in out
-    assert "trtllm_mla" not in out and "reference" not in out
+    assert "fa4" not in out and "reference" not in out
     cells = {" ".join(line.split()) for line in out.splitlines()}
     assert {"us per layer fa3 triton trtllm_mha", "prefill 2x16x48 10.0* 20.0 -", "decode 8x64 40.0 30.0* 60.0"} <= cells
     assert {"prefill: fa3 1.00, triton 2.00", "decode: triton 1.00, fa3 1.33, trtllm_mha 2.00"} <= cells

@@ -14,14 +14,14 @@ from typing import get_args
 
 import torch
 
-from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf
 from paged_attn.backends.attention.flashinfer.choose import PrefillChoice, cascade_pays, prefill_kernel
 from paged_attn.backends.attention.flashinfer.graph import GraphDecode
-from paged_attn.backends.attention.flashinfer.kinds import LN_2, Kind, PoolKinds, kind_for, kinds_of
-from paged_attn.backends.attention.flashinfer.launches import Cascade, Launch
+from paged_attn.backends.attention.flashinfer.kinds import LN_2, RANK, ROTATED, Kind, PoolKinds, kind_for, kinds_of
+from paged_attn.backends.attention.flashinfer.launches import Cascade, LatentLaunch, Launch
 from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
 from paged_attn.backends.attention.flashinfer.planner import Planner
 from paged_attn.backends.attention.flashinfer.tables import Part, Tables, parts_of, prefix_tables, shared_pages, tables_of
@@ -46,7 +46,7 @@ class Plan:
     planner: Planner
     tables: dict[tuple[int, int], Tables] = field(default_factory=dict)
     shared: dict[int, int] = field(default_factory=dict)
-    launches: dict[tuple[int, int, bool], Launch | Cascade] = field(default_factory=dict)
+    launches: dict[tuple[int, int, bool], Launch | LatentLaunch | Cascade] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
 
     def tables_for(self, part: int, skip: int = 0) -> Tables:
@@ -79,14 +79,18 @@ class FlashInferBackend(AttentionBackend):
         devices=frozenset({"cuda"}),
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
-        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE}),
+        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE, Feature.MLA}),
         architectures=frozenset({80, 86, 89, 90, 100, 103, 120}),
         head_dims=OneOf({64, 128, 256}),
+        latent_dims=(OneOf({RANK}), OneOf({ROTATED})),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
         requirements=(REQUIREMENT,),
-        conflicts=frozenset({frozenset({Feature.SOFTCAP, Feature.SINKS})}),
-        note="tested on SM90; compiles its kernels on first use; no bidirectional window off SM90",
-    )
+        conflicts=frozenset(
+            {frozenset({Feature.SOFTCAP, Feature.SINKS}), frozenset({Feature.MLA, Feature.WINDOW}),
+             frozenset({Feature.MLA, Feature.SOFTCAP}), frozenset({Feature.MLA, Feature.SINKS})}
+        ),
+        note="tested on SM90; compiles its kernels on first use; no bidirectional window off SM90; latents in pools of up to 2^32 numbers",
+    )  # fmt: skip
 
     def __init__(
         self, *, deterministic: bool = False, prefill: PrefillChoice = "auto", cascade: bool = True
@@ -101,7 +105,7 @@ class FlashInferBackend(AttentionBackend):
         self._kinds: weakref.WeakKeyDictionary[KVPool, PoolKinds] = weakref.WeakKeyDictionary()
 
     def plan(self, batch: Batch, pool: KVPool) -> Plan:
-        """Plan every kind of layer of the pool, for every part of the batch.
+        """Plan every kind of layer of the pool, for every part of the batch; latents of steps that extend when they are asked for.
 
         Raises:
             UnsupportedError: a layer or a pool that FlashInfer can not run.
@@ -109,7 +113,9 @@ class FlashInferBackend(AttentionBackend):
         plan = Plan(batch, pool, self.kinds(pool), parts_of(batch), self.planner(pool))
         for part in range(len(plan.parts)):
             for kind, owns_kv in plan.layers.used:
-                self._launch(plan, part, kind, owns_kv and _reads_own(plan, part, kind))
+                # Of a step that extends, rows of latents may be attended to for some requests only, which have a plan of their own.
+                if batch.mode is ForwardMode.DECODE or not plan.layers.kinds[kind].rank:
+                    self._launch(plan, part, kind, owns_kv and _reads_own(plan, part, kind))
         return plan
 
     def write_kv(self, plan: Plan, call: AttentionCall) -> None:
@@ -150,14 +156,16 @@ class FlashInferBackend(AttentionBackend):
             self._planners[key] = Planner(self._module, self.wrappers, *key)
         return self._planners[key]
 
-    def _launch(self, plan: Plan, part: int, kind: int, ragged: bool) -> Launch | Cascade:
+    def _launch(self, plan: Plan, part: int, kind: int, ragged: bool) -> Launch | LatentLaunch | Cascade:
         launch = plan.launches.get((part, kind, ragged))
         if launch is None:
             launch = plan.launches[part, kind, ragged] = self._planned(plan, part, plan.layers.kinds[kind], ragged)
         return launch
 
-    def _planned(self, plan: Plan, index: int, kind: Kind, ragged: bool) -> Launch | Cascade:
+    def _planned(self, plan: Plan, index: int, kind: Kind, ragged: bool) -> Launch | LatentLaunch | Cascade:
         part = plan.parts[index]
+        if kind.rank:
+            return plan.planner.latent(kind, plan.tables_for(index), plan, causal=not part.decode and kind.causal)
         if not part.decode:
             query_lens = plan.batch.query_lens_host[part.first : part.last]
             kernel = prefill_kernel(kind, query_lens, architecture_of(plan.pool.device), plan.planner.num_sms, self._prefill)
@@ -173,5 +181,6 @@ class FlashInferBackend(AttentionBackend):
 
 
 def _reads_own(plan: Plan, part: int, kind: int) -> bool:
-    """Whether the step's own K and V are all that the part's requests have. Sinks are used with pages only."""
-    return plan.parts[part].fresh and not plan.layers.kinds[kind].has_sinks
+    """Whether the step's own K and V are all that the part's requests have. Sinks and latents are used with pages only."""
+    found = plan.layers.kinds[kind]
+    return plan.parts[part].fresh and not found.has_sinks and not found.rank

@@ -20,6 +20,8 @@ FA3_TILE = {64: 192}  # queries per tile by head dim; 128 otherwise
 FA2_BLOCKS_PER_SM = 2
 CASCADE_REQUESTS, CASCADE_TOKENS = 16, 1024
 MERGE_THREADS = 1024
+LATENT_TILE = 64  # rows of queries, and of a pair of programs twice as many, which latents get for more than 64 rows a request
+LATENT_ITEMS = 16384  # of one plan, which does not check
 
 
 def uses_tensor_cores(kind: Kind) -> bool:
@@ -62,11 +64,20 @@ def cascade_pays(kind: Kind, num_requests: int, shared_tokens: int) -> bool:
     return plain and fits and num_requests >= CASCADE_REQUESTS and shared_tokens >= CASCADE_TOKENS
 
 
+def latent_items(kind: Kind, query_lens: Sequence[int], num_sms: int) -> int:
+    """The most work items that a plan for latents may have: tiles of queries, and one more where each pair of programs is cut off."""
+    rows = [length * kind.num_q_heads for length in query_lens]
+    tile = 2 * LATENT_TILE if sum(rows) // len(rows) > LATENT_TILE else LATENT_TILE
+    return sum(-(-each // tile) for each in rows) + num_sms
+
+
 def workspace_bytes(kind: Kind, num_sms: int, num_rows: int = 0) -> int:
     """What "fa2" may ask of its float workspace: a partial output and a log-sum-exp per row of each tile and split.
 
     `num_rows` is the row count of a captured graph, whose plan reserves for every row that the graph may hold; 0 without a graph.
     """
+    if kind.rank:
+        return 2 * num_sms * LATENT_TILE * (2 * kind.rank + 4) + 64
     splits = FA2_BLOCKS_PER_SM * num_sms // kind.num_kv_heads
     tile = 64 if kind.head_dim >= 256 else 128
     if num_rows:

@@ -24,7 +24,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities
 from paged_attn.backends.attention.flashinfer.kinds import LN_2, Kind, PoolKinds, kind_for
-from paged_attn.backends.attention.flashinfer.launches import Launch
+from paged_attn.backends.attention.flashinfer.launches import LatentLaunch, Launch
 from paged_attn.backends.attention.flashinfer.planner import GraphBuffers, Planner
 from paged_attn.backends.attention.flashinfer.tables import Part, tables_of
 from paged_attn.backends.attention.flashinfer.wrappers import Slot
@@ -36,7 +36,7 @@ class GraphPlan:
     batch: Batch
     pool: KVPool
     layers: PoolKinds
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[Launch | LatentLaunch] = field(default_factory=list)
 
 
 class Planning(Protocol):
@@ -87,6 +87,10 @@ class GraphDecode(AttentionBackend):
         for kind in plan.layers.kinds:
             slot = self._slot(planner, kind)
             slot.wait()
+            if kind.rank:
+                planner.plan_latent(slot, kind, tables, causal=False)
+                plan.launches.append(LatentLaunch(slot.wrapper, kind))
+                continue
             if kind.has_sinks:
                 planner.plan_prefill(slot, kind, tables, "fa2", kind.causal)
             else:
@@ -114,7 +118,12 @@ class GraphDecode(AttentionBackend):
     def _slot(self, planner: Planner, kind: Kind) -> Slot:
         assert self._pool is not None
         if kind not in self._slots:
-            wrapper = planner.make_prefill(kind, "fa2", self.buffers) if kind.has_sinks else planner.make_decode(kind, self.buffers)
+            if kind.rank:
+                wrapper = planner.make_latent(kind, self.buffers)
+            elif kind.has_sinks:
+                wrapper = planner.make_prefill(kind, "fa2", self.buffers)
+            else:
+                wrapper = planner.make_decode(kind, self.buffers)
             self._slots[kind] = Slot(wrapper, self._pool.device)
         return self._slots[kind]
 

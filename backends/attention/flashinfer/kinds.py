@@ -10,15 +10,21 @@ from torch import Tensor
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
 
 LN_2 = math.log(2.0)
+RANK, ROTATED = 512, 64  # of latents: the widths that the kernels are known to be right for
+MOST_ELEMENTS = 1 << 32  # of a pool: the kernels for latents count so far
 VECTOR_BYTES = 16  # FlashInfer loads and stores that many at a time, and so does TMA
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Everything of a layer that FlashInfer's plan and run take. `window_left` is -1 without a window, `softcap` 0 without one."""
+    """Everything of a layer that FlashInfer's plan and run take. `window_left` is -1 without a window, `softcap` 0 without one.
+
+    `rank` is 0 but for latents, whose values are the first `rank` elements of rows that are `head_dim` wide.
+    """
 
     num_q_heads: int
     num_kv_heads: int
@@ -28,6 +34,7 @@ class Kind:
     window_left: int
     softcap: float
     has_sinks: bool
+    rank: int = 0
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Kind:
@@ -36,11 +43,15 @@ class Kind:
         Raises:
             UnsupportedError: for what no kernel of FlashInfer computes; the selection asks before, so that this is the second guard.
         """
+        latent = isinstance(spec, LatentSpec)
+        dims = (spec.qk_head_dim, spec.v_head_dim)
         wrong = {
             f"chunk {spec.chunk}": spec.chunk is not None,
             "ALiBi slopes": spec.alibi_slopes is not None,
             f"biases by {spec.bias_index}": spec.bias_index is not None,
-            f"head dims {spec.qk_head_dim} of qk and {spec.v_head_dim} of v": spec.qk_head_dim != spec.v_head_dim,
+            f"head dims {spec.qk_head_dim} of qk and {spec.v_head_dim} of v": not latent and spec.qk_head_dim != spec.v_head_dim,
+            f"latents of {spec.v_head_dim} in rows of {spec.qk_head_dim}": latent and dims != (RANK + ROTATED, RANK),
+            "latents with a window, softcap or sinks": latent and (spec.sliding_window or spec.softcap or spec.has_sinks),
             "softcap together with sinks": spec.softcap is not None and spec.has_sinks,
         }
         if found := [what for what, present in wrong.items() if present]:
@@ -57,6 +68,7 @@ class Kind:
             -1 if spec.sliding_window is None else spec.sliding_window - 1,
             spec.softcap or 0.0,
             spec.has_sinks,
+            spec.v_head_dim if latent else 0,
         )
 
     @property
@@ -92,6 +104,8 @@ def kinds_of(pool: KVPool) -> PoolKinds:
             continue
         index = found.setdefault(Kind.of(spec), len(found))
         _check_pages(layer, pool.key(layer), pool.value(layer))
+        if isinstance(spec, LatentSpec):
+            _check_size(pool)
         of_layer.append(index)
         used[index, spec.kv_layer == layer] = None
     return PoolKinds(tuple(found), tuple(of_layer), tuple(used))
@@ -103,6 +117,14 @@ def _check_pages(layer: int, key: Tensor, value: Tensor) -> None:
         raise UnsupportedError(
             f"flashinfer reads {VECTOR_BYTES} bytes at a time, but K of layer {layer} has strides {key.stride()} in elements of "
             f"{key.element_size()} bytes, or starts in between; give all layers head dims that are multiples of 8, or take another backend"
+        )
+
+
+def _check_size(pool: KVPool) -> None:
+    if pool.storage.numel() > MOST_ELEMENTS:
+        raise UnsupportedError(
+            f"flashinfer's kernels for latents find a row by 32 bits, and the KV pool has {pool.storage.numel()} elements; allowed are "
+            f"{MOST_ELEMENTS} ({MOST_ELEMENTS // pool.page_elements} pages of {pool.page_size}): set num_pages, or take another backend"
         )
 
 

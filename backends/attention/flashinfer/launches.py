@@ -25,8 +25,8 @@ class Launch:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
         """Attend: query [rows, q_heads, dim]; key and value of the pool, or of the rows if ragged; output as query; lse [rows, q_heads]."""
-        target = output if self._writes(output, query) else torch.empty(output.shape, dtype=query.dtype, device=query.device)
-        sums = lse if lse is None or lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+        target = output if self._writes(output, query) else _new(output, query.dtype)
+        sums = lse if lse is None or lse.is_contiguous() else _new(lse, lse.dtype)
         operands = (readable(key), readable(value)) if self.ragged else ((key, value),)
         extra = () if sinks is None else (sinks.float().contiguous(), self.kind.scale)  # the sink kernel takes its scale here
         self.wrapper.run(readable(query), *operands, *extra, out=target, lse=sums, return_lse=lse is not None)
@@ -38,6 +38,27 @@ class Launch:
     def _writes(self, output: Tensor, query: Tensor) -> bool:
         """Whether the kernel can write there: all but "fa3" take every output for contiguous, without a check."""
         return output.dtype == query.dtype and is_vectored(output) and (self.any_strides or output.is_contiguous())
+
+
+@dataclass(slots=True)
+class LatentLaunch:
+    """One planned wrapper for rows of latents: keys [pages, page_size, 1, rank + rotated], whose first `rank` elements are the values."""
+
+    wrapper: Any
+    kind: Kind
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+        """As `Launch`, with output [rows, q_heads, rank]. Queries and rows go in as views of their two parts."""
+        query, rank = readable(query), self.kind.rank
+        target = output if output.dtype == query.dtype and is_vectored(output) else _new(output, query.dtype)
+        sums = lse if lse is None or lse.is_contiguous() else _new(lse, lse.dtype)
+        self.wrapper.run(
+            query[..., :rank], query[..., rank:], value[:, :, 0], key[:, :, 0, rank:], out=target, lse=sums, return_lse=lse is not None
+        )
+        if target is not output:
+            output.copy_(target)
+        if lse is not None and sums is not None and sums is not lse:
+            lse.copy_(sums)
 
 
 @dataclass(slots=True)
@@ -62,6 +83,10 @@ class Cascade:
             output.copy_(whole)
         if lse is not None:
             lse.copy_(sums[0])
+
+
+def _new(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
 
 
 def readable(tensor: Tensor) -> Tensor:

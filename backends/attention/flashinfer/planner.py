@@ -12,11 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paged_attn.backends.attention.flashinfer.choose import PrefillKernel, uses_tensor_cores, workspace_bytes
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.backends.attention.flashinfer.choose import (
+    LATENT_ITEMS,
+    PrefillKernel,
+    latent_items,
+    uses_tensor_cores,
+    workspace_bytes,
+)
 from paged_attn.backends.attention.flashinfer.kinds import Kind
-from paged_attn.backends.attention.flashinfer.launches import Launch
+from paged_attn.backends.attention.flashinfer.launches import LatentLaunch, Launch
 from paged_attn.backends.attention.flashinfer.tables import Tables
 from paged_attn.backends.attention.flashinfer.wrappers import Slot, WrapperPool, announce
+from paged_attn.backends.devices import architecture_of
 
 LAYOUT = "NHD"
 
@@ -25,7 +33,7 @@ LAYOUT = "NHD"
 class GraphBuffers:
     """The int32 device buffers that a captured graph reads: their addresses never change.
 
-    qo_indptr_buf, kv_indptr_buf [requests + 1]; last_page_len_buf [requests]; kv_indices_buf [pages], of all requests together.
+    qo_indptr_buf, kv_indptr_buf [requests + 1]; last_page_len_buf, kv_len_buf [requests]; kv_indices_buf [pages], of all requests together.
     """
 
     requests: int
@@ -34,6 +42,7 @@ class GraphBuffers:
     qo_indptr_buf: Tensor = field(init=False)
     kv_indptr_buf: Tensor = field(init=False)
     last_page_len_buf: Tensor = field(init=False)
+    kv_len_buf: Tensor = field(init=False)
     kv_indices_buf: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,7 +50,7 @@ class GraphBuffers:
             return torch.zeros(size, dtype=torch.int32, device=self.device)
 
         self.qo_indptr_buf, self.kv_indptr_buf = zeros(self.requests + 1), zeros(self.requests + 1)
-        self.last_page_len_buf, self.kv_indices_buf = zeros(self.requests), zeros(self.pages)
+        self.last_page_len_buf, self.kv_len_buf, self.kv_indices_buf = zeros(self.requests), zeros(self.requests), zeros(self.pages)
 
 
 class Planner:
@@ -83,6 +92,12 @@ class Planner:
         slot.planned()
         return Launch(slot.wrapper, kind, ragged=True, any_strides=kernel == "fa3")
 
+    def latent(self, kind: Kind, tables: Tables, owner: object, causal: bool) -> LatentLaunch:
+        """Any queries against rows of latents; `causal` matters to requests of several."""
+        slot = self._wrappers.take(("latent", kind, self._dtype), owner, self._device, lambda: self.make_latent(kind, None))
+        self.plan_latent(slot, kind, tables, causal)
+        return LatentLaunch(slot.wrapper, kind)
+
     def make_decode(self, kind: Kind, buffers: GraphBuffers | None) -> Any:
         self._announce("fa2" if uses_tensor_cores(kind) else "decode", kind)
         graph: dict[str, Any] = {}
@@ -112,6 +127,21 @@ class Planner:
             options |= _sink_variant(kind, kernel, self._dtype)
         return self._module.BatchPrefillWithPagedKVCacheWrapper(self._workspace(kind, buffers), LAYOUT, backend=kernel, **options)
 
+    def make_latent(self, kind: Kind, buffers: GraphBuffers | None) -> Any:
+        kernel = "fa3" if architecture_of(self._device) == 90 else "fa2"
+        what = (kind.rank, kind.head_dim - kind.rank, self._dtype)
+        announce(f"{kernel} latent", what, f"rows of {what[0]} + {what[1]}, {str(self._dtype).removeprefix('torch.')}")
+        graph: dict[str, Any] = {}
+        if buffers is not None:
+            graph = {
+                "use_cuda_graph": True,
+                "qo_indptr": buffers.qo_indptr_buf,
+                "kv_indptr": buffers.kv_indptr_buf,
+                "kv_indices": buffers.kv_indices_buf,
+                "kv_len_arr": buffers.kv_len_buf,
+            }
+        return self._module.mla.BatchMLAPagedAttentionWrapper(self._workspace(kind, buffers), backend=kernel, **graph)
+
     def plan_decode(self, slot: Slot, kind: Kind, tables: Tables) -> None:
         slot.wrapper.plan(
             tables.kv_indptr, tables.kv_indices, tables.last_page_len,
@@ -125,6 +155,23 @@ class Planner:
             tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.last_page_len,
             kind.num_q_heads, kind.num_kv_heads, kind.head_dim, self._page_size,
             causal=causal, seq_lens=tables.seq_lens, max_token_per_sequence=tables.longest_query, **self._common(kind),
+        )  # fmt: skip
+        slot.planned()
+
+    def plan_latent(self, slot: Slot, kind: Kind, tables: Tables, causal: bool) -> None:
+        """Raises:
+        UnsupportedError: more work items than the plan has memory for, which it does not check.
+        """
+        lengths = tables.qo_indptr.diff().tolist()
+        if (items := latent_items(kind, lengths, self.num_sms)) > LATENT_ITEMS:
+            raise UnsupportedError(
+                f"flashinfer plans at most {LATENT_ITEMS} work items for latents; {sum(lengths)} tokens of {kind.num_q_heads} heads in one "
+                f"step may be {items}: lower max_batch_tokens, or take another backend"
+            )
+        slot.wrapper.plan(
+            tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.seq_lens.as_subclass(Tensor),
+            kind.num_q_heads, kind.rank, kind.head_dim - kind.rank, self._page_size,
+            causal, kind.scale, self._dtype, self._dtype,
         )  # fmt: skip
         slot.planned()
 

@@ -16,13 +16,13 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
+from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
 from paged_attn.backends.devices import architecture_of
-from paged_attn.backends.kv_write.store import store_kv
 
 DTYPES = frozenset({torch.bfloat16, torch.float16})
 WORKSPACE = 128 << 20  # of which XQA takes 8 MiB for semaphores, which must be zero at first and are zero again after each launch
@@ -36,7 +36,7 @@ class Plan:
     page_table: Tensor
 
 
-class TrtllmMhaBackend(AttentionBackend):
+class TrtllmMhaBackend(DecodeOnlyBackend):
     """XQA decode; for prefill name another backend in front: backend="fa3,trtllm_mha".
 
     Raises:
@@ -44,7 +44,7 @@ class TrtllmMhaBackend(AttentionBackend):
         UnsupportedError: deterministic=True.
     """
 
-    name = "trtllm_mha"
+    name, prefill_with = "trtllm_mha", "fa3"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=DTYPES,
@@ -82,9 +82,6 @@ class TrtllmMhaBackend(AttentionBackend):
         """Copy the page table if XQA can not read it in place; a copy made in `plan` would be stale when a graph is replayed."""
         plan.page_table = plan.batch.page_table.contiguous()
 
-    def write_kv(self, plan: Plan, call: AttentionCall) -> None:
-        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
-
     def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
         batch, spec = plan.batch, call.spec
         _check_call(spec, call, plan.pool)
@@ -109,18 +106,6 @@ class TrtllmMhaBackend(AttentionBackend):
         )
         if not direct:
             output.copy_(target)
-
-    def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
-        """Only the step without requests.
-
-        Raises:
-            UnsupportedError: there is something to extend.
-        """
-        if plan.batch.num_requests:
-            raise UnsupportedError(
-                f"trtllm_mha has decode kernels only on this GPU; got a batch in mode {plan.batch.mode.value}: use "
-                "backend='fa3,trtllm_mha', which prefills with fa3 and decodes with trtllm_mha"
-            )
 
 
 def _check_pool(pool: KVPool) -> None:

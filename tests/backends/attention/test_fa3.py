@@ -22,8 +22,8 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Feature, Problem, unmet
 from paged_attn.backends.attention.fa3 import FA3Backend
 from paged_attn.backends.attention.reference import ReferenceBackend
+from tests.backends import fake_fa3
 from tests.backends.agreeing import agree as agree_with_oracle
-from tests.backends.fake_fa3 import SCHEMA, FakeFA3
 from tests.backends.problems import FEATURES, LAYER, LAYOUTS, STRIDES, bits, close, copy_of, make, new_output, run, spec_of
 
 pytestmark = pytest.mark.skipif(
@@ -41,22 +41,8 @@ MODES = {
 
 
 @pytest.fixture(scope="module")
-def op():
-    library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    library.define(SCHEMA)
-    fake = FakeFA3()
-    library.impl("fwd", fake.__call__, "CPU")
-    yield fake
-    library._destroy()
-
-
-@pytest.fixture(scope="module")
-def fa3(op):
-    with pytest.MonkeyPatch.context() as patch:
-        package = types.ModuleType("sgl_kernel")
-        package.flash_attn = types.ModuleType("sgl_kernel.flash_attn")
-        patch.setitem(sys.modules, "sgl_kernel", package)
-        patch.setitem(sys.modules, "sgl_kernel.flash_attn", package.flash_attn)
+def fa3():
+    with fake_fa3.installed() as op:
         yield types.SimpleNamespace(normal=FA3Backend(), op=op)
 
 

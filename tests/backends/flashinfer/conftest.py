@@ -29,8 +29,13 @@ def eager_cascade(monkeypatch):
 def counts(fake, monkeypatch):
     """How many wrappers were made and planned."""
     found = {"made": 0, "planned": 0}
-    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
-        cls = getattr(fake, name)
+    for module, name in (
+        (fake, "BatchDecodeWithPagedKVCacheWrapper"),
+        (fake, "BatchPrefillWithPagedKVCacheWrapper"),
+        (fake, "BatchPrefillWithRaggedKVCacheWrapper"),
+        (fake.mla, "BatchMLAPagedAttentionWrapper"),
+    ):
+        cls = getattr(module, name)
 
         class Counted(cls):
             def __init__(self, *args, **kwargs):
@@ -39,9 +44,10 @@ def counts(fake, monkeypatch):
 
             def plan(self, *args, **kwargs):
                 found["planned"] += 1
-                lens = kwargs.get("seq_lens", [])  # ragged plans have none
-                assert isinstance(lens, HostLens) or len(lens) == ("Ragged" not in type(self).__base__.__name__), "max over all lengths"
+                lens = kwargs.get("seq_lens", [])  # ragged plans and those for latents have none
+                without = any(word in type(self).__base__.__name__ for word in ("Ragged", "MLA"))
+                assert isinstance(lens, HostLens) or len(lens) == (not without), "max over all lengths"
                 super().plan(*args, **kwargs)
 
-        monkeypatch.setattr(fake, name, Counted)
+        monkeypatch.setattr(module, name, Counted)
     return found

@@ -283,6 +283,54 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         return (out, lse) if return_lse else out
 
 
+class BatchMLAPagedAttentionWrapper(Wrapper):
+    def __init__(
+        self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None,
+        backend="auto",
+    ):  # fmt: skip
+        super().__init__(float_workspace_buffer, "NHD", use_cuda_graph)
+        assert backend in ("fa2", "fa3")
+        self.backend = backend
+        self.buffers = {"qo": qo_indptr, "indptr": kv_indptr, "indices": kv_indices, "lengths": kv_len_arr}
+        assert use_cuda_graph == all(b is not None for b in self.buffers.values())
+
+    def plan(
+        self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type,
+        kv_data_type, use_profiler=False,
+    ):  # fmt: skip
+        check_int32(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        assert type(kv_len_arr) is torch.Tensor, "its bindings know no subclass"
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1 and int(kv_indptr[-1]) == len(kv_indices)
+        assert ((kv_len_arr + page_size - 1) // page_size).equal(kv_indptr.diff()) and (kv_len_arr >= qo_indptr.diff()).all()
+        assert (head_dim_ckv, head_dim_kpe) == (512, 64) and q_data_type is kv_data_type and q_data_type in DTYPES and not use_profiler
+        assert causal or (qo_indptr.diff() == 1).all()
+        self.keep({"qo": qo_indptr, "indptr": kv_indptr, "indices": kv_indices, "lengths": kv_len_arr}, self.buffers)
+        self.planned = (num_heads, page_size, causal, sm_scale, q_data_type)
+
+    def run(
+        self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False, profiler_buffer=None, kv_len=None, page_table=None,
+        return_lse_base_on_e=False,
+    ):  # fmt: skip
+        assert profiler_buffer is kv_len is page_table is None and not return_lse_base_on_e
+        heads, page_size, causal, scale, dtype = self.planned
+        starts = self.tables["qo"].tolist()
+        assert q_nope.shape == (starts[-1], heads, 512) and q_pe.shape == (starts[-1], heads, 64)
+        assert ckv_cache.shape[1:] == (page_size, 512) and kpe_cache.shape[1:] == (page_size, 64)
+        assert q_nope.dtype is q_pe.dtype is ckv_cache.dtype is kpe_cache.dtype is dtype
+        assert all(map(is_vectored, (q_nope, q_pe, ckv_cache, kpe_cache)))
+        check_output(out, lse, q_nope.shape, dtype, return_lse, any_strides=True)
+        CALLS.append(f"latent:{self.backend}" + (":causal" if causal else ""))
+        rows = torch.cat((ckv_cache, kpe_cache), -1)[:, :, None]
+        for request, length in enumerate(self.tables["lengths"].tolist()):
+            of = slice(starts[request], starts[request + 1])
+            keys = self.pages_of(request, rows, length)
+            result, sums = attend(torch.cat((q_nope[of], q_pe[of]), -1), keys, keys[..., :512], scale=scale, causal=causal)
+            out[of] = result.to(dtype)
+            if lse is not None:
+                lse[of] = sums
+        return (out, lse) if return_lse else out
+
+
 def merge_state_in_place(v, s, v_other, s_other, mask=None):
     assert all(t.is_contiguous() for t in (v, s, v_other, s_other)) and s.dtype is s_other.dtype is torch.float32
     assert v.shape == v_other.shape and s.shape == s_other.shape == v.shape[:2] and mask is None
@@ -319,6 +367,30 @@ def trtllm_batch_decode_with_kv_cache(
     return out
 
 
+def trtllm_batch_decode_with_kv_cache_mla(
+    query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens, max_seq_len,
+    sparse_mla_top_k=0, out=None, bmm1_scale=1.0, bmm2_scale=1.0, sinks=None, skip_softmax_threshold_scale_factor=None, enable_pdl=None,
+    backend="auto", is_var_seq=True, uses_shared_paged_kv_idx=True,
+):  # fmt: skip
+    """trtllm-gen: pages at any distance, tables in blocks of 128 tokens, bfloat16 alone."""
+    assert backend == "trtllm-gen" and sparse_mla_top_k == 0 and sinks is None and type(bmm1_scale) is float and bmm2_scale == 1.0
+    count, new, heads, width = query.shape
+    page_size = kv_cache.shape[1]
+    assert (kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim) in ((512, 64, 128), (256, 64, 64)) and width == kv_lora_rank + 64
+    assert new == 1 and kv_cache.shape[2] == width and kv_cache.dim() == 3 and page_size in (32, 64)
+    assert query.dtype is kv_cache.dtype is out.dtype is torch.bfloat16 and out.shape == (count, 1, heads, kv_lora_rank)
+    assert out.is_contiguous() and block_tables.is_contiguous() and all(map(is_vectored, (query, kv_cache, out)))
+    assert block_tables.dtype is seq_lens.dtype is INT32 and block_tables.shape[0] == seq_lens.shape[0] == count
+    assert block_tables.shape[1] % (128 // page_size) == 0 and max_seq_len == block_tables.shape[1] * page_size
+    assert workspace_buffer.numel() >= 16 << 20 and not workspace_buffer[: 8 << 20].any(), "counters must be zero"
+    CALLS.append("trtllm-gen")
+    for request, length in enumerate(seq_lens.tolist()):
+        keys = kv_cache[block_tables[request, : -(-length // page_size)].long()].flatten(0, 1)[:length, None]
+        result, _ = attend(query[request], keys, keys[..., :kv_lora_rank], scale=bmm1_scale)
+        out[request] = result.to(out.dtype)
+    return out
+
+
 def install(monkeypatch) -> ModuleType:
     """The fake as `flashinfer` and its submodules; CALLS is emptied."""
     package = ModuleType("flashinfer")
@@ -330,9 +402,11 @@ def install(monkeypatch) -> ModuleType:
     ):
         setattr(package, member.__name__, member)
     modules = {"flashinfer": package}
-    for name in ("decode", "jit", "jit.attention", "jit.attention.variants"):
+    for name in ("decode", "mla", "jit", "jit.attention", "jit.attention.variants"):
         modules[f"flashinfer.{name}"] = ModuleType(f"flashinfer.{name}")
-    package.decode = modules["flashinfer.decode"]
+    package.decode, package.mla = modules["flashinfer.decode"], modules["flashinfer.mla"]
+    package.mla.BatchMLAPagedAttentionWrapper = BatchMLAPagedAttentionWrapper
+    package.decode.trtllm_batch_decode_with_kv_cache_mla = trtllm_batch_decode_with_kv_cache_mla
     package.decode.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache
     modules["flashinfer.jit.attention.variants"].attention_sink_decl = SINK_DECLS
     for name, module in modules.items():

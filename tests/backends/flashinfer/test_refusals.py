@@ -97,6 +97,8 @@ def parameters_of(tree, name):
         *(("prefill.py", f"BatchPrefillWithRaggedKVCacheWrapper.{m}") for m in ("__init__", "plan", "run")),
         ("cascade.py", "merge_state_in_place"),
         ("decode.py", "trtllm_batch_decode_with_kv_cache"),
+        *(("mla/_core.py", f"BatchMLAPagedAttentionWrapper.{m}") for m in ("__init__", "plan", "run")),
+        ("mla/_core.py", "trtllm_batch_decode_with_kv_cache_mla"),
     ],
 )
 def test_the_fake_has_the_real_signatures(file, name):

@@ -124,20 +124,21 @@ def test_the_documentation_holds_the_tables_as_they_are() -> None:
     text = (DOCS / "backends.md").read_text(encoding="utf-8")
     assert "`make docs`" in text
     for row in ROWS:
-        assert row.device == "hip" or f" | {', '.join(row.names)} |" in text, f"run `make docs`: {row}"
+        assert row.device == "hip" or f" | {', '.join(row.names)} | {', '.join(row.latents)} |" in text, f"run `make docs`: {row}"
     assert matrix_markdown() in text, "run `make docs`"
     assert make_backends().with_tables(text) == text, "run `make docs`"
 
 
 def test_make_docs_writes_over_old_tables_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = make_backends()
+    headers = "| device | order | order for models that keep latents |\n| --- | --- | --- |"
     old = f"One\n<!-- orders -->\nOUTDATED\n<!-- /orders -->\ntwo\n<!-- matrix -->\n<!-- /matrix -->\nthree\n{EXPERTS}"
     monkeypatch.setattr(script, "PAGE", tmp_path / "backends.md")
     script.PAGE.write_text(old)
     for _ in range(2):
         script.main()
         text = script.PAGE.read_text()
-        assert text.startswith("One\n<!-- orders -->\n\n| device | order |\n| --- | --- |\n| Hopper (SM90) | fa3, ")
+        assert text.startswith(f"One\n<!-- orders -->\n\n{headers}\n| Hopper (SM90) | fa3, ")
         assert "OUTDATED" not in text
         assert f"\ntwo\n<!-- matrix -->\n\n{matrix_markdown()}\n\n<!-- /matrix -->\nthree\n" in text
         assert text.endswith(f"<!-- experts -->\n\n{experts_markdown()}\n\n<!-- /experts -->\n")

@@ -293,5 +293,6 @@ def test_one_log_line_says_chosen_rejected_and_why(machine: Machine, caplog):
     assert selection.describe() == (
         "flashinfer (first that fits every layer in the order for Hopper); not taken: fa3, triton: page size 16 is not in 64; "
         "trtllm_mha: by name only: on Hopper its kernel is XQA, for decode only, which no measurement of ours has put first; "
+        "flash_mla, cutlass_mla, trtllm_mla: runs layers of latents only; "
         "flash_attn, torch_varlen, flex, torch_native, reference: ranked after flashinfer"
     )

@@ -20,8 +20,6 @@ __all__ = ["machine"]
 
 # Where SGLang's documentation says that they run, and a layer and page size that they take there.
 AT_HOME = {
-    "trtllm_mla": ("cuda", 100, AttentionSpec(128, 1, 576, 512, 0.1), 64),
-    "cutlass_mla": ("cuda", 100, AttentionSpec(128, 1, 576, 512, 0.1), 128),
     "fa4": ("cuda", 100, SPEC, 128),
     "dual_chunk_flash_attn": ("cuda", 90, SPEC, 16),
     "aiter": ("hip", None, SPEC, 16),
@@ -95,7 +93,7 @@ def test_auto_never_takes_one_even_where_all_else_is_missing(machine: Machine, n
 def test_by_name_on_this_machine():
     layers = make([(0, 2)]).pool.layers
     with pytest.raises(UnsupportedError) as error:
-        select("trtllm_mla", layers, torch.float32, torch.float32, 16, torch.device("cpu"))
+        select("fa4", layers, torch.float32, torch.float32, 16, torch.device("cpu"))
     text = str(error.value)
-    assert "\n  trtllm_mla: runs on cuda, not on cpu" in text and "pip install" not in text  # no package would help
+    assert "\n  fa4: runs on cuda, not on cpu" in text and "pip install" not in text  # no package would help
     assert "What fits: torch_native, " in text or ", torch_native" in text

@@ -1,0 +1,31 @@
+"""What backends share whose kernels serve decode steps only: another one prefills in front of them, as in "fa3,trtllm_mha"."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.kv_write.store import store_kv
+
+
+class DecodeOnlyBackend(AttentionBackend):
+    """`prefill_with` names a backend that serves the other steps on the same GPU, for messages. Plans have `batch` and `pool`."""
+
+    prefill_with: ClassVar[str]
+
+    def write_kv(self, plan: Any, call: AttentionCall) -> None:
+        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
+
+    def forward_extend(self, plan: Any, call: AttentionCall) -> None:
+        """Only the step without requests.
+
+        Raises:
+            UnsupportedError: there is something to extend.
+        """
+        if plan.batch.num_requests:
+            first = self.prefill_with
+            raise UnsupportedError(
+                f"{self.name} has decode kernels only on this GPU; got a batch in mode {plan.batch.mode.value}: use "
+                f"backend='{first},{self.name}', which prefills with {first} and decodes with {self.name}"
+            )

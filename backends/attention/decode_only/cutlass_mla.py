@@ -1,0 +1,126 @@
+"""CUTLASS's latent attention of sgl-kernel, for Blackwell: decode steps over rows of 512 + 64 in pages of 128.
+
+Its kernel takes pages for adjacent, whatever their stride. So it is given all of a layer's pool as rows, one page of it as many pages, and
+a page table that counts those: `adjacent_pages`. It reads whole pages, and pads heads to 128 by copies of the queries.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.install_line import install_line
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.latent import LatentSpec
+from paged_attn.backends.attention.base import AttentionCall
+from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf, Span
+from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
+from paged_attn.backends.attention.flash_style import for_kernel
+from paged_attn.backends.needs import Requirement
+
+_DTYPES = frozenset({torch.bfloat16, torch.float16})
+SPLITS = 1  # another number is chosen by lengths on the host, which a captured graph would keep
+
+
+@dataclass(slots=True)
+class CutlassMlaPlan:
+    """`page_table` [R, width] int32 counts adjacent pages; it is made on the device (`plan_in_graph`)."""
+
+    batch: Batch
+    pool: KVPool
+    workspace: Tensor
+    page_table: Tensor
+
+
+class CutlassMlaBackend(DecodeOnlyBackend):
+    """CUTLASS MLA; for prefill name another backend in front: backend="triton,cutlass_mla".
+
+    Raises:
+        ImportError: sgl-kernel is not installed, or without this kernel; the message holds the install line.
+        UnsupportedError: deterministic=True.
+    """
+
+    name, prefill_with = "cutlass_mla", "triton"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_DTYPES,
+        kv_dtypes=_DTYPES,
+        features=frozenset({Feature.MLA}),
+        architectures=frozenset({100, 103}),
+        head_dims=LATENTS_ONLY,
+        latent_dims=(OneOf({512}), OneOf({64})),
+        page_sizes=OneOf({128}),
+        group_sizes=Span(1, 128),
+        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        requirements=(Requirement("sgl_kernel", "0.4.2", install_line("sgl")),),
+        note="CUTLASS latent attention of sgl-kernel, decode only: use it as triton,cutlass_mla; tested against its signature, not yet run "
+        "on a GPU by this project",
+        phases=frozenset({"decode"}),
+    )
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        try:
+            module = importlib.import_module("sgl_kernel")
+            self._attend, self._workspace_bytes = module.cutlass_mla_decode, module.cutlass_mla_get_workspace_size
+        except (ImportError, AttributeError) as error:
+            install = self.capabilities.requirements[0].install
+            raise ImportError(f"the cutlass_mla backend needs sgl_kernel with cutlass_mla_decode: {install} (found: {error})") from error
+        self._workspaces: list[Tensor] = []  # the last is in use; captured graphs may hold the others
+
+    def plan(self, batch: Batch, pool: KVPool) -> CutlassMlaPlan:
+        """Only a workspace is made.
+
+        Raises:
+            UnsupportedError: a pool that is not made of such rows alone.
+        """
+        workspace = self._workspace(batch) if batch.num_requests else batch.page_table.new_empty(0, dtype=torch.uint8)
+        pages_in_page(pool)
+        return CutlassMlaPlan(batch, pool, workspace, batch.page_table)
+
+    def plan_in_graph(self, plan: CutlassMlaPlan) -> None:
+        plan.page_table = plan.batch.page_table * pages_in_page(plan.pool)
+
+    def forward_decode(self, plan: CutlassMlaPlan, call: AttentionCall) -> None:
+        batch, rows, spec = plan.batch, adjacent_pages(plan.pool, call.layer_id), call.spec
+        count, rank = batch.num_requests, spec.v_head_dim
+        query = for_kernel(call.query[:count], rows.dtype)
+        latent, rotated = (part.contiguous() for part in (query[..., :rank], query[..., rank:]))
+        result = self._attend(latent, rotated, rows, batch.seq_lens, plan.page_table, plan.workspace, spec.scale, SPLITS)
+        call.output[:count].copy_(result)
+
+    def _workspace(self, batch: Batch) -> Tensor:
+        """Not made anew in each step, because a captured graph keeps the address."""
+        table = batch.page_table
+        size = self._workspace_bytes(table.shape[1] * batch.page_size, batch.num_requests, num_kv_splits=SPLITS)
+        if not self._workspaces or self._workspaces[-1].numel() < size or self._workspaces[-1].device != table.device:
+            self._workspaces.append(torch.empty(size, dtype=torch.uint8, device=table.device))
+        return self._workspaces[-1]
+
+
+def pages_in_page(pool: KVPool) -> int:
+    """How many pages of one layer a page of the pool is.
+
+    Raises:
+        UnsupportedError: it is no whole number of them, or a layer has other rows.
+    """
+    widths = {spec.qk_head_dim if isinstance(spec, LatentSpec) else 0 for spec in pool.layers if spec.by_backend}
+    width = max(widths)
+    if len(widths) > 1 or not width or pool.page_elements % (width * pool.page_size):
+        raise UnsupportedError(
+            "cutlass_mla takes the pages of a layer for adjacent, so that all that a pool keeps must be rows of one width; got layers of "
+            f"{', '.join(sorted({spec.describe() for spec in pool.layers}))}: take another backend, such as 'triton'"
+        )
+    return pool.page_elements // (width * pool.page_size)
+
+
+def adjacent_pages(pool: KVPool, layer_id: int) -> Tensor:
+    """[pages, page_size, width] of the pool from a layer's first row on: every `pages_in_page`-th is one of the layer."""
+    rows = pool.key(layer_id)
+    _, size, _, width = rows.shape
+    return rows.as_strided(((pool.num_pages - 1) * pages_in_page(pool) + 1, size, width), (size * width, width, 1))

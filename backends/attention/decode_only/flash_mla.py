@@ -1,0 +1,98 @@
+"""FlashMLA as sgl-kernel builds it: decode steps over rows of latents in pages of 64.
+
+- A row is 512 + 64 wide. Keys and values are read from the pool where it lies; pages may be any distance apart.
+- How the device's multiprocessors share a step is a small kernel of its own, which reads the lengths on the device: `plan_in_graph`.
+- It gives a new tensor, which is copied to the output.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.install_line import install_line
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.latent import LatentSpec
+from paged_attn.backends.attention.base import AttentionCall
+from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
+from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
+from paged_attn.backends.attention.flash_style import check_pool, for_kernel
+from paged_attn.backends.needs import Requirement
+
+_DTYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+@dataclass(slots=True)
+class FlashMlaPlan:
+    """`schedules`, by number of query heads: how multiprocessors share the step [parts, 8], and splits of requests [R + 1], int32."""
+
+    batch: Batch
+    pool: KVPool
+    schedules: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class FlashMlaBackend(DecodeOnlyBackend):
+    """FlashMLA on Hopper; for prefill name another backend in front: backend="fa3,flash_mla".
+
+    Raises:
+        ImportError: sgl-kernel is not installed, or without FlashMLA; the message holds the install line.
+        UnsupportedError: deterministic=True.
+    """
+
+    name, prefill_with = "flash_mla", "fa3"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=_DTYPES,
+        kv_dtypes=_DTYPES,
+        features=frozenset({Feature.MLA}),
+        architectures=frozenset({90}),
+        head_dims=LATENTS_ONLY,
+        latent_dims=(OneOf({512}), OneOf({64})),
+        page_sizes=OneOf({64}),
+        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        requirements=(Requirement("sgl_kernel", "0.4.2", install_line("sgl")),),
+        note="FlashMLA of sgl-kernel, decode only: use it as fa3,flash_mla",
+        phases=frozenset({"decode"}),
+    )
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        try:
+            importlib.import_module("sgl_kernel.flashmla_ops")  # flash_mla itself can be imported without it, and fails when called
+            module = importlib.import_module("sgl_kernel.flash_mla")
+        except ImportError as error:
+            install = self.capabilities.requirements[0].install
+            raise ImportError(f"the flash_mla backend needs sgl_kernel with FlashMLA: {install} (found: {error})") from error
+        self._schedule, self._attend = module.get_mla_metadata, module.flash_mla_with_kvcache
+        self._checked: WeakSet[KVPool] = WeakSet()
+
+    def plan(self, batch: Batch, pool: KVPool) -> FlashMlaPlan:
+        """Nothing is planned on the host.
+
+        Raises:
+            UnsupportedError: a pool whose rows do not lie at multiples of 16 bytes.
+        """
+        if pool not in self._checked:
+            check_pool(pool, self.name)
+            self._checked.add(pool)
+        return FlashMlaPlan(batch, pool)
+
+    def plan_in_graph(self, plan: FlashMlaPlan) -> None:
+        if plan.batch.num_requests:
+            for heads in {spec.num_q_heads for spec in plan.pool.layers if isinstance(spec, LatentSpec)}:
+                plan.schedules[heads] = self._schedule(plan.batch.seq_lens, heads, 1)
+
+    def forward_decode(self, plan: FlashMlaPlan, call: AttentionCall) -> None:
+        batch, rows, spec = plan.batch, plan.pool.key(call.layer_id), call.spec
+        count = batch.num_requests
+        schedule, splits = plan.schedules[spec.num_q_heads]
+        result, _ = self._attend(
+            for_kernel(call.query[:count], rows.dtype)[:, None], rows, batch.page_table, batch.seq_lens, spec.v_head_dim, schedule, splits,
+            softmax_scale=spec.scale, causal=True,
+        )  # fmt: skip
+        call.output[:count].copy_(result[:, 0])

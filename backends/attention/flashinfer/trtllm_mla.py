@@ -1,0 +1,120 @@
+"""TensorRT-LLM's latent attention through FlashInfer, for Blackwell: decode steps in pages of 32 or 64.
+
+Its kernels read rows where they lie, pages any distance apart, but whole pages of them. The page table must cover whole blocks of 128
+tokens of each request.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.latent import LatentSpec
+from paged_attn.backends.attention.base import AttentionCall
+from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
+from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
+from paged_attn.backends.attention.flashinfer.kinds import is_vectored
+from paged_attn.backends.attention.flashinfer.launches import readable
+from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
+from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool
+
+DTYPES = frozenset({torch.bfloat16})
+WORKSPACE = 128 << 20  # counters are in it, which must be zero at first and are zero again after each launch
+BLOCK = 128  # tokens
+KEY_DIMS = {512: 128, 256: 64}  # by rank: the width of the models' keys for which FlashInfer lists it
+
+
+@dataclass
+class Plan:
+    batch: Batch
+    pool: KVPool
+    workspace: Tensor
+    page_table: Tensor
+
+
+class TrtllmMlaBackend(DecodeOnlyBackend):
+    """trtllm-gen decode over rows of latents; for prefill name another backend in front: backend="triton,trtllm_mla".
+
+    Raises:
+        ImportError: FlashInfer is not installed; the message holds the install line.
+        UnsupportedError: deterministic=True.
+    """
+
+    name, prefill_with = "trtllm_mla", "triton"
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        dtypes=DTYPES,
+        kv_dtypes=DTYPES,
+        features=frozenset({Feature.MLA}),
+        architectures=frozenset({100, 103}),
+        head_dims=LATENTS_ONLY,
+        latent_dims=(OneOf(KEY_DIMS), OneOf({64})),
+        page_sizes=OneOf({32, 64}),
+        graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
+        requirements=(REQUIREMENT,),
+        note="TensorRT-LLM's latent attention through flashinfer, decode only: use it as triton,trtllm_mla; tested against its signature, "
+        "not yet run on a GPU by this project",
+        phases=frozenset({"decode"}),
+    )
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        self._module = import_flashinfer(self.name)
+        self._buffers = WrapperPool()
+        self._checked: weakref.WeakSet[KVPool] = weakref.WeakSet()
+
+    def plan(self, batch: Batch, pool: KVPool) -> Plan:
+        """Nothing is planned on the host.
+
+        Raises:
+            UnsupportedError: a pool with other layers, or whose rows do not lie at multiples of 16 bytes.
+        """
+        if pool not in self._checked:
+            _check_pool(pool)
+            self._checked.add(pool)
+        return Plan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)
+
+    def plan_in_graph(self, plan: Plan) -> None:
+        table = plan.batch.page_table
+        plan.page_table = F.pad(table, (0, -table.shape[1] % (BLOCK // plan.batch.page_size))).contiguous()
+
+    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
+        batch, spec = plan.batch, call.spec
+        assert isinstance(spec, LatentSpec)
+        count = batch.num_requests
+        query, output = readable(call.query[:count]), call.output[:count]
+        direct = output.is_contiguous() and is_vectored(output) and output.dtype == query.dtype
+        target = output if direct else torch.empty(output.shape, dtype=query.dtype, device=query.device)
+        self._module.decode.trtllm_batch_decode_with_kv_cache_mla(
+            query=query[:, None],
+            kv_cache=plan.pool.key(call.layer_id)[:, :, 0],
+            workspace_buffer=plan.workspace,
+            qk_nope_head_dim=KEY_DIMS[spec.rank],
+            kv_lora_rank=spec.rank,
+            qk_rope_head_dim=spec.rotated,
+            block_tables=plan.page_table,
+            seq_lens=batch.seq_lens,
+            max_seq_len=plan.page_table.shape[1] * batch.page_size,
+            out=target[:, None],
+            bmm1_scale=float(spec.scale),
+            bmm2_scale=1.0,
+            backend="trtllm-gen",
+        )
+        if not direct:
+            output.copy_(target)
+
+
+def _check_pool(pool: KVPool) -> None:
+    for layer, spec in enumerate(pool.layers):
+        if spec.by_backend and not (isinstance(spec, LatentSpec) and is_vectored(pool.key(layer))):
+            raise UnsupportedError(
+                f"trtllm_mla reads rows of latents, 16 bytes at a time; layer {layer} ({spec.describe()}) has strides "
+                f"{pool.key(layer).stride()}: take another backend, such as 'triton'"
+            )
