@@ -3,7 +3,8 @@
 The same work list, the same formula and the same merge as `attend_kernel`, in Gluon, where the overlap can be written down; here are the
 buffers and barriers that the three share. Each consumer has half of a tile of 128 rows.
 
-Serves dtypes of 16 bits with equal head dims of 64 or 128, any page size; not ALiBi and not position biases.
+Serves dtypes of 16 bits, head dims from 64 to 256 that `tiling.in_hopper_kernel` lists (192 beside 128 among them), any page size; not
+ALiBi and not position biases.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from paged_attn.backends.attention.triton.hopper_producer import produce
 def attend_hopper(query, keys, values, out, sinks, lse, page_table, seq_lens, query_start, work, partial, partial_stats, counters,
                   table_stride, page_stride, key_stride, key_head_stride, value_stride, value_head_stride,
                   query_row_stride, query_head_stride, out_row_stride, out_head_stride, lse_row_stride, scale, softcap, window, chunk,
-                  KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, ROWS: gl.constexpr,
-                  CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+                  KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
+                  ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                   HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
                   STAGES: gl.constexpr, QUERY_TILES: gl.constexpr, TURNS: gl.constexpr, ITEM_COST: gl.constexpr,
                   PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr):  # fmt: skip

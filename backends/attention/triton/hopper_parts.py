@@ -102,7 +102,7 @@ def scaled_sums(sums, factor):
 def store_sums(memory, row, sums, DIM: gl.constexpr):
     """Rows `row` of float32 memory [rows, DIM]."""
     for part in gl.static_range(len(sums)):
-        gl.store(_places(memory, row, sums[part], DIM, part), sums[part])
+        gl.store(_pointers(memory, row, sums[part], DIM, part), sums[part])
 
 
 @gluon.jit
@@ -110,13 +110,13 @@ def add_stored(sums, memory, row, weight, DIM: gl.constexpr):
     """Sums plus rows `row` of memory [rows, DIM], which another program stored, times `weight`."""
     added = ()
     for part in gl.static_range(len(sums)):
-        stored = gl.load(_places(memory, row, sums[part], DIM, part), cache_modifier=".cg")
+        stored = gl.load(_pointers(memory, row, sums[part], DIM, part), cache_modifier=".cg")
         added = added + (sums[part] + stored * gl.convert_layout(weight, gl.SliceLayout(1, sums[part].type.layout))[:, None],)
     return added
 
 
 @gluon.jit
-def _places(memory, row, part, DIM: gl.constexpr, index: gl.constexpr):
+def _pointers(memory, row, part, DIM: gl.constexpr, index: gl.constexpr):
     # The pointer comes first: offsets of rows and columns alone would be computed ahead of the loop, for more registers than there are.
     column = index * first_width(DIM) + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
     return memory + (gl.convert_layout(row, gl.SliceLayout(1, part.type.layout)) * DIM)[:, None] + column[None, :]

@@ -13,19 +13,18 @@ from paged_attn.backends.attention.triton.tiles import first_item, next_item, ti
 
 
 @gluon.jit
-def _placed(at, tiles):
-    """Where rows begin, found by one thread each, for the threads that copy each part of their columns."""
-    placed = ()
-    for part in gl.static_range(len(tiles)):
-        placed = placed + (gl.convert_layout(at, gl.SliceLayout(1, copy_layout(tiles[part].shape[2]))),)
-    return placed
+def _row_starts(at, WIDTH: gl.constexpr):
+    """Where rows begin, found by one thread each, for the threads that copy WIDTH of their columns."""
+    return gl.convert_layout(at, gl.SliceLayout(1, copy_layout(WIDTH)))
 
 
 @gluon.jit
-def _copy_rows(tiles, buffer, source, placed, present):
-    """Rows that begin at `source + placed` to a buffer of each part; zeros from row `present` on, which are not read."""
-    for part in gl.static_range(len(tiles)):
-        _copy_part(tiles[part].index(buffer), source + part * tiles[0].shape[2], placed[part], present)
+def _copy_rows(tiles, buffer, source, at, first, present):
+    """Rows that begin at `source + at` to a buffer; zeros from row `present` on, which are not read. `first` is `at`, for the first part."""
+    _copy_part(tiles[0].index(buffer), source, first, present)
+    for part in gl.static_range(1, len(tiles)):
+        at_part = _row_starts(at, tiles[part].shape[2])  # only now: addresses of all parts are too many registers
+        _copy_part(tiles[part].index(buffer), source + tiles[0].shape[2], at_part, present)
 
 
 @gluon.jit
@@ -45,8 +44,32 @@ def _copy_queries(q_tiles, q_full, q_empty, query, items, tile, kv_head, start, 
         first = tile * BLOCK_M + half * (BLOCK_M // 2)
         flat = first + gl.arange(0, BLOCK_M // 2, layout=finders)
         at = (start + flat // GROUP).to(gl.int64) * row_stride + (kv_head * GROUP + flat % GROUP) * head_stride
-        _copy_rows(q_tiles, 2 * buffer + half, query, _placed(at, q_tiles), query_len * GROUP - first)
+        _copy_rows(q_tiles, 2 * buffer + half, query, at, _row_starts(at, q_tiles[0].shape[2]), query_len * GROUP - first)
     async_copy.mbarrier_arrive(q_full.index(buffer), increment_count=False)
+
+
+@gluon.jit
+def _copy_block(k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, keys, values, table, page, key, present, high, page_stride,
+                key_stride, value_stride, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+                STAGES: gl.constexpr):  # fmt: skip
+    """Copy the keys and values of a block, whose pages are found; the pages of the next one."""
+    page_at, in_page = page.to(gl.int64) * page_stride, key % PAGE_SIZE
+    at = page_at + in_page * key_stride
+    first = _row_starts(at, k_tiles[0].shape[2])
+    key += BLOCK_N
+    page = gl.load(table + key // PAGE_SIZE, mask=key < high, other=0)
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    mbarrier.wait(k_empty.index(stage), phase ^ 1)
+    _copy_rows(k_tiles, stage, keys, at, first, present)
+    async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
+    if QK_DIM != V_DIM:
+        at = page_at + in_page * value_stride
+        first = _row_starts(at, v_tiles[0].shape[2])
+    mbarrier.wait(v_empty.index(stage), phase ^ 1)
+    _copy_rows(v_tiles, stage, values, at, first, present)
+    async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+    return page
 
 
 @gluon.jit
@@ -76,28 +99,21 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
         first_key = low + block * BLOCK_N
         key = first_key + offset
         page = gl.load(table + key // PAGE_SIZE, mask=key < high, other=0)
-        for index in range(take):
-            page_at = page.to(gl.int64) * page_stride
-            in_page = key % PAGE_SIZE
-            at = _placed(page_at + in_page * key_stride, k_tiles)
-            present = high - first_key
+        if QUERY_TILES == 1:  # the consumers use the last item's still, for which the first block need not wait
+            page = _copy_block(k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, head_keys, head_values, table, page, key,
+                               high - first_key, high, page_stride, key_stride, value_stride, QK_DIM, V_DIM, PAGE_SIZE, BLOCK_N,
+                               STAGES)  # fmt: skip
+            _copy_queries(q_tiles, q_full, q_empty, query, items, tile, kv_head, start, query_len, query_row_stride, query_head_stride,
+                          GROUP, BLOCK_M, QUERY_TILES, finders)  # fmt: skip
             first_key += BLOCK_N
             key += BLOCK_N
-            page = gl.load(table + key // PAGE_SIZE, mask=key < high, other=0)
-            stage = count % STAGES
-            phase = (count // STAGES) & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            _copy_rows(k_tiles, stage, head_keys, at, present)
-            async_copy.mbarrier_arrive(k_full.index(stage), increment_count=False)
-            if QUERY_TILES == 1:
-                if index == 0:  # the consumers still use the last item's, and these keys need not wait for them
-                    _copy_queries(q_tiles, q_full, q_empty, query, items, tile, kv_head, start, query_len, query_row_stride,
-                                  query_head_stride, GROUP, BLOCK_M, QUERY_TILES, finders)  # fmt: skip
-            if QK_DIM != V_DIM:
-                at = _placed(page_at + in_page * value_stride, v_tiles)
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            _copy_rows(v_tiles, stage, head_values, at, present)
-            async_copy.mbarrier_arrive(v_full.index(stage), increment_count=False)
+            count += 1
+        for _ in range(take - (QUERY_TILES == 1)):
+            page = _copy_block(k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, head_keys, head_values, table, page, key,
+                               high - first_key, high, page_stride, key_stride, value_stride, QK_DIM, V_DIM, PAGE_SIZE, BLOCK_N,
+                               STAGES)  # fmt: skip
+            first_key += BLOCK_N
+            key += BLOCK_N
             count += 1
         left -= take + ITEM_COST
         items += 1

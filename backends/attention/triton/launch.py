@@ -51,8 +51,8 @@ class LayerLaunch:
         }  # fmt: skip
         if tiling.hopper:
             own: dict[str, Any] = {
-                "QK_DIM": spec.qk_head_dim, "V_DIM": spec.v_head_dim, "STAGES": tiling.stages, "QUERY_TILES": tiling.query_tiles, "TURNS": tiling.turns, "ITEM_COST": tiling.item_cost,
-                "PRODUCER_REGISTERS": tiling.producer_registers,
+                "QK_DIM": spec.qk_head_dim, "V_DIM": spec.v_head_dim, "STAGES": tiling.stages, "QUERY_TILES": tiling.query_tiles,
+                "TURNS": tiling.turns, "ITEM_COST": tiling.item_cost, "PRODUCER_REGISTERS": tiling.producer_registers,
                 "CONSUMER_REGISTERS": (504 - tiling.producer_registers) // 16 * 8,
             }  # fmt: skip
             self.options: dict[str, Any] = {"num_warps": 4}
@@ -107,8 +107,8 @@ class LayerLaunch:
             (
                 query, keys, values, output, query if sinks is None else sinks, output if lse is None else lse, batch.page_table,
                 batch.seq_lens, batch.query_start, shares.work, plan.partial, plan.partial_stats, shares.counters,
-                batch.page_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), *strides, spec.scale, spec.softcap or 1.0,
-                kind.window or 0, kind.chunk or 0,
+                batch.page_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), *strides,
+                spec.scale, spec.softcap or 1.0, kind.window or 0, kind.chunk or 0,
             ),
             self.constants | {"HAS_LSE": lse is not None}, self.options, self.device,
         )  # fmt: skip

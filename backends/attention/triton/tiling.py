@@ -173,7 +173,7 @@ def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
     queries, block = 128 * spec.qk_head_dim * 2, block_n * (spec.qk_head_dim + spec.v_head_dim) * 2
     query_tiles = 2 if 2 * queries + 2 * block <= HOPPER_BYTES else 1
     stages = min(4, (HOPPER_BYTES - query_tiles * queries) // block)
-    registers = 56 if block_n == 64 else 72
+    registers = 56 if block_n == 64 and spec.qk_head_dim <= 128 else 72  # addresses of 64 rows of 128 columns, or of more
     return Tiling(128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers)
 
 
