@@ -20,7 +20,7 @@ def _row_starts(at, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _copy_rows(tiles, buffer, source, at, first, present):
-    """Rows that begin at `source + at` to a buffer; zeros from row `present` on, which are not read. `first` is `at`, for the first part."""
+    """Rows that begin at `source + at` to a buffer; zeros from row `present` on, which are not read. `first` is `at` for the first part."""
     _copy_part(tiles[0].index(buffer), source, first, present)
     for part in gl.static_range(1, len(tiles)):
         at_part = _row_starts(at, tiles[part].shape[2])  # only now: addresses of all parts are too many registers
