@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
@@ -17,6 +18,7 @@ from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_qu
 from paged_attn.backends.attention.latent.choose import expands
 from paged_attn.backends.attention.latent.expanded import attend_expanded, most_tokens
 from paged_attn.backends.attention.latent.fresh import FreshPrompts, of_like_lengths
+from paged_attn.backends.attention.latent.paged import PagedExpansion, paged_expansions
 from paged_attn.backends.kv_write.latent import store_latent
 
 
@@ -25,11 +27,13 @@ class StepPart:
     """How a step is dealt out: requests whose keys and values are expanded, and the others as a batch of their own.
 
     Attributes:
+        paged: requests whose expanded keys and values the backend attends to (`attends_expanded`).
         fresh: new prompts, which are expanded together.
         continued: requests with rows in the pool before this step, or with more than fit into memory together, each with its rows.
         others: that batch, the backend's plan for it, and its rows; None where every request is expanded.
     """
 
+    paged: tuple[PagedExpansion, ...]
     fresh: tuple[FreshPrompts, ...]
     continued: tuple[tuple[int, slice], ...]
     others: tuple[Batch, Any, Tensor] | None
@@ -49,6 +53,8 @@ def attend_to_latents(backend: Backend, context: ForwardContext, call: LatentCal
         _attend(backend, context.plan, call, mapped, call.output)
         return
     store_latent(context.pool, call.layer_id, call.latent, call.rotated, batch)
+    for expansion in step.paged:
+        expansion.attend(backend, call, context.pool)
     for prompts in step.fresh:
         prompts.attend(call, context.pool, batch)
     for request, rows in step.continued:
@@ -80,14 +86,14 @@ def _step_part(backend: Backend, context: ForwardContext, call: LatentCall) -> S
     if context.latent_plan is None:
         context.latent_plan = {}
     spec, most = call.spec, most_tokens(call)
-    kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, most)
+    kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, spec.num_q_heads, spec.scale, most)
     if kind not in context.latent_plan:
-        context.latent_plan[kind] = _deal_out(backend, context, spec, most)
+        context.latent_plan[kind] = _deal_out(backend, context, spec, call.query.dtype, most)
     step: StepPart | None = context.latent_plan[kind]
     return step
 
 
-def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec, most: int) -> StepPart | None:
+def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec, dtype: torch.dtype, most: int) -> StepPart | None:
     batch, device = context.batch, context.pool.device.type
     starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
     lengths = list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))
@@ -101,7 +107,12 @@ def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec, most:
         plan = backend.plan(part, context.pool)
         backend.plan_in_graph(plan)
         planned = (part, plan, at)
+    paged: tuple[PagedExpansion, ...] = ()
+    if backend.attends_expanded(spec.expanded, dtype, context.pool.device):
+        fitting = [r for r in chosen if lengths[r][1] <= most]
+        paged = paged_expansions(backend, spec.expanded, dtype, batch, fitting, most)
+        chosen = [r for r in chosen if lengths[r][1] > most]
     rows = {r: slice(starts[r], starts[r + 1]) for r in chosen}
     whole = [r for r in chosen if lengths[r][0] == lengths[r][1] <= most]
     fresh = tuple(FreshPrompts.of(group, context.pool.device) for group in of_like_lengths([rows[r] for r in whole], most))
-    return StepPart(fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
+    return StepPart(paged, fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
