@@ -33,8 +33,6 @@ class Backend(Protocol):
         *, save_kv_cache: bool, sinks: Tensor | None, bias: Tensor | None, lse_out: Tensor | None,
     ) -> None: ...  # fmt: skip
 
-    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool: ...
-
     def forward_latent(self, context: ForwardContext, call: Any) -> None: ...
 
 

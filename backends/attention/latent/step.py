@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.batch.part import part_of
 from paged_attn.attn_ops.context import Backend, ForwardContext
 from paged_attn.attn_ops.ops.latent import LatentCall
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_queries
 from paged_attn.backends.attention.latent.choose import expands
@@ -20,6 +21,12 @@ from paged_attn.backends.attention.latent.expanded import attend_expanded, most_
 from paged_attn.backends.attention.latent.fresh import FreshPrompts, of_like_lengths
 from paged_attn.backends.attention.latent.paged import PagedExpansion, paged_expansions
 from paged_attn.backends.kv_write.latent import store_latent
+
+
+class LatentBackend(Backend, Protocol):
+    """What latent attention needs of a backend besides what the context does."""
+
+    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class StepPart:
     others: tuple[Batch, Any, Tensor] | None
 
 
-def attend_to_latents(backend: Backend, context: ForwardContext, call: LatentCall, always_absorbed: bool) -> None:
+def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: LatentCall, always_absorbed: bool) -> None:
     """Write `call.output`, and the step's rows to the pool.
 
     Args:
@@ -81,7 +88,7 @@ def _attend(backend: Backend, plan: Any, call: LatentCall, mapped: Tensor, outpu
     mapped_back(spec, sums, call.weight_v, output)
 
 
-def _step_part(backend: Backend, context: ForwardContext, call: LatentCall) -> StepPart | None:
+def _step_part(backend: LatentBackend, context: ForwardContext, call: LatentCall) -> StepPart | None:
     """None where no request is expanded. Layers of one kind share it."""
     if context.latent_plan is None:
         context.latent_plan = {}
@@ -93,7 +100,7 @@ def _step_part(backend: Backend, context: ForwardContext, call: LatentCall) -> S
     return step
 
 
-def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec, dtype: torch.dtype, most: int) -> StepPart | None:
+def _deal_out(backend: LatentBackend, context: ForwardContext, spec: LatentSpec, dtype: torch.dtype, most: int) -> StepPart | None:
     batch, device = context.batch, context.pool.device.type
     starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
     lengths = list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))

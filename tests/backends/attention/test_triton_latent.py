@@ -40,8 +40,7 @@ def test_deterministic_cuts_give_the_same_numbers(lengths: str) -> None:
     make("rotated first", STEPS[lengths], 4).assert_right(DETERMINISTIC)
 
 
-@pytest.mark.parametrize("lengths", ["prompts", "chunks", "mixed"])
-@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize(("kind", "lengths"), zip(SPECS, ("prompts", "chunks", "mixed"), strict=True))
 def test_what_is_expanded_comes_to_the_kernel(monkeypatch: pytest.MonkeyPatch, kind: str, lengths: str) -> None:
     """As on a GPU of compute capability 9.0, with the general kernel in place of the one for it."""
     monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 1)
