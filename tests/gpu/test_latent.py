@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.latent import step
+from paged_attn.backends.attention.latent.paged import PagedExpansion
 from tests.backends.fitting import instance
 from tests.backends.latent_problems import LAYER, PUBLISHED, Case, make, spec_of
 from tests.gpu.test_graph_contract import on_gpu
@@ -69,6 +71,29 @@ def test_deterministic_cuts(lengths: str) -> None:
 def test_a_dealt_out_step() -> None:
     """As the engine runs it: prompts are expanded, decoding requests are not."""
     check(make(spec_of("512 + 64", 16, PUBLISHED), ((17, 1), (0, 300), (700, 1), (400, 3)), 16, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["512 + 64", "256 + 64", "128 + 32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prompts_come_to_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype) -> None:
+    """New prompts and one that goes on, between decoding requests, with contexts for both of its blocks."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 3)
+    tilings = []
+    made = step.paged_expansions
+
+    def seen(*args: Any) -> tuple[PagedExpansion, ...]:
+        found = made(*args)
+        tilings.extend(share.kind.tiling for expansion in found for share in expansion.plan.shares)
+        return found
+
+    monkeypatch.setattr(step, "paged_expansions", seen)
+    for longest, keys in ((900, 64), (2500, 128)):
+        lengths = ((17, 1), (0, 300), (0, 1), (longest - 200, 200), (700, 1), (0, 1300), (400, 3))
+        check(make(spec_of(kind, 16, PUBLISHED), lengths, 16, dtype))
+        assert [(tiling.hopper, tiling.block_n) for tiling in tilings] == [(True, keys)]
+        tilings.clear()
 
 
 @pytest.mark.parametrize("heads", [16, 128])
