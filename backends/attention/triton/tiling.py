@@ -8,7 +8,8 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
   times as fast again on prompts of 1,024 tokens, and slower from 8,192 on.
 
 `hopper_kernel`'s at other head dims than 64 and 128 are what fits into its shared memory and registers, measured on no GPU yet:
-`python benchmarks/prefill.py --tilings` does it. Those of `attend_latent` are measured on no GPU: what is known is that they compile for SM90, and how much of a multiprocessor they take.
+`python benchmarks/prefill.py --tilings` does it. Those of `attend_latent` are measured on no GPU: what is known is that they compile for
+SM90, and how much of a multiprocessor they take.
 """
 
 from __future__ import annotations
