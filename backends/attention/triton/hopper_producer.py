@@ -79,6 +79,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
             KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
             ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_CHUNK: gl.constexpr, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, QUERY_TILES: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
+    BEFORE_QUERIES: gl.constexpr = 1 if QUERY_TILES == 1 else 0  # blocks that are copied before an item's queries
     # One thread finds one key's page; shared memory hands the address to the threads that copy its 16-byte parts.
     finders: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offset = gl.arange(0, BLOCK_N, layout=finders)
@@ -87,7 +88,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
     count = 0
     items = 0
     while left > 0:
-        if QUERY_TILES > 1:
+        if not BEFORE_QUERIES:
             _copy_queries(q_tiles, q_full, q_empty, query, items, tile, kv_head, start, query_len, query_row_stride, query_head_stride,
                           GROUP, BLOCK_M, QUERY_TILES, finders)  # fmt: skip
         _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, HAS_CHUNK, BLOCK_M, BLOCK_N)
@@ -99,7 +100,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
         first_key = low + block * BLOCK_N
         key = first_key + offset
         page = gl.load(table + key // PAGE_SIZE, mask=key < high, other=0)
-        if QUERY_TILES == 1:  # the consumers use the last item's still, for which the first block need not wait
+        if BEFORE_QUERIES:  # the consumers use the last item's still, for which the first block need not wait
             page = _copy_block(k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, head_keys, head_values, table, page, key,
                                high - first_key, high, page_stride, key_stride, value_stride, QK_DIM, V_DIM, PAGE_SIZE, BLOCK_N,
                                STAGES)  # fmt: skip
@@ -108,7 +109,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
             first_key += BLOCK_N
             key += BLOCK_N
             count += 1
-        for _ in range(take - (QUERY_TILES == 1)):
+        for _ in range(take - BEFORE_QUERIES):
             page = _copy_block(k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, head_keys, head_values, table, page, key,
                                high - first_key, high, page_stride, key_stride, value_stride, QK_DIM, V_DIM, PAGE_SIZE, BLOCK_N,
                                STAGES)  # fmt: skip
