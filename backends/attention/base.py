@@ -124,8 +124,8 @@ class AttentionBackend(ABC):
         zero_padding(batch, output, lse_out)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether prompts of latent layers shall come to `forward` with keys and values made of their rows, as layers of `spec` in a pool
-        with pages of one token, and not go to PyTorch's attention."""
+        """Whether prompts of latent layers shall come to `forward` with keys and values made of their rows, as layers of `spec`, or of
+        one that is not causal, in a pool with pages of one token, with log-sum-exps; and not go to PyTorch's attention."""
         return False
 
     def forward_latent(self, context: ForwardContext, call: LatentCall) -> None:

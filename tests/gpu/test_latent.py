@@ -85,6 +85,7 @@ def test_prompts_come_to_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch, 
 
     def seen(*args: Any) -> tuple[PagedExpansion, ...]:
         found = made(*args)
+        assert all(isinstance(each, PagedExpansion) for each in found)
         tilings.extend(share.kind.tiling for expansion in found for share in expansion.plan.shares)
         return found
 
@@ -94,6 +95,18 @@ def test_prompts_come_to_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch, 
         check(make(spec_of(kind, 16, PUBLISHED), lengths, 16, dtype))
         assert [(tiling.hopper, tiling.block_n) for tiling in tilings] == [(True, keys)]
         tilings.clear()
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_contexts_that_are_expanded_in_parts(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """A new prompt, and one that goes on, whose parts hold old tokens, new ones or both; joined by log-sum-exps."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 3)
+    monkeypatch.setattr(step, "most_tokens", lambda call: 500)
+    for way in ("attend_expanded", "FreshPrompts"):
+        monkeypatch.setattr(step, way, lambda *_: pytest.fail("not by the kernel"))
+    check(make(spec_of("512 + 64", heads, PUBLISHED), ((17, 1), (0, 1400), (800, 900), (0, 300)), 16, torch.bfloat16))
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -78,9 +78,14 @@ def expand(call: LatentCall, pool: KVPool, slots: Tensor, keys: Tensor, values: 
 
 def _of_request(call: LatentCall, pool: KVPool, batch: Batch, request: int, start: int, end: int) -> tuple[Tensor, Tensor]:
     """`keys_and_values` of a request's tokens from `start` up to `end`."""
-    positions = torch.arange(start, end, device=pool.device)
+    return keys_and_values(call, pool, slots_of(batch, request, start, end))
+
+
+def slots_of(batch: Batch, request: int, start: int, end: int) -> Tensor:
+    """Of a request's tokens from `start` up to `end`: [end - start] int64."""
+    positions = torch.arange(start, end, device=batch.slots.device)
     pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
-    return keys_and_values(call, pool, pages * batch.page_size + positions % batch.page_size)
+    return pages * batch.page_size + positions % batch.page_size
 
 
 def _token_bytes(call: LatentCall) -> int:

@@ -18,7 +18,6 @@ from paged_attn.attn_ops.batch.part import part_of
 from paged_attn.attn_ops.context import Backend
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.latent import LatentCall
-from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.latent.expanded import expand
 
 
@@ -28,7 +27,7 @@ class PagedExpansion:
 
     Attributes:
         batch: of these requests; its pages are the tokens of `pool`, from page 1 on.
-        pool: of one layer, the expanded attention; layers of a step use it one after the other.
+        pool: of expanded keys and values, as layer 0; layers of a step use it one after the other.
         rows: of the step, that are the batch's; a slice where the requests are neighbours.
         slots: [tokens of all contexts] int64, of their rows in the pool of latents.
     """
@@ -57,9 +56,7 @@ class PagedExpansion:
 
     def attend(self, backend: Backend, call: LatentCall, latents: KVPool) -> None:
         """Write the requests' rows of `call.output`; their rows of this step are in the pool of latents already."""
-        tokens = slice(1, 1 + self.slots.shape[0])
-        keys, values = (each[tokens, 0].transpose(0, 1) for each in (self.pool.key(0), self.pool.value(0)))
-        expand(call, latents, self.slots, keys, values)
+        expand_into(self.pool, call, latents, self.slots)
         query, neighbours = call.query[self.rows], isinstance(self.rows, slice)
         output = call.output[self.rows] if neighbours else call.output.new_empty((*query.shape[:2], call.spec.value_dim))
         no_value = query[..., : call.spec.value_dim]  # of the right shape: keys and values are in the pool
@@ -71,19 +68,15 @@ class PagedExpansion:
             call.output[self.rows] = output
 
 
-def paged_expansions(
-    backend: Backend, spec: AttentionSpec, dtype: torch.dtype, batch: Batch, requests: Sequence[int], most_tokens: int
-) -> tuple[PagedExpansion, ...]:
-    """All of these requests, none of which has more than `most_tokens`, in as few groups as have no more either."""
-    groups = list(_groups(batch.seq_lens_host, requests, most_tokens))
-    if not groups:
-        return ()
-    longest = max(sum(batch.seq_lens_host[r] for r in group) for group in groups)
-    pool = KVPool([spec], 1 + longest, 1, dtype, batch.slots.device)
-    return tuple(PagedExpansion.of(backend, batch, group, pool) for group in groups)
+def expand_into(pool: KVPool, call: LatentCall, latents: KVPool, slots: Tensor) -> None:
+    """Keys and values of tokens whose rows lie in `slots` of `latents`, to the pages from 1 on of a pool with pages of one token."""
+    tokens = slice(1, 1 + slots.shape[0])
+    keys, values = (each[tokens, 0].transpose(0, 1) for each in (pool.key(0), pool.value(0)))
+    expand(call, latents, slots, keys, values)
 
 
-def _groups(lengths: Sequence[int], requests: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+def groups_of(lengths: Sequence[int], requests: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
+    """Requests in their order, in groups of at most so many tokens; none of them has more alone."""
     group: list[int] = []
     tokens = 0
     for request in requests:

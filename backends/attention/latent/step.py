@@ -19,7 +19,8 @@ from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_qu
 from paged_attn.backends.attention.latent.choose import expands
 from paged_attn.backends.attention.latent.expanded import attend_expanded, most_tokens
 from paged_attn.backends.attention.latent.fresh import FreshPrompts, of_like_lengths
-from paged_attn.backends.attention.latent.paged import PagedExpansion, paged_expansions
+from paged_attn.backends.attention.latent.paged import PagedExpansion
+from paged_attn.backends.attention.latent.paged_parts import PagedParts, paged_expansions
 from paged_attn.backends.kv_write.latent import store_latent
 
 
@@ -40,7 +41,7 @@ class StepPart:
         others: that batch, the backend's plan for it, and its rows; None where every request is expanded.
     """
 
-    paged: tuple[PagedExpansion, ...]
+    paged: tuple[PagedExpansion | PagedParts, ...]
     fresh: tuple[FreshPrompts, ...]
     continued: tuple[tuple[int, slice], ...]
     others: tuple[Batch, Any, Tensor] | None
@@ -114,12 +115,9 @@ def _deal_out(backend: LatentBackend, context: ForwardContext, spec: LatentSpec,
         plan = backend.plan(part, context.pool)
         backend.plan_in_graph(plan)
         planned = (part, plan, at)
-    paged: tuple[PagedExpansion, ...] = ()
     if backend.attends_expanded(spec.expanded, dtype, context.pool.device):
-        fitting = [r for r in chosen if lengths[r][1] <= most]
-        paged = paged_expansions(backend, spec.expanded, dtype, batch, fitting, most)
-        chosen = [r for r in chosen if lengths[r][1] > most]
+        return StepPart(paged_expansions(backend, spec.expanded, dtype, batch, chosen, most), (), (), planned)
     rows = {r: slice(starts[r], starts[r + 1]) for r in chosen}
     whole = [r for r in chosen if lengths[r][0] == lengths[r][1] <= most]
     fresh = tuple(FreshPrompts.of(group, context.pool.device) for group in of_like_lengths([rows[r] for r in whole], most))
-    return StepPart(paged, fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
+    return StepPart((), fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
