@@ -9,6 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from tests.backends.problems import make, spec_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ["--smoke", "--dtype", "float32", "--head-dim", "16", "--q-heads", "4", "--kv-heads", "2", "--min-ms", "1"]
@@ -144,6 +147,36 @@ def test_scans_times_the_truth_where_there_is_no_gpu(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert [row["what"] for row in rows] == ["2 prompts of 5 tokens", "1 decoding"]
     assert all(row["truth us"] > 0 < row["read once us"] for row in rows)
+
+
+def test_prefill_times_tiny_prompts_and_takes_numbers_of_tilings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    prefill, out = script("prefill"), tmp_path / "prefill.json"
+    assert prefill.main(["--smoke", "--dims", "24/16", "--min-ms", "1", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["shape"] for row in rows] == ["24/16 1 x 20", "24/16 2 x 7"] and all(row["tflops"] > 0 for row in rows)
+    assert "24/16 2 x 7" in capsys.readouterr().out
+    assert prefill.numbers_of("block_n=64,turns=0") == {"block_n": 64, "turns": 0}
+    with pytest.raises(SystemExit, match="size; give name=number of block_m, block_n"):
+        prefill.numbers_of("size=64")
+
+
+def test_prefill_launches_with_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from paged_attn.backends.attention.triton.tiling import Machine, Tiling
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    prefill, case = script("prefill"), make([(0, 140)], spec_of(dim=128), page_size=16, dtype=torch.bfloat16)
+    plan = "paged_attn.backends.attention.triton.plan.machine_of"
+    monkeypatch.setattr(plan, lambda device: Machine(33, hopper=True, early=True))
+
+    def tilings(numbers: dict[str, int]) -> list[Tiling]:
+        return [share.kind.tiling for share in prefill.WithTiling(numbers).plan(case.batch, case.pool).shares]
+
+    assert any(each.hopper and each.stages == 3 and not each.turns for each in tilings({"stages": 3, "turns": 0}))
+    assert tilings({}) != tilings({"stages": 3}) and not any(each.hopper for each in tilings({"hopper": 0}))
 
 
 def test_latent_decode_times_tiny_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,13 @@ class LatentSpec(AttentionSpec):
     def output_dim(self) -> int:
         return self.value_dim
 
+    @property
+    def expanded(self) -> AttentionSpec:
+        """The model's own attention, over keys and values that are made of the rows."""
+        return AttentionSpec(
+            self.num_q_heads, self.num_q_heads, self.key_dim + self.rotated, self.value_dim, self.scale, self.causal, module=self.module
+        )
+
     def split(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Of queries [.., key_dim + rotated] the part that meets the latent, and the rotated one."""
         at = self.rotated if self.rotated_first else self.key_dim

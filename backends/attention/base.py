@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
@@ -121,6 +122,11 @@ class AttentionBackend(ABC):
         else:
             self.forward_extend(plan, call)
         zero_padding(batch, output, lse_out)
+
+    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether prompts of latent layers shall come to `forward` with keys and values made of their rows, as layers of `spec`, or of
+        one that is not causal, in a pool with pages of one token, with log-sum-exps; and not go to PyTorch's attention."""
+        return False
 
     def forward_latent(self, context: ForwardContext, call: LatentCall) -> None:
         """A latent layer of the step, for backends with Feature.MLA: what `forward` is then given is one KV head of rows, whose values are

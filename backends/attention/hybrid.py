@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
@@ -77,6 +78,10 @@ class HybridBackend(AttentionBackend):
         plan.child.forward(
             plan.plan, layer_id, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
         )
+
+    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
+        """As the one that serves prefill: decode steps expand nothing."""
+        return self.prefill.attends_expanded(spec, dtype, device)
 
     def write_kv(self, plan: HybridPlan, call: AttentionCall) -> None:
         plan.child.write_kv(plan.plan, call)

@@ -19,12 +19,14 @@ from paged_attn.backends.attention.triton.hopper_kernel import attend_hopper
 from paged_attn.backends.attention.triton.launch import LayerLaunch
 from paged_attn.backends.attention.triton.tiling import Machine, tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind
+from tests.backends.kernel_resources import resources_of
 
 SIXTEEN_BITS = {"query", "keys", "values", "out", "new_keys", "new_values", "sinks", "bias", "lse"}
 INTEGERS = {"page_table", "seq_lens", "query_start", "work", "counters"}
 FLOATS = {"slopes", "partial", "partial_stats"}
 LONG, SHORT = 9000, 1000  # contexts, on which the blocks of an extension depend; one short request is decoded with an early launch
 DIM_64 = {"qk_head_dim": 64, "v_head_dim": 64}
+DIM_256 = {"qk_head_dim": 256, "v_head_dim": 256}
 EVERY = {"sliding_window": 512, "chunk": 4096, "softcap": 30.0, "has_sinks": True, "causal": False, "gives_lse": True}
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "decode": ("one", LONG, {}),
@@ -41,6 +43,14 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "extend_all_64": ("more", LONG, EVERY | DIM_64),
     "extend_all_64_short": ("more", SHORT, EVERY | DIM_64),
     "extend_192": ("more", LONG, {"qk_head_dim": 192}),
+    "extend_192_short": ("more", SHORT, {"qk_head_dim": 192}),
+    "extend_all_192": ("more", LONG, EVERY | {"qk_head_dim": 192}),
+    "extend_256": ("more", LONG, DIM_256),
+    "extend_all_256": ("more", LONG, EVERY | DIM_256),
+    "extend_all_80": ("more", LONG, EVERY | {"qk_head_dim": 80, "v_head_dim": 80}),
+    "extend_96": ("more", LONG, {"qk_head_dim": 96, "v_head_dim": 96}),
+    "extend_160": ("more", LONG, {"qk_head_dim": 160, "v_head_dim": 160}),
+    "extend_all_192_192": ("more", LONG, EVERY | {"qk_head_dim": 192, "v_head_dim": 192}),
     "extend_alibi": ("more", LONG, {"alibi_slopes": (0.5,) * 32}),
 }
 
@@ -65,7 +75,7 @@ def compiled(rows: str, context: int, changes: dict[str, Any]) -> dict[str, Any]
             attributes[(index,)] = [["tt.divisibility", 16]]
     result = triton.compile(source(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=launch.options)
     chosen = {"hopper": tiles.hopper, "block_n": tiles.block_n, "early": tiles.early}
-    return {**chosen, "shared": result.metadata.shared, "cubin": len(result.asm["cubin"])}
+    return {**chosen, **resources_of(result), "cubin": len(result.asm["cubin"])}
 
 
 if __name__ == "__main__":

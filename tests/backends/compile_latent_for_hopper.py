@@ -5,10 +5,6 @@ interpreter."""
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +20,10 @@ from paged_attn.backends.attention.triton.latent.merge_kernel import merge_laten
 from paged_attn.backends.attention.triton.tiling import Machine, tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind
 from paged_attn.backends.kv_write.latent_kernel import store_latent_kernel
+from tests.backends.kernel_resources import resources_of
 
 TYPED = {"query", "rows", "out", "lse", "latent", "rotated", "mapped"}
 INTEGERS = {"page_table", "seq_lens", "query_start", "work"}
-RESOURCES = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SIZES = ((512, 64), (256, 32), (256, 64), (128, 32), (512, 0), (96, 24), (512, 128))
 VARIANTS = {f"{rank} + {rotated}, {heads} heads, {rows}": (rank, rotated, heads, rows, torch.bfloat16)
             for rank, rotated in SIZES for heads, rows in ((16, "one"), (20, "one"), (128, "one"), (16, "more"), (16, "all"))}  # fmt: skip
@@ -62,14 +58,7 @@ def _compile(kernel: Any, constants: dict[str, Any], word: str, options: dict[st
         if pointer or (name.endswith("stride") and name != "table_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, {name: constants[name] for name in constants if name in kernel.arg_names}, attributes)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(result.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([RESOURCES, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage)
-    assert found is not None, usage
-    return {"shared": result.metadata.shared, "registers": int(found[1]), "spilled": int(found[2]) + int(found[3])}
+    return resources_of(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
 
 
 if __name__ == "__main__":

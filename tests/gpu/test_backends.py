@@ -31,7 +31,13 @@ STEPS = {
 SHARED = ((70, 1), (65, 3), (64, 1))  # at least a page of 64 in common
 LONG = {"decode": ((2100, 1), (3, 1), (700, 1)), "extend": ((600, 5), (0, 140)), "mixed": ((1500, 1), (300, 70), (64, 1))}
 LONGER = {"extend": ((2100, 200), (300, 70)), "mixed": ((2500, 1), (2000, 70), (64, 1))}
-HOPPER_STEPS = {64: LONG, 128: LONGER}  # by the keys in a block of the kernel for Hopper
+HOPPER_STEPS = {64: LONG, 128: LONGER}  # by the keys in a block of the kernel for Hopper, unless it has 64 for all
+HOPPER_FEATURES = ("plain", "window", "softcap", "sinks", "chunk", "window_chunk", "bidirectional", "bidirectional_window",
+                   "bidirectional_chunk", "gqa_7_sinks", "all")  # fmt: skip
+HOPPER_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+HOPPER_CASES = [(dims, feature) for dims in HOPPER_DIMS for feature in HOPPER_FEATURES]
+HOPPER_CASES += [((dim, dim), feature) for dim in (80, 96, 144, 160, 192) for feature in ("plain", "all")]
+HOPPER_CASES += [((qk, v), "plain") for qk, v in ((96, 64), (160, 128))]
 WIDE = {"sliding_window": 300, "chunk": 200}  # instead of those of FEATURES, which are smaller than any block
 DIMS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (64, 128), (192, 192), (256, 256))
 PAGE_SIZES = (1, 16, 64, 128, 256)
@@ -136,24 +142,19 @@ def test_long_contexts_that_are_split(name: str, step: str, feature: str) -> Non
 
 
 @pytest.mark.parametrize("keys", HOPPER_STEPS)
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(
-    "feature",
-    ["plain", "window", "softcap", "sinks", "chunk", "window_chunk", "bidirectional", "bidirectional_window", "bidirectional_chunk",
-     "gqa_7_sinks", "all"],
-)  # fmt: skip
-def test_every_feature_in_the_kernel_for_hopper(feature: str, dim: int, keys: int) -> None:
+@pytest.mark.parametrize(("dims", "feature"), HOPPER_CASES, ids=lambda value: _word(value))
+def test_every_feature_in_the_kernel_for_hopper(feature: str, dims: tuple[int, int], keys: int) -> None:
     if "triton" not in NAMES or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Triton on a GPU of compute capability 9.0")
-    narrow = spec_of(feature, dim=dim)
+    narrow = spec_of(feature, dim=dims[0])
     wide = {name: width for name, width in WIDE.items() if getattr(narrow, name) is not None}
     wide |= {"sliding_window": 150} if len(wide) == 2 else {}
-    spec = dataclasses.replace(narrow, v_head_dim=dim, alibi_slopes=None, **wide)
+    spec = dataclasses.replace(narrow, v_head_dim=dims[1], alibi_slopes=None, **wide)
     for step in ("extend", "mixed"):
         lengths = HOPPER_STEPS[keys][step]
         for page_size, dtype in ((16, BF16), (1, BF16), (64, FP16)) if feature == "plain" else ((16, BF16),):
             case, *_ = case_and_expected(spec, lengths, page_size, dtype, "shuffled", "contiguous", True)
-            assert hopper_blocks(case.to(CUDA)) == [keys]
+            assert hopper_blocks(case.to(CUDA)) == [keys if dims[1] <= 128 else 64]
             check("triton", spec, lengths, lse=True, page_size=page_size, dtype=dtype)
 
 

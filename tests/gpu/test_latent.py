@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.capabilities import PHASES, Feature, Problem
 from paged_attn.backends.attention.latent import step
+from paged_attn.backends.attention.latent.paged import PagedExpansion
 from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.selection.registry import backend_class
 from tests.backends.fitting import JIT, instance, reasons_against, usable_names
@@ -140,6 +142,42 @@ def test_deterministic_cuts(lengths: str) -> None:
 def test_a_dealt_out_step() -> None:
     """As the engine runs it: prompts are expanded, decoding requests are not."""
     check(make(spec_of("512 + 64", 16, PUBLISHED), ((17, 1), (0, 300), (700, 1), (400, 3)), 16, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", ["512 + 64", "256 + 64", "128 + 32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prompts_come_to_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype) -> None:
+    """New prompts and one that goes on, between decoding requests, with contexts for both of its blocks."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 3)
+    tilings = []
+    made = step.paged_expansions
+
+    def seen(*args: Any) -> tuple[PagedExpansion, ...]:
+        found = made(*args)
+        assert all(isinstance(each, PagedExpansion) for each in found)
+        tilings.extend(share.kind.tiling for expansion in found for share in expansion.plan.shares)
+        return found
+
+    monkeypatch.setattr(step, "paged_expansions", seen)
+    for longest, keys in ((900, 64), (2500, 128)):
+        lengths = ((17, 1), (0, 300), (0, 1), (longest - 200, 200), (700, 1), (0, 1300), (400, 3))
+        check(make(spec_of(kind, 16, PUBLISHED), lengths, 16, dtype))
+        assert [(tiling.hopper, tiling.block_n) for tiling in tilings] == [(True, keys)]
+        tilings.clear()
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_contexts_that_are_expanded_in_parts(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """A new prompt, and one that goes on, whose parts hold old tokens, new ones or both; joined by log-sum-exps."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 3)
+    monkeypatch.setattr(step, "most_tokens", lambda call: 500)
+    for way in ("attend_expanded", "FreshPrompts"):
+        monkeypatch.setattr(step, way, lambda *_: pytest.fail("not by the kernel"))
+    check(make(spec_of("512 + 64", heads, PUBLISHED), ((17, 1), (0, 1400), (800, 900), (0, 300)), 16, torch.bfloat16))
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -57,19 +57,35 @@ def _in_parts(call: LatentCall, pool: KVPool, batch: Batch, request: int, query:
 
 def keys_and_values(call: LatentCall, pool: KVPool, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [heads, tokens, key_dim + rotated] and values [heads, tokens, value_dim] of tokens whose rows lie in `slots` [tokens]."""
+    spec, tokens = call.spec, (call.spec.num_q_heads, slots.shape[0])
+    keys = call.query.new_empty((*tokens, spec.key_dim + spec.rotated))
+    values = call.query.new_empty((*tokens, spec.value_dim))
+    expand(call, pool, slots, keys, values)
+    return keys, values
+
+
+def expand(call: LatentCall, pool: KVPool, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write the keys and values of `keys_and_values`, of any strides."""
     spec, heads = call.spec, call.spec.num_q_heads
-    kept = pool.key(call.layer_id)[slots // pool.page_size, slots % pool.page_size, 0].to(call.query.dtype)  # [tokens, rank + rotated]
-    latent, rotated = kept[:, : spec.rank], kept[:, spec.rank :].expand(heads, -1, -1)
-    plain = latent @ spec.keys.of(call.weight_k, heads, spec.key_dim).transpose(1, 2)
-    values = latent @ spec.values.of(call.weight_v, heads, spec.value_dim).transpose(1, 2)
-    return torch.cat((rotated, plain) if spec.rotated_first else (plain, rotated), -1), values
+    kept = pool.key(call.layer_id)[slots // pool.page_size, slots % pool.page_size, 0].to(keys.dtype)  # [tokens, rank + rotated]
+    latent = kept[:, : spec.rank].expand(heads, -1, -1)
+    plain, rotated = spec.split(keys)
+    with torch.no_grad():
+        torch.bmm(latent, spec.keys.of(call.weight_k, heads, spec.key_dim).transpose(1, 2), out=plain)
+        torch.bmm(latent, spec.values.of(call.weight_v, heads, spec.value_dim).transpose(1, 2), out=values)
+        rotated.copy_(kept[:, spec.rank :].expand(heads, -1, -1))
 
 
 def _of_request(call: LatentCall, pool: KVPool, batch: Batch, request: int, start: int, end: int) -> tuple[Tensor, Tensor]:
     """`keys_and_values` of a request's tokens from `start` up to `end`."""
-    positions = torch.arange(start, end, device=pool.device)
+    return keys_and_values(call, pool, slots_of(batch, request, start, end))
+
+
+def slots_of(batch: Batch, request: int, start: int, end: int) -> Tensor:
+    """Of a request's tokens from `start` up to `end`: [end - start] int64."""
+    positions = torch.arange(start, end, device=batch.slots.device)
     pages = batch.page_table[request].to(torch.int64)[positions // batch.page_size]
-    return keys_and_values(call, pool, pages * batch.page_size + positions % batch.page_size)
+    return pages * batch.page_size + positions % batch.page_size
 
 
 def _token_bytes(call: LatentCall) -> int:

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.batch.part import part_of
 from paged_attn.attn_ops.context import Backend, ForwardContext
 from paged_attn.attn_ops.ops.latent import LatentCall
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.latent.absorbed import mapped_back, mapped_queries
 from paged_attn.backends.attention.latent.choose import expands
 from paged_attn.backends.attention.latent.expanded import attend_expanded, most_tokens
 from paged_attn.backends.attention.latent.fresh import FreshPrompts, of_like_lengths
+from paged_attn.backends.attention.latent.paged import PagedExpansion
+from paged_attn.backends.attention.latent.paged_parts import PagedParts, paged_expansions
 from paged_attn.backends.kv_write.latent import store_latent
+
+
+class LatentBackend(Backend, Protocol):
+    """What latent attention needs of a backend besides what the context does."""
+
+    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -25,17 +35,19 @@ class StepPart:
     """How a step is dealt out: requests whose keys and values are expanded, and the others as a batch of their own.
 
     Attributes:
+        paged: requests whose expanded keys and values the backend attends to (`attends_expanded`).
         fresh: new prompts, which are expanded together.
         continued: requests with rows in the pool before this step, or with more than fit into memory together, each with its rows.
         others: that batch, the backend's plan for it, and its rows; None where every request is expanded.
     """
 
+    paged: tuple[PagedExpansion | PagedParts, ...]
     fresh: tuple[FreshPrompts, ...]
     continued: tuple[tuple[int, slice], ...]
     others: tuple[Batch, Any, Tensor] | None
 
 
-def attend_to_latents(backend: Backend, context: ForwardContext, call: LatentCall, always_absorbed: bool) -> None:
+def attend_to_latents(backend: LatentBackend, context: ForwardContext, call: LatentCall, always_absorbed: bool) -> None:
     """Write `call.output`, and the step's rows to the pool.
 
     Args:
@@ -49,6 +61,8 @@ def attend_to_latents(backend: Backend, context: ForwardContext, call: LatentCal
         _attend(backend, context.plan, call, mapped, call.output)
         return
     store_latent(context.pool, call.layer_id, call.latent, call.rotated, batch)
+    for expansion in step.paged:
+        expansion.attend(backend, call, context.pool)
     for prompts in step.fresh:
         prompts.attend(call, context.pool, batch)
     for request, rows in step.continued:
@@ -75,19 +89,19 @@ def _attend(backend: Backend, plan: Any, call: LatentCall, mapped: Tensor, outpu
     mapped_back(spec, sums, call.weight_v, output)
 
 
-def _step_part(backend: Backend, context: ForwardContext, call: LatentCall) -> StepPart | None:
+def _step_part(backend: LatentBackend, context: ForwardContext, call: LatentCall) -> StepPart | None:
     """None where no request is expanded. Layers of one kind share it."""
     if context.latent_plan is None:
         context.latent_plan = {}
     spec, most = call.spec, most_tokens(call)
-    kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, most)
+    kind = (spec.rank, spec.rotated, spec.key_dim, spec.value_dim, spec.num_q_heads, spec.scale, most)
     if kind not in context.latent_plan:
-        context.latent_plan[kind] = _deal_out(backend, context, spec, most)
+        context.latent_plan[kind] = _deal_out(backend, context, spec, call.query.dtype, most)
     step: StepPart | None = context.latent_plan[kind]
     return step
 
 
-def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec, most: int) -> StepPart | None:
+def _deal_out(backend: LatentBackend, context: ForwardContext, spec: LatentSpec, dtype: torch.dtype, most: int) -> StepPart | None:
     batch, device = context.batch, context.pool.device.type
     starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
     lengths = list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))
@@ -101,7 +115,9 @@ def _deal_out(backend: Backend, context: ForwardContext, spec: LatentSpec, most:
         plan = backend.plan(part, context.pool)
         backend.plan_in_graph(plan)
         planned = (part, plan, at)
+    if backend.attends_expanded(spec.expanded, dtype, context.pool.device):
+        return StepPart(paged_expansions(backend, spec.expanded, dtype, batch, chosen, most), (), (), planned)
     rows = {r: slice(starts[r], starts[r + 1]) for r in chosen}
     whole = [r for r in chosen if lengths[r][0] == lengths[r][1] <= most]
     fresh = tuple(FreshPrompts.of(group, context.pool.device) for group in of_like_lengths([rows[r] for r in whole], most))
-    return StepPart(fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)
+    return StepPart((), fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)

@@ -52,9 +52,10 @@ class TritonBackend(AttentionBackend):
         from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
         from paged_attn.backends.attention.triton.launch import LayerLaunch
         from paged_attn.backends.attention.triton.plan import Plan, small_step
+        from paged_attn.backends.attention.triton.tiling import in_hopper_kernel, machine_of
         from paged_attn.backends.kv_write.launch import store_rows
 
-        self._small_step = small_step
+        self._small_step, self._in_hopper_kernel, self._machine_of = small_step, in_hopper_kernel, machine_of
         self._make_plan, self._layer_launch, self._latent_launch, self._store_rows = Plan.of, LayerLaunch.of, LatentLaunch.of, store_rows
         self._launches: WeakKeyDictionary[KVPool, dict[tuple[Any, ...], LayerLaunch | LatentLaunch]] = WeakKeyDictionary()
 
@@ -97,6 +98,10 @@ class TritonBackend(AttentionBackend):
         super().forward(
             plan, layer_id, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
         )
+
+    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
+        """Where the kernel for Hopper takes them."""
+        return dtype.itemsize == 2 and self._machine_of(device).hopper and self._in_hopper_kernel(spec)
 
     def write_kv(self, plan: Plan, call: AttentionCall) -> None:
         batch, pool = plan.batch, plan.pool

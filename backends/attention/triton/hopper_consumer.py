@@ -10,8 +10,20 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from paged_attn.backends.attention.triton.hopper_parts import (
+    add_stored,
+    add_values,
+    copy_layout,
+    finished_sums,
+    first_width,
+    scaled_sums,
+    scores_of,
+    store_sums,
+    sums_layout,
+    zero_sums,
+)
 from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of a warp group's threads; renamed in Triton 3.7
@@ -47,30 +59,36 @@ def _softmax(s, m, key, end, position, clear, mixed, first_key, scale, softcap, 
 
 
 @gluon.jit
+def _write_part(out, tile, column, flat0, start, query_len, row_stride, head_stride, GROUP: gl.constexpr):
+    """Results of flattened rows from `flat0` on, columns from `column` on, from shared memory to the KV head's output."""
+    layout: gl.constexpr = copy_layout(tile.shape[1])
+    flat = flat0 + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
+    at = (start + flat // GROUP).to(gl.int64) * row_stride + flat % GROUP * head_stride
+    there = (flat < query_len * GROUP)[:, None]
+    gl.store(out + at[:, None] + columns[None, :], tile.load(layout).to(out.dtype.element_ty), mask=there)
+
+
+@gluon.jit
 def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, work, partial, partial_stats, counters,
-            q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_row_stride, out_head_stride,
+            q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_row_stride, out_head_stride,
             lse_row_stride, scale, softcap, window, chunk,
-            KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
+            KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
             HAS_WINDOW: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
-            BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+            BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, QUERY_TILES: gl.constexpr,
             TURNS: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
     HALF_ROWS: gl.constexpr = BLOCK_M // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    o_layout: gl.constexpr = sums_layout(first_width(V_DIM))
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    LANES: gl.constexpr = DIM // 8
-    io_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    io_rows: gl.constexpr = gl.SliceLayout(1, io_layout)
     program = gl.program_id(0)
     mine = work + program * 16
     request, tile, kv_head, block, left, start, query_len, seq_len = first_item(mine)
     part_first = gl.load(mine + 5)
     part_last = gl.load(mine + 6)
     part_slot = gl.load(mine + 7)
-    io_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, io_layout))
-    o_d = gl.arange(0, DIM, layout=gl.SliceLayout(0, o_layout))
     key_offset = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s_layout))
     count = 0
     turns = 0
@@ -81,9 +99,9 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
         take = gl.minimum(blocks - block, left)
         flat0 = tile * BLOCK_M + half * HALF_ROWS
 
-        buffer = items % 2
-        q = q_smem.index(2 * buffer + half)
-        mbarrier.wait(q_full.index(buffer), (items // 2) & 1)
+        buffer = items % QUERY_TILES
+        q_buffer = 2 * buffer + half
+        mbarrier.wait(q_full.index(buffer), (items // QUERY_TILES) & 1)
         position = seq_len - query_len + (flat0 + gl.arange(0, HALF_ROWS, layout=s_rows)) // GROUP
         # Blocks that every row sees whole lie between `clear` and `mixed`.
         clear = low
@@ -99,7 +117,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
         mixed = mixed - BLOCK_N + 1  # the first block that is not whole before it
 
         m = gl.full([HALF_ROWS], NO_KEY, gl.float32, layout=s_rows)
-        acc = gl.zeros([HALF_ROWS, DIM], gl.float32, layout=o_layout)
+        sums = zero_sums(HALF_ROWS, V_DIM)
         zero = gl.zeros([HALF_ROWS, BLOCK_N], gl.float32, layout=s_layout)
         first_key = low + block * BLOCK_N
 
@@ -109,7 +127,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
             turns += 1
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
         fence_async_shared()
-        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = scores_of(q_tiles, q_buffer, k_tiles, stage, zero)
         if TURNS:
             mbarrier.arrive(turn.index(1 - half), count=1)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -129,26 +147,25 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
                 turns += 1
             mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
             fence_async_shared()
-            s_next = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+            s_next = scores_of(q_tiles, q_buffer, k_tiles, stage, zero)
             mbarrier.wait(v_full.index(before), before_phase)
             fence_async_shared()
-            acc_next = warpgroup_mma(weights, v_smem.index(before), acc, is_async=True)
+            issued = add_values(sums, weights, v_tiles, before)
             if TURNS:
                 mbarrier.arrive(turn.index(1 - half), count=1)
-            s = warpgroup_mma_wait(1, deps=[s_next])
+            s = warpgroup_mma_wait(len(v_tiles), deps=[s_next])
             mbarrier.arrive(k_empty.index(stage), count=1)
             p, m, alpha = _softmax(s, m, first_key + key_offset, high, position, clear, mixed, first_key, scale, softcap, window, chunk,
                                    CAUSAL, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, BLOCK_N)  # fmt: skip
             norm = norm * alpha + gl.sum(p, 1)
-            acc = warpgroup_mma_wait(0, deps=[acc_next])
+            sums = finished_sums(issued)
             mbarrier.arrive(v_empty.index(before), count=1)
             weights = gl.convert_layout(p.to(query.dtype.element_ty), p_layout)
-            acc = acc * gl.convert_layout(alpha, o_rows)[:, None]
+            sums = scaled_sums(sums, alpha)
         stage = count % STAGES
         mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
         fence_async_shared()
-        acc_next = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc_next])
+        sums = finished_sums(add_values(sums, weights, v_tiles, stage))
         mbarrier.arrive(v_empty.index(stage), count=1)
         count += 1
 
@@ -168,7 +185,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
                 part_first = program
                 part_last = gl.load(mine + 16 + 6)
             kept = half * HALF_ROWS + row_in_half
-            gl.store(partial + slot.to(gl.int64) * (BLOCK_M * DIM) + (kept * DIM)[:, None] + o_d[None, :], acc)
+            store_sums(partial + slot.to(gl.int64) * (BLOCK_M * V_DIM), kept, sums, V_DIM)
             gl.store(partial_stats + slot * (2 * BLOCK_M) + kept, m_o)
             gl.store(partial_stats + slot * (2 * BLOCK_M) + BLOCK_M + kept, norm_o)
             thread_barrier()
@@ -179,19 +196,18 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
                 gl.store(counter, 0)
                 m_o = gl.full([HALF_ROWS], NO_KEY, gl.float32, layout=o_rows)
                 norm_o = gl.zeros([HALF_ROWS], gl.float32, layout=o_rows)
-                acc = gl.zeros([HALF_ROWS, DIM], gl.float32, layout=o_layout)
+                sums = zero_sums(HALF_ROWS, V_DIM)
                 for part in range(parts):
                     at = gl.where(part == 0, part_slot, 2 * (part_first + part))
                     part_m = gl.load(partial_stats + at * (2 * BLOCK_M) + kept, cache_modifier=".cg")
                     part_norm = gl.load(partial_stats + at * (2 * BLOCK_M) + BLOCK_M + kept, cache_modifier=".cg")
-                    part_acc = gl.load(partial + at.to(gl.int64) * (BLOCK_M * DIM) + (kept * DIM)[:, None] + o_d[None, :],
-                                       cache_modifier=".cg")  # fmt: skip
                     m_new = gl.maximum(m_o, part_m)
                     shift = gl.where(m_new == NO_KEY, 0.0, m_new)
                     weight = gl.exp2(part_m - shift)
                     shrink = gl.exp2(m_o - shift)
                     norm_o = norm_o * shrink + part_norm * weight
-                    acc = acc * shrink[:, None] + part_acc * weight[:, None]
+                    part_sums = partial + at.to(gl.int64) * (BLOCK_M * V_DIM)
+                    sums = add_stored(scaled_sums(sums, shrink), part_sums, kept, weight, V_DIM)
                     m_o = m_new
         if finished:
             if HAS_SINKS:
@@ -199,14 +215,16 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
                 m_new = gl.maximum(m_o, sink)
                 shrink = gl.exp2(m_o - m_new)
                 norm_o = norm_o * shrink + gl.exp2(sink - m_new)
-                acc = acc * shrink[:, None]
+                sums = scaled_sums(sums, shrink)
                 m_o = m_new
-            q.store((acc / norm_o[:, None]).to(query.dtype.element_ty))  # through shared memory, to write 16 bytes at a time
+            for part in gl.static_range(len(sums)):  # through the queries' memory, to write 16 bytes at a time
+                ours = sums[part] / gl.convert_layout(norm_o, gl.SliceLayout(1, sums[part].type.layout))[:, None]
+                q_tiles[part].index(q_buffer).store(ours.to(query.dtype.element_ty))
             thread_barrier()
-            flat = flat0 + gl.arange(0, HALF_ROWS, layout=io_rows)
-            at = (start + flat // GROUP).to(gl.int64) * out_row_stride + (kv_head * GROUP + flat % GROUP) * out_head_stride
-            gl.store(out + at[:, None] + io_d[None, :], q.load(io_layout).to(out.dtype.element_ty),
-                     mask=(flat < query_len * GROUP)[:, None])  # fmt: skip
+            heads = out + kv_head * GROUP * out_head_stride
+            for part in gl.static_range(len(sums)):
+                _write_part(heads, q_tiles[part].index(q_buffer), part * first_width(V_DIM), flat0, start, query_len, out_row_stride,
+                            out_head_stride, GROUP)  # fmt: skip
             if HAS_LSE:
                 gl.store(lse + row * lse_row_stride + head, (m_o + gl.log2(norm_o)) / LOG2E, mask=mask_o)
 

@@ -51,8 +51,8 @@ class LayerLaunch:
         }  # fmt: skip
         if tiling.hopper:
             own: dict[str, Any] = {
-                "DIM": spec.qk_head_dim, "STAGES": tiling.stages, "TURNS": tiling.turns, "ITEM_COST": tiling.item_cost,
-                "PRODUCER_REGISTERS": tiling.producer_registers,
+                "QK_DIM": spec.qk_head_dim, "V_DIM": spec.v_head_dim, "STAGES": tiling.stages, "QUERY_TILES": tiling.query_tiles,
+                "TURNS": tiling.turns, "ITEM_COST": tiling.item_cost, "PRODUCER_REGISTERS": tiling.producer_registers,
                 "CONSUMER_REGISTERS": (504 - tiling.producer_registers) // 16 * 8,
             }  # fmt: skip
             self.options: dict[str, Any] = {"num_warps": 4}
@@ -98,17 +98,17 @@ class LayerLaunch:
         )  # fmt: skip
 
     def _hopper(self, plan: Plan, shares: WorkPartition, call: AttentionCall, query: Tensor) -> None:
-        spec, kind, batch, keys, output = self.spec, self.kind, plan.batch, self.keys, call.output
+        spec, kind, batch, keys, values, output = self.spec, self.kind, plan.batch, self.keys, self.values, call.output
         lse, sinks = call.lse_out, call.sinks
         strides = query.stride()[:2] + output.stride()[:2] + (0 if lse is None else lse.stride(0),)
         _hopper_kernel()(
             (self.key, query.dtype, output.dtype, sinks is not None and sinks.dtype, lse is not None, strides),
             (shares.programs, 1),
             (
-                query, keys, self.values, output, query if sinks is None else sinks, output if lse is None else lse, batch.page_table,
+                query, keys, values, output, query if sinks is None else sinks, output if lse is None else lse, batch.page_table,
                 batch.seq_lens, batch.query_start, shares.work, plan.partial, plan.partial_stats, shares.counters,
-                batch.page_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), *strides, spec.scale, spec.softcap or 1.0,
-                kind.window or 0, kind.chunk or 0,
+                batch.page_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), *strides,
+                spec.scale, spec.softcap or 1.0, kind.window or 0, kind.chunk or 0,
             ),
             self.constants | {"HAS_LSE": lse is not None}, self.options, self.device,
         )  # fmt: skip

@@ -7,7 +7,9 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
 - Extension: `hopper_kernel` with 128 keys and 2 buffers runs at 1.4 to 1.6 times `attend_kernel`'s speed; 64 keys and 4 buffers are 1.18
   times as fast again on prompts of 1,024 tokens, and slower from 8,192 on.
 
-Those of `attend_latent` are measured on no GPU: what is known is that they compile for SM90, and how much of a multiprocessor they take.
+`hopper_kernel`'s at other head dims than 64 and 128 are what fits into its shared memory and registers, measured on no GPU yet:
+`python benchmarks/prefill.py --tilings` does it. Those of `attend_latent` are measured on no GPU: what is known is that they compile for
+SM90, and how much of a multiprocessor they take.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ logger = logging.getLogger("paged_attn")
 RowsKind = Literal["one", "more", "all"]
 
 
+HOPPER_BYTES = 224 << 10  # of shared memory, for tiles: 227 KiB less what converts layouts, and barriers
 GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, for which `hopper_kernel` compiles: Gluon is experimental and changes
 
 
@@ -74,6 +77,7 @@ class Tiling:
         item_cost: blocks' time that an item takes besides its blocks.
         early: launch before the kernel in front has ended (programmatic dependent launch).
         hopper: run `hopper_kernel` and not `attend_kernel`; `stages` are then its buffers for K and for V.
+        query_tiles: tiles of queries that it has memory for: of two the next one is copied while the consumers are at the last one.
         producer_registers: those of a copying thread of `hopper_kernel`; the two consumers share the rest.
         turns: the two consumers issue their matrix products in turns, so that one's softmax runs beside the other's products.
     """
@@ -88,6 +92,7 @@ class Tiling:
     item_cost: int = 0
     early: bool = False
     hopper: bool = False
+    query_tiles: int = 2
     producer_registers: int = 72
     turns: bool = True
 
@@ -117,9 +122,14 @@ def tiling(
 
 
 def in_hopper_kernel(spec: AttentionSpec) -> bool:
-    """Whether `hopper_kernel` is written for a layer, in 16 bits: equal head dims of 64 or 128, and every feature but ALiBi and biases."""
-    dims = spec.qk_head_dim == spec.v_head_dim and spec.qk_head_dim in (64, 128)
-    return dims and spec.alibi_slopes is None and spec.bias_index is None
+    """Whether `hopper_kernel` is written for a layer, in 16 bits: with every feature but ALiBi and biases.
+
+    Head dims are a power of two from 64 to 256, perhaps with a smaller one of 16 to 64 besides (80, 96, 192, ..), which is a tile of its
+    own in shared memory. Values are as wide as keys, or as their first tile (192 with 128), since the queries' memory is the output's, too.
+    """
+    first = power_of_2(spec.qk_head_dim + 1) // 2
+    dims = first in (64, 128, 256) and spec.qk_head_dim - first in (0, 16, 32, 64) and spec.qk_head_dim <= 256
+    return dims and spec.v_head_dim in (spec.qk_head_dim, first) and spec.alibi_slopes is None and spec.bias_index is None
 
 
 def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:
@@ -149,14 +159,24 @@ def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: in
     if dtype.itemsize > 2:
         return Tiling(min(block_m, 32), 32 if dim <= 64 else 16, 4, 2, 1, 1)
     if machine.hopper and block_m == 128 and in_hopper_kernel(spec):
-        if longest_context <= 2048:  # of few keys, smaller blocks waste less
-            return Tiling(128, 64, 4, 4, 1, 1, item_cost=1, hopper=True, producer_registers=56)
-        return Tiling(128, 128, 4, 2 if dim == 128 else 4, 1, 1, item_cost=1, hopper=True)
+        return _hopper(spec, longest_context)
     if block_m <= 32:
         return Tiling(block_m, 64 if dim <= 128 else 32, 4, 3, 2, 2)
     if dim > 128:
         return Tiling(min(block_m, 64), 32, 4, 2, 1, 1)
     return Tiling(block_m, 64, 4 if block_m == 64 else 8, 3, 1, 1)
+
+
+def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
+    """Blocks of 128 keys, unless smaller ones waste less (few keys), or a consumer's registers hold sums over more than 128 columns; then
+    as many buffers as fit into shared memory, first of all two for keys and values, then a second one for queries.
+    """
+    block_n = 64 if longest_context <= 2048 or spec.v_head_dim > 128 else 128
+    queries, block = 128 * spec.qk_head_dim * 2, block_n * (spec.qk_head_dim + spec.v_head_dim) * 2
+    query_tiles = 2 if 2 * queries + 2 * block <= HOPPER_BYTES else 1
+    stages = min(4, (HOPPER_BYTES - query_tiles * queries) // block)
+    registers = 56 if block_n == 64 and spec.qk_head_dim <= 128 else 72  # addresses of 64 rows of 128 columns, or of more
+    return Tiling(128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers)
 
 
 def _latent(rows: RowsKind, spec: LatentSpec, dtype: torch.dtype, longest_query: int) -> Tiling:

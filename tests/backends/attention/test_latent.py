@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
-from paged_attn.backends.attention.latent import expanded, step
+from paged_attn.backends.attention.latent import expanded, paged_parts, step
 from paged_attn.backends.attention.latent.choose import expands
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
@@ -83,6 +88,71 @@ def test_new_prompts_are_expanded_together(monkeypatch: pytest.MonkeyPatch, kind
     monkeypatch.setattr(step.FreshPrompts, "of", counted)
     make(kind, ((0, 9), (5, 1), (0, 40), (0, 33), (12, 8), (0, 40), (0, 10)), 4).assert_right(TorchNativeBackend())
     assert made == [3, 2], "by their lengths: 40, 40, 33, and 10, 9"
+
+
+class AttendsExpanded(TorchNativeBackend):
+    """Counts the plans of what is expanded for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned: list[tuple[int, ...]] = []
+
+    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
+        return True
+
+    def plan(self, batch: Batch, pool: KVPool) -> Any:
+        if batch.page_size == 1:
+            self.planned.append(batch.seq_lens_host)
+        return super().plan(batch, pool)
+
+
+@pytest.mark.parametrize("lengths", STEPS)
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_a_backend_attends_to_what_is_expanded(monkeypatch: pytest.MonkeyPatch, kind: str, lengths: str, page_size: int) -> None:
+    always(monkeypatch, True)
+    for way in ("attend_expanded", "FreshPrompts"):
+        monkeypatch.setattr(step, way, lambda *_: pytest.fail("not by the backend"))
+    backend = AttendsExpanded()
+    make(kind, STEPS[lengths], page_size).assert_right(backend)
+    assert backend.planned == ([] if lengths == "decode" else [tuple(cached + new for cached, new in STEPS[lengths])])
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_backend_attends_to_as_many_as_fit_into_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Requests that are not neighbours, too."""
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 2)
+    monkeypatch.setattr(step, "most_tokens", lambda call: 50)
+    backend = AttendsExpanded()
+    make(kind, ((0, 9), (5, 1), (0, 40), (0, 33), (12, 8), (0, 10)), 4).assert_right(backend)
+    assert backend.planned == [(9, 40), (33,), (20, 10)]
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_longer_contexts_come_to_a_backend_in_parts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """All new; with a part that holds old and new tokens, and parts of old ones alone; and a short one besides."""
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 1)
+    monkeypatch.setattr(step, "most_tokens", lambda call: 16)
+    for way in ("attend_expanded", "FreshPrompts"):
+        monkeypatch.setattr(step, way, lambda *_: pytest.fail("not by the backend"))
+    backend = AttendsExpanded()
+    make(kind, ((0, 50), (40, 21), (3, 1), (20, 12), (0, 9)), 4).assert_right(backend)
+    assert [length for (length,) in backend.planned] == [9] + [16] * 9 + [2] + [16] * 6 + [13] + [16] * 2
+
+
+def test_parts_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: True)
+    monkeypatch.setattr(step, "most_tokens", lambda call: 16)
+    made = []
+    build = paged_parts.KVPool
+
+    def seen(*args: Any) -> KVPool:
+        made.append(build(*args))
+        return made[-1]
+
+    monkeypatch.setattr(paged_parts, "KVPool", seen)
+    make("512 + 64", ((0, 50), (0, 70), (0, 9)), 4).assert_right(AttendsExpanded())
+    assert [pool.num_pages for pool in made] == [17]
 
 
 @pytest.mark.parametrize("expand", [False, True])

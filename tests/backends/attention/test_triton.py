@@ -225,13 +225,19 @@ def test_layers_of_one_kind_share_one_deal():
     assert len(plan.shares) == 4  # two kinds of layers, rows "one" and "more"
 
 
+# Keys in a block, buffers for them, tiles of queries: of long contexts, of short ones.
+WIDER = ((192, 128, ((128, 2, 1), (64, 3, 2))), (256, 256, ((64, 2, 1),) * 2), (96, 96, ((128, 3, 2), (64, 4, 2))),
+         (160, 160, ((64, 3, 2),) * 2), (160, 128, ((128, 2, 2), (64, 4, 2))))  # fmt: skip
+
+
 def test_tilings_fit_the_machine():
     hopper, other = Machine(132, hopper=True, early=True), Machine(108, hopper=False, early=False)
     spec = spec_of(dim=128)
     wide = tiling.tiling("more", spec_of_dims(128, 128), torch.bfloat16, 512, 9000, 512, hopper)
     assert wide.hopper and not tiling.tiling("more", spec_of_dims(128, 128), torch.bfloat16, 512, 9000, 512, other).hopper
     tables = ({"alibi_slopes": (0.5,) * 4}, {"bias_index": "distance"})
-    for unfit in (spec_of_dims(128, 64), spec_of_dims(256, 256), *(spec_of_dims(128, 128, **table) for table in tables)):
+    dims = ((128, 64), (32, 32), (112, 112), (224, 224), (320, 320), (192, 256), (72, 72))
+    for unfit in (*(spec_of_dims(*each) for each in dims), *(spec_of_dims(128, 128, **table) for table in tables)):
         assert not tiling.tiling("more", unfit, torch.bfloat16, 512, 9000, 512, hopper).hopper
     for let_in in ({"softcap": 3.0}, {"has_sinks": True}, {"chunk": 64}, {"causal": False}, {"gives_lse": True}, {"sliding_window": 64}):
         for dim, stages in ((64, 4), (128, 2)):
@@ -241,6 +247,11 @@ def test_tilings_fit_the_machine():
             )
             assert long.hopper and (long.block_n, long.stages) == (128, stages)
             assert short.hopper and (short.block_n, short.stages) == (64, 4)
+    for qk, v, numbers in WIDER:
+        for context in (9000, 1000):
+            tiles = tiling.tiling("more", spec_of_dims(qk, v), torch.bfloat16, 512, context, 512, hopper)
+            assert tiles.hopper and (tiles.block_n, tiles.stages, tiles.query_tiles) == numbers[context < 2048]
+            assert 2 * (128 * qk * tiles.query_tiles + tiles.block_n * tiles.stages * (qk + v)) <= tiling.HOPPER_BYTES
     assert not tiling.tiling("more", spec_of_dims(128, 128), torch.float32, 512, 9000, 512, hopper).hopper
     short, long = (tiling.tiling("one", spec, torch.bfloat16, 1, keys, keys, hopper) for keys in (4096, 1 << 20))
     assert (short.programs_per_sm, long.programs_per_sm) == (1, 2)

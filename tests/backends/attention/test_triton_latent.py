@@ -40,6 +40,26 @@ def test_deterministic_cuts_give_the_same_numbers(lengths: str) -> None:
     make("rotated first", STEPS[lengths], 4).assert_right(DETERMINISTIC)
 
 
+@pytest.mark.parametrize(("kind", "lengths"), zip(SPECS, ("prompts", "chunks", "mixed"), strict=True))
+def test_what_is_expanded_comes_to_the_kernel(monkeypatch: pytest.MonkeyPatch, kind: str, lengths: str) -> None:
+    """As on a GPU of compute capability 9.0, with the general kernel in place of the one for it."""
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 1)
+    monkeypatch.setattr(TRITON, "attends_expanded", lambda spec, dtype, device: True)
+    for way in ("attend_expanded", "FreshPrompts"):
+        monkeypatch.setattr(step, way, lambda *_: pytest.fail("not by the kernel"))
+    make(kind, STEPS[lengths], 4).assert_right(TRITON)
+
+
+def test_the_kernel_for_hopper_takes_published_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    found = {kind: spec_of(kind, 16, PUBLISHED).expanded for kind in PUBLISHED}
+    assert not any(TRITON.attends_expanded(spec, torch.bfloat16, device) for spec in found.values()), "there is no such GPU"
+    monkeypatch.setattr(TRITON, "_machine_of", lambda device: Machine(132, hopper=True, early=True))
+    taken = {kind for kind, spec in found.items() if TRITON.attends_expanded(spec, torch.bfloat16, device)}
+    assert taken == {"512 + 64", "256 + 32", "256 + 64", "128 + 32"}
+    assert not TRITON.attends_expanded(found["512 + 64"], torch.float32, device)
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 def test_page_sizes(page_size: int) -> None:
     make("512 + 64", ((70, 1), (64, 3), (63, 1)), page_size).assert_right(TRITON)
