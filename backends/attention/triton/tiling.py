@@ -6,10 +6,10 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
   on all others. Counting an item as 3 blocks more made ragged batches (64 to 16,384 tokens) 1.17 to 1.37 times as fast.
 - Extension: `hopper_kernel` with 128 keys and 2 buffers runs at 1.4 to 1.6 times `attend_kernel`'s speed; 64 keys and 4 buffers are 1.18
   times as fast again on prompts of 1,024 tokens, and slower from 8,192 on.
+- `hopper_kernel` at other head dims than 64 and 128: what fits into shared memory and registers. Of 192 with 128 that was the fastest, or
+  within 1 % of it; at 256 the producer's 88 registers are 2 to 6 % faster than 72 (2026-11-25, `python benchmarks/prefill.py --tilings`).
 
-`hopper_kernel`'s at other head dims than 64 and 128 are what fits into its shared memory and registers, measured on no GPU yet:
-`python benchmarks/prefill.py --tilings` does it. Those of `attend_latent` are measured on no GPU: what is known is that they compile for
-SM90, and how much of a multiprocessor they take.
+Those of `attend_latent` are not tuned: what is known is that they compile for SM90, and how much of a multiprocessor they take.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
     queries, block = 128 * spec.qk_head_dim * 2, block_n * (spec.qk_head_dim + spec.v_head_dim) * 2
     query_tiles = 2 if 2 * queries + 2 * block <= HOPPER_BYTES else 1
     stages = min(4, (HOPPER_BYTES - query_tiles * queries) // block)
-    registers = 56 if block_n == 64 and spec.qk_head_dim <= 128 else 72  # addresses of 64 rows of 128 columns, or of more
+    few, many = block_n == 64 and spec.qk_head_dim <= 128, spec.v_head_dim > 128
+    registers = 56 if few else 88 if many else 72  # for addresses of 64 rows of 128 columns, of 256, or between
     return Tiling(128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers)
 
 
