@@ -44,7 +44,7 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
     if style == "moe_tp_experts":
         return OwnExperts(whole, ranks.name).summed if cut else _as_it_is(whole)
     if style == EXPERT_PARALLEL and cut and isinstance(count := getattr(module, "num_experts", None), int):
-        return WholeExperts(whole, ranks.name, ranks.rank * count, count).summed
+        return WholeExperts(whole, ranks.name, ranks.rank * count, count, ranks.size * count).summed
     if style == "all_reduce":
         return _summed(whole, ranks)
     if style == "moe_identity_expert":

@@ -28,16 +28,16 @@ class OwnExperts:
 
 
 class WholeExperts(OwnExperts):
-    """`count` experts from `first` on. `forward` is given ids of these, counted from 0; `count` stands for what other ranks compute."""
+    """`count` experts from `first` on, of `total`. `forward` is given ids that are counted from the first; from `count` on they are other
+    ranks' experts, which it leaves out."""
 
-    def __init__(self, forward: Callable[..., Tensor], group: str, first: int, count: int) -> None:
-        super().__init__(_without_weight(forward, count), group)
-        self.first, self.count = first, count
+    def __init__(self, forward: Callable[..., Tensor], group: str, first: int, count: int, total: int) -> None:
+        super().__init__(_without_others(forward, count), group)
+        self.first, self.count, self.total = first, count, total
 
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Of hidden states [T, H], and ids of all ranks' experts and weights [T, k]; [T, H] on every rank."""
-        own = top_k_index - self.first
-        ids = own.where((own >= 0) & (own < self.count), self.count)
+        ids = (top_k_index - self.first).remainder(self.total)
         return sum_over(self.forward(hidden_states, ids, top_k_weights), self.group)
 
 
@@ -47,6 +47,6 @@ def own_experts(module: nn.Module) -> OwnExperts | None:
     return owner if isinstance(owner, OwnExperts) else None
 
 
-def _without_weight(forward: Callable[..., Tensor], nobody: int) -> Callable[..., Tensor]:
-    """Some of transformers' forwards compute an expert for an id that is none, and rely on its weight being 0."""
-    return lambda x, ids, weights: forward(x, ids, weights.masked_fill(ids == nobody, 0.0))
+def _without_others(forward: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
+    """transformers' forwards know one id beyond the experts, and some compute an expert for it, and rely on its weight being 0."""
+    return lambda x, ids, weights: forward(x, ids.clamp(max=count), weights.masked_fill(ids >= count, 0.0))

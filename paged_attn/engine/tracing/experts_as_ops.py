@@ -172,9 +172,9 @@ def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
 
 
 def _num_ids(module: nn.Module, layout: Layout) -> int:
-    """Those of experts, and those that a weight has a row for beyond them, or the one that stands for experts of other ranks."""
-    if isinstance(_owner(module), WholeExperts):
-        return layout.experts + 1
+    """Those of experts, also of other ranks, and those that a weight has a row for beyond them."""
+    if isinstance(owner := _owner(module), WholeExperts):
+        return owner.total
     return max(len(getattr(module, layout.first)), len(getattr(module, layout.second)))
 
 
