@@ -31,7 +31,7 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
         UnsupportedError: a style, or a style for such a module, that is not known.
     """
     whole = types.MethodType(type(module).forward, module)
-    if style in AS_IT_IS and not isinstance(module, nn.Embedding):
+    if style in AS_IT_IS and not (cut and isinstance(module, nn.Embedding)):
         return _as_it_is(whole)
     if style in ("colwise_gather_output", "colwise_rep") and isinstance(module, nn.Linear):
         return _gathered(whole, module.out_features, ranks)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.parallel.distributed_config import distributed_config
 from paged_attn.parallel.plan import EXPERT_PARALLEL, merged_rules, pattern_of
 
 
@@ -87,7 +88,6 @@ def _placement(weight: nn.Parameter) -> Any:
 
 
 def _apply_plans(model: Any, mesh: Any, expert_parallel: bool) -> None:
-    from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     expand = getattr(model, "_expand_parallel_plan", None)  # transformers 5.22; before, it reads the plan off the model
@@ -98,13 +98,13 @@ def _apply_plans(model: Any, mesh: Any, expert_parallel: bool) -> None:
     if expand is None:
         if EXPERT_PARALLEL in rules.values():
             raise UnsupportedError("expert parallelism is known for transformers 5.17 and from 5.22 on; pip install 'transformers>=5.22'")
-        model.config.distributed_config = DistributedConfig(tp_size=mesh.size(), enable_expert_parallel=True)
-        model._ep_plan = rules  # which is then all of its plan
+        model.config.distributed_config = distributed_config(mesh.size(), True)
+        model._ep_plan = rules  # which is all of its plan from then on
         apply_tensor_parallelism(model, mesh)
         return
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    model.config.distributed_config = DistributedConfig(tp_size=mesh.size(), ep_size=mesh.size())
+    model.config.distributed_config = distributed_config(mesh.size(), True)
     dense = {name: style for name, style in rules.items() if name not in model._ep_plan}
     apply_tensor_parallelism(model, mesh, expand(dense))
     apply_expert_parallelism(model, mesh, mesh, expand(dict(model._ep_plan)))
