@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, proved_experts
 from paged_attn.parallel import own_experts as module_of_own
 from paged_attn.parallel.own_experts import WholeExperts, own_experts
+from tests.versions import newest_only
 from tests.zoo.build import build
 
 RANKS = 2
@@ -51,12 +52,12 @@ def experts_of(model_type: str) -> Any:
     return next(module for module in build(model_type).modules() if is_experts(module))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "implementation"),
-    [("qwen3_moe", "eager"), *((name, how) for name in ("qwen3_moe", "gpt_oss") for how in ("grouped_mm", "batched_mm"))],
-)
+@pytest.mark.parametrize("implementation", [pytest.param("eager", marks=newest_only), "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_the_parts_add_up_to_the_whole(model_type: str, implementation: str, apart: None) -> None:
-    """Whatever computes the experts: some forwards of transformers compute one for every id. gpt-oss's eager one takes no id of nobody."""
+    """Whatever computes the experts: some forwards of transformers compute one for every id."""
+    if (model_type, implementation) == ("gpt_oss", "eager"):
+        pytest.skip("this forward takes no id of nobody, with transformers' own hooks neither; so it is with all eager ones of 5.17")
     whole = experts_of(model_type)
     whole.config._experts_implementation = implementation
     parts = [part(whole, rank)(*given(whole)) for rank in range(RANKS)]
