@@ -50,6 +50,12 @@ def test_attention_may_be_whole_on_all_ranks(seen: list[dict[str, Any]]) -> None
     assert got["heads"] == build("mixtral").config.num_key_value_heads and set(got["experts of a layer"]) == {2}
 
 
+def test_recurrent_layers_that_every_rank_has_whole(seen: list[dict[str, Any]]) -> None:
+    assert on_both(seen, "recurrent layers whole") == of_zoo("qwen3_next")
+    kind, words = on_both(seen, "recurrent layers cut")
+    assert kind == "UnsupportedError" and "and so is model.layers.0.linear_attn, which has recurrent state" in words
+
+
 def test_decodes_are_full_graphs(seen: list[dict[str, Any]]) -> None:
     got = on_both(seen, "captured")
     assert got["tokens"] == expected("qwen3_moe", RECORDED_TOKENS) and got["modes"] == ["full", "piecewise"]

@@ -17,7 +17,7 @@ from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.parallel.distributed_config import distributed_config
 from paged_attn.parallel.shard import shard
-from tests.two_ranks import GREEDY, PROMPTS, SETTINGS, cached_graphs, captured, error_of, main, read_in_shards, sharded
+from tests.two_ranks import GREEDY, PROMPTS, SETTINGS, cached_graphs, captured, error_of, main, read_in_shards, sharded, tokens_of
 from tests.zoo.build import build
 
 
@@ -74,6 +74,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "gpt_oss hooked": lambda: served(tiny("gpt_oss"), compiled=False),
     "deepseek_v3 rewritten": lambda: served(tiny("deepseek_v3")),
     "mixtral rewritten, attention whole": lambda: served(attention_whole("mixtral")),
+    "recurrent layers whole": lambda: tokens_of(attention_whole("qwen3_next")),
+    "recurrent layers cut": lambda: error_of(lambda: LLM(tiny("qwen3_next"), **SETTINGS)),
     "captured": lambda: captured(sharded("qwen3_moe", expert_parallel=True)),
     "cached graphs": lambda: cached_graphs(sharded("mixtral", expert_parallel=True)),
     "read in shards": lambda: read_in_shards("qwen3_moe", **vars(distributed_config(2, True))),

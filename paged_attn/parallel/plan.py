@@ -14,6 +14,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 
 ADVICE = "load it with transformers' tp_plan, and its ep_plan if experts shall be whole, over all ranks"
 EXPERT_PARALLEL = "ep_dispatch_experts"
+SENDING_KERNEL = "deepgemm_megamoe"
 SUMMING = ("auto", "all_reduce")  # ways to bring tokens to experts: every rank has all tokens, and the ranks' results are added up
 
 
@@ -76,7 +77,10 @@ def _rules_of(model: Any) -> dict[str, str]:
     if not (_setting(model, "enable_expert_parallel") or _setting(model, "ep_size", 1) > 1):
         return tp_plan
     ep_plan: dict[str, str] = model._ep_plan
-    if EXPERT_PARALLEL in ep_plan.values() and (way := _setting(model, "ep_implementation", "auto")) not in SUMMING:
+    way = _setting(model, "ep_implementation", "auto")
+    if getattr(model.config, "_experts_implementation", None) == SENDING_KERNEL:
+        way = SENDING_KERNEL
+    if EXPERT_PARALLEL in ep_plan.values() and way not in SUMMING:
         raise UnsupportedError(
             f"{type(model).__name__} is loaded with ep_implementation={way!r}; served are {' and '.join(map(repr, SUMMING))}: all "
             "ranks have all tokens, so that none needs to be sent"

@@ -90,21 +90,17 @@ def _placement(weight: nn.Parameter) -> Any:
 def _apply_plans(model: Any, mesh: Any, expert_parallel: bool) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    expand = getattr(model, "_expand_parallel_plan", None)  # transformers 5.22; before, it reads the plan off the model
-    if not expert_parallel:
-        apply_tensor_parallelism(model, mesh, *([] if expand is None else [expand(dict(model.tp_plan))]))
-        return
-    rules = merged_rules(model.tp_plan or {}, model._ep_plan)
-    if expand is None:
-        if EXPERT_PARALLEL in rules.values():
+    expand = getattr(model, "_expand_parallel_plan", None)  # transformers 5.22; before, it reads the one plan off the model
+    rules = merged_rules(model.tp_plan or {}, model._ep_plan if expert_parallel else {})
+    if expert_parallel:
+        if expand is None and EXPERT_PARALLEL in rules.values():
             raise UnsupportedError("expert parallelism is known for transformers 5.17 and from 5.22 on; pip install 'transformers>=5.22'")
         model.config.distributed_config = distributed_config(mesh.size(), True)
-        model._ep_plan = rules  # which is all of its plan from then on
-        apply_tensor_parallelism(model, mesh)
-        return
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
+        if expand is None:
+            model._ep_plan = rules
+    dense = {name: style for name, style in rules.items() if not expert_parallel or name not in model._ep_plan}
+    apply_tensor_parallelism(model, mesh, *([] if expand is None else [expand(dense)]))
+    if expert_parallel and expand is not None:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    model.config.distributed_config = distributed_config(mesh.size(), True)
-    dense = {name: style for name, style in rules.items() if name not in model._ep_plan}
-    apply_tensor_parallelism(model, mesh, expand(dense))
-    apply_expert_parallelism(model, mesh, mesh, expand(dict(model._ep_plan)))
+        apply_expert_parallelism(model, mesh, mesh, expand(dict(model._ep_plan)))

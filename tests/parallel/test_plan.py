@@ -53,6 +53,10 @@ def test_what_an_expert_parallel_rule_names_has_no_other() -> None:
 def test_tokens_that_would_be_sent_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="ep_implementation='all_to_all'; served are 'auto' and 'all_reduce'"):
         styles(Tiny(NEW, ep_size=2, ep_implementation="all_to_all"))
+    model = Tiny(NEW, ep_size=2)
+    model.config._experts_implementation = "deepgemm_megamoe"
+    with pytest.raises(UnsupportedError, match="ep_implementation='deepgemm_megamoe'"):
+        styles(model)
 
 
 def test_experts_that_can_not_be_shared_out() -> None:
