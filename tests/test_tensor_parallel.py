@@ -39,10 +39,14 @@ RECORDED_TOKENS = 12  # what tests/engine/steps/test_captured_steps.py asks for
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw of every case, from one start of two processes."""
-    out = tmp_path_factory.mktemp("ranks") / "seen"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.two_ranks", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     cases = [case for case in CASES if NEWEST or case not in ODD_HEADS]
+    return two_processes("tests.two_ranks", cases, tmp_path_factory.mktemp("ranks") / "seen")
+
+
+def two_processes(module: str, cases: list[str], out: Path) -> list[dict[str, Any]]:
+    """What each of two ranks writes of the cases of a module."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([*command, *cases], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
@@ -191,7 +195,7 @@ def test_ranks_that_do_different_things_are_stopped(seen: list[dict[str, Any]], 
     [
         ("cut heads", "k_proj has 1 heads of 8, which 2 ranks can not share"),
         ("logits in slices", "lm_head leaves each rank with a slice of the logits"),
-        ("unknown style", "model.norm (LlamaRMSNorm) has the tensor-parallel style 'sequence_parallel'"),
+        ("unknown style", "model.norm (LlamaRMSNorm) has the parallel style 'sequence_parallel'"),
         ("other sharding", "fsdp_size=2"),
     ],
 )

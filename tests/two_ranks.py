@@ -49,12 +49,12 @@ def whole(name: str, **overrides: Any) -> Any:
     return model
 
 
-def sharded(name: str, plan: dict[str, str] | None = None, **overrides: Any) -> Any:
+def sharded(name: str, plan: dict[str, str] | None = None, *, expert_parallel: bool = False, **overrides: Any) -> Any:
     """A tiny model over both ranks; `plan` changes styles, and None takes one out."""
     model = whole(name, **overrides)
     changed = {**model._tp_plan, **(plan or {})}
     model._tp_plan = {key: style for key, style in changed.items() if style is not None}
-    return shard(model)
+    return shard(model, expert_parallel=expert_parallel)
 
 
 def tokens_of(model: Any, prompts: list[list[int]] = PROMPTS, params: Any = GREEDY, **settings: Any) -> list[list[int]]:
@@ -79,11 +79,11 @@ def served(name: str, compiled: bool) -> dict[str, Any]:
         return {"runs": runs, "heads": heads, "cached": llm.engine.stats.cached_tokens, "pool heads": llm.engine.pool.key(0).shape[2]}
 
 
-def captured() -> dict[str, Any]:
+def captured(model: Any = None) -> dict[str, Any]:
     """Rewritten, and recorded on a tape, collectives included."""
     from tests.engine.steps.test_captured_steps import captured_engine, modes_of, tokens_of
 
-    engine = captured_engine(sharded("qwen3"), overlap=True)
+    engine = captured_engine(model or sharded("qwen3"), overlap=True)
     modes = modes_of(engine)
     tokens = tokens_of(engine, PROMPTS)
     engine.close()
@@ -220,7 +220,7 @@ def biases() -> list[list[int]]:
     return tokens_of(sharded("llama", attention_bias=True, mlp_bias=True), compile=False)
 
 
-def read_in_shards() -> list[list[int]] | None:
+def read_in_shards(name: str = "llama", **config: Any) -> list[list[int]] | None:
     """As users load models; None where accelerate is missing, which transformers needs for it."""
     if importlib.util.find_spec("accelerate") is None:
         return None
@@ -230,10 +230,10 @@ def read_in_shards() -> list[list[int]] | None:
     with tempfile.TemporaryDirectory() as folder:
         where = [folder]
         if RANK == 0:
-            whole("llama").save_pretrained(folder)
+            whole(name).save_pretrained(folder)
         dist.broadcast_object_list(where)
-        config = DistributedConfig(tp_plan="auto")
-        model = AutoModelForCausalLM.from_pretrained(where[0], distributed_config=config, dtype=torch.float32).eval()
+        shares = DistributedConfig(**(config or {"tp_plan": "auto"}))
+        model = AutoModelForCausalLM.from_pretrained(where[0], distributed_config=shares, dtype=torch.float32).eval()
         dist.barrier()
     return tokens_of(model, compile=False)
 
@@ -255,9 +255,9 @@ def led() -> dict[str, Any]:
     return {"leader": result, "ended": ended, "together": together}
 
 
-def cached_graphs() -> dict[str, Any]:
+def cached_graphs(model: Any = None) -> dict[str, Any]:
     """Traced; found on disk by both ranks; and found by rank 0 alone, so that both trace."""
-    model, runs = sharded("llama"), []
+    model, runs = model or sharded("llama"), []
     finds_nothing = mock.patch.object(Entries, "read", lambda entries, key: iter(()))
     with tempfile.TemporaryDirectory() as folder:
         where = [folder]
@@ -345,13 +345,13 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
-def main(out: str, cases: list[str]) -> None:
+def main(out: str, cases: list[str], known: dict[str, Callable[[], Any]] = CASES) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {}
     for case in cases:
         started = time.perf_counter()
-        results[case] = CASES[case]()
+        results[case] = known[case]()
         results[f"seconds of {case}"] = round(time.perf_counter() - started, 2)
         with open(f"{out}.{RANK}", "w") as file:
             json.dump(results, file)

@@ -1,4 +1,4 @@
-"""Another forward for one module, for a while."""
+"""Another forward for one module, or for what else has one, for a while."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: object, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, `module` computes `forward`; afterwards its own instance attribute is back, if it had one, and else its class's method."""
     missing = object()
     before = vars(module).get("forward", missing)

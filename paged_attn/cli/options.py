@@ -56,10 +56,12 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     add("--revision", metavar="NAME", help="of a hub id: a branch, a tag or a commit")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the checkpoint; without it nothing of it runs")
     add("--gguf-file", metavar="FILE", help="a GGUF file of the directory or repository (a path to one is a model, too)")
+    add("--expert-parallel", action="store_true", help="under torchrun: each process has some experts whole, not a slice of each")
 
 
 def load_options(args: argparse.Namespace) -> LoadOptions:
-    return LoadOptions(**{name: getattr(args, name) for name in ("tokenizer", "revision", "trust_remote_code", "gguf_file")})
+    names = ("tokenizer", "revision", "trust_remote_code", "gguf_file", "expert_parallel")
+    return LoadOptions(**{name: getattr(args, name) for name in names})
 
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:

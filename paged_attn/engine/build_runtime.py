@@ -35,7 +35,7 @@ from paged_attn.engine.steps.capture_progress import show_progress
 from paged_attn.engine.steps.capture_settings import CaptureSettings
 from paged_attn.engine.steps.step_runner import StepRunner
 from paged_attn.engine.tracing.trace_model import only_device
-from paged_attn.parallel.local_model import served_locally
+from paged_attn.parallel.local_model import is_cut, served_locally
 from paged_attn.passes.report import OptionalPasses
 from paged_attn.recurrent.run import RecurrentRunner
 
@@ -83,11 +83,12 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             gemv=bool(config.gemv),
         ).without(config.disable_passes)
         runner = ModelRunner(model, replace(options, pdl=bool(config.pdl), passes=passes), config.follow_generate, probe)
-    if ranks is not None and runner.recurrent:
+    cut = [layer.spec.module for layer in runner.recurrent if is_cut(model, layer.module)]
+    if ranks is not None and cut:
         runner.close()
         raise UnsupportedError(
-            f"{type(model).__name__} is sharded over {ranks.size} ranks and has recurrent state in {runner.recurrent[0].spec.module}; "
-            "tensor parallelism is known for attention alone. Run it whole on each device and share out the requests (data parallel)"
+            f"{type(model).__name__} is sharded over {ranks.size} ranks, and so is {cut[0]}, which has recurrent state; known are layers "
+            "that every rank has whole. Take them out of its tp_plan, or run it whole on each device and share out the requests"
         )
     return runner
 

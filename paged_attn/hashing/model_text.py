@@ -15,6 +15,7 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 _KEPT_WITH_IT = ("_paged_attn_engine",)  # and not part of it
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+_OURS = ("paged_attn.parallel.local_forwards", "paged_attn.parallel.own_experts")
 _REPLACED = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_compiled_call_impl")
 
 
@@ -50,8 +51,8 @@ def _module(path: str, module: nn.Module, hasher: StableHasher) -> str:
 
 
 def _is_ours(name: str, module: nn.Module) -> bool:
-    """A forward that `parallel` put in the place of transformers' for a rank's own tensors: its closure is told like other values."""
-    return name == "forward" and getattr(module.forward, "__module__", None) == "paged_attn.parallel.local_forwards"
+    """A forward that `parallel` put in the place of transformers' for a rank's own tensors: what it holds is told like other values."""
+    return name == "forward" and getattr(module.forward, "__module__", None) in _OURS
 
 
 def _classes(model: nn.Module) -> Iterator[str]:

@@ -11,24 +11,27 @@ from torch.nn import functional
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.parallel.collectives import from_first, gathered, sum_over
+from paged_attn.parallel.own_experts import OwnExperts, WholeExperts
+from paged_attn.parallel.plan import EXPERT_PARALLEL
 from paged_attn.parallel.ranks import Ranks
 
 Forward = Callable[..., Any]
-AS_IT_IS = {"colwise", "packed_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj"}
+# Of ep_router (up to transformers 5.22) the ids are as the module gives them: `WholeExperts` takes those of all ranks.
+AS_IT_IS = {"colwise", "packed_colwise", "replicated_with_grad_allreduce", "replicate", "local_params", "mla_kv_a_proj", "ep_router"}
 
 
 def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: bool) -> Forward:
     """The forward of a module whose parameters are a rank's own.
 
     Args:
-        style: as transformers' tp_plan calls it.
+        style: as `Plan.styles` calls it.
         cut: whether any of the module's parameters is a shard.
 
     Raises:
         UnsupportedError: a style, or a style for such a module, that is not known.
     """
     whole = types.MethodType(type(module).forward, module)
-    if style in AS_IT_IS and not isinstance(module, nn.Embedding):
+    if style in AS_IT_IS and not (cut and isinstance(module, nn.Embedding)):
         return _as_it_is(whole)
     if style in ("colwise_gather_output", "colwise_rep") and isinstance(module, nn.Linear):
         return _gathered(whole, module.out_features, ranks)
@@ -38,13 +41,17 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
         if style == "embedding_colwise" or module.weight.shape[1] < module.embedding_dim:
             return _gathered(whole, module.embedding_dim, ranks)
         return _summed_embedding(whole, module, ranks)
-    if style in ("moe_tp_experts", "all_reduce"):
-        return _summed(whole, ranks) if cut or style == "all_reduce" else _as_it_is(whole)
+    if style == "moe_tp_experts":
+        return OwnExperts(whole, ranks.name).summed if cut else _as_it_is(whole)
+    if style == EXPERT_PARALLEL and cut and isinstance(count := getattr(module, "num_experts", None), int):
+        return WholeExperts(whole, ranks.name, ranks.rank * count, count, ranks.size * count).summed
+    if style == "all_reduce":
+        return _summed(whole, ranks)
     if style == "moe_identity_expert":
         return lambda x, *args, **kwargs: whole(x / ranks.size, *args, **kwargs)
     raise UnsupportedError(
-        f"{name} ({type(module).__name__}) has the tensor-parallel style {style!r}, which is not known for such a module; give "
-        "from_pretrained a tp_plan without it"
+        f"{name} ({type(module).__name__}) has the parallel style {style!r}, which is not known for such a module; give "
+        "from_pretrained a plan without it"
     )
 
 

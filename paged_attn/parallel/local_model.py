@@ -33,6 +33,7 @@ class LocalModel:
 
     Attributes:
         ranks: the processes that hold the shards.
+        cut: modules that have a shard of a parameter.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -42,7 +43,7 @@ class LocalModel:
         head = _output_module(model)
         with evaluating(model), ExitStack() as undo:
             expected = _probe(model)
-            cut = self._take_local_parameters(model, undo)
+            self.cut = cut = self._take_local_parameters(model, undo)
             for name, module in model.named_modules():
                 style = plan.styles.get(name)
                 forward = None if style is None else local_forward(name, module, style, self.ranks, module in cut)
@@ -112,6 +113,12 @@ def served_locally(model: nn.Module) -> Iterator[Ranks | None]:
     finally:
         if local is not None:
             local.leave()
+
+
+def is_cut(model: nn.Module, part: nn.Module) -> bool:
+    """Whether a module of a model, or one below it, has a shard of a parameter; asked while the model is served."""
+    local = _entered.get(model)
+    return local is not None and not local.cut.isdisjoint(part.modules())
 
 
 def _output_module(model: nn.Module) -> nn.Module:

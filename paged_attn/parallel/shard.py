@@ -1,4 +1,4 @@
-"""Sharding a model that every rank has loaded whole, by the plan that transformers has for it."""
+"""Sharding a model that every rank has loaded whole, by the plans that transformers has for it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import torch.distributed as dist
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.parallel.distributed_config import distributed_config
+from paged_attn.parallel.plan import EXPERT_PARALLEL, merged_rules, pattern_of
 
 
-def shard(model: Any, device: torch.device | str | None = None) -> Any:
-    """Keep of each weight what the model's `tp_plan` gives to this rank, over all ranks of the process group; returns the model.
+def shard(model: Any, device: torch.device | str | None = None, expert_parallel: bool = False) -> Any:
+    """Keep of each weight what the model's plans give to this rank, over all ranks of the process group; returns the model.
 
-    For a model that every rank holds whole (made from a config, or small); `from_pretrained(tp_plan="auto")` reads shards alone. Calls of
-    the sharded model go through transformers' own hooks until an engine serves it. With one rank nothing is sharded.
+    For a model that every rank holds whole (made from a config, or small); `from_pretrained(distributed_config=...)` reads shards alone.
+    Calls of the sharded model go through transformers' own hooks until an engine serves it. With one rank nothing is sharded.
 
     Args:
         model: a PreTrainedModel, the same on all ranks; it is changed.
         device: where the shards shall lie; default: where the model is.
+        expert_parallel: each rank has some experts whole, as the model's `ep_plan` says, and of all else what its `tp_plan` says: set
+            `model.tp_plan = {}` to leave that whole. Without, a slice of each expert, as of all else.
 
     Raises:
         RuntimeError: no process group; run the script with torchrun and call torch.distributed.init_process_group.
-        UnsupportedError: the model has no plan.
+        UnsupportedError: the model has no such plan, or its experts can not be shared out evenly.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -33,18 +37,34 @@ def shard(model: Any, device: torch.device | str | None = None) -> Any:
     target = torch.device(device) if device is not None else next(model.parameters()).device
     size = dist.get_world_size()
     if size > 1:
-        if not getattr(model, "tp_plan", None):
+        if expert_parallel:
+            _refuse_uneven_experts(model, size)
+        elif not getattr(model, "tp_plan", None):
             raise UnsupportedError(f"{type(model).__name__} has no tensor-parallel plan (model.tp_plan is empty); set one, or run it whole")
-        _distribute(model, size, target)
+        _distribute(model, size, target, expert_parallel)
     module: nn.Module = model
     nn.Module.to(module, target)
     return model
 
 
-def _distribute(model: Any, size: int, target: torch.device) -> None:
+def _refuse_uneven_experts(model: Any, size: int) -> None:
+    plan = getattr(model, "_ep_plan", None)
+    if not plan:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no expert-parallel plan (model.ep_plan is empty); leave expert_parallel out, and each rank "
+            "has a slice of every expert"
+        )
+    for name, parameter in model.named_parameters():
+        if plan.get(pattern_of(name)) == "grouped_gemm" and len(parameter) % size:
+            raise UnsupportedError(
+                f"{name} holds {len(parameter)} experts, which {size} ranks can not share evenly; use a number of ranks that divides "
+                "them, or leave expert_parallel out, and each rank has a slice of every expert"
+            )
+
+
+def _distribute(model: Any, size: int, target: torch.device, expert_parallel: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     mesh = init_device_mesh(target.type, (size,), mesh_dim_names=("tp",))
     model.to(target)
@@ -52,8 +72,7 @@ def _distribute(model: Any, size: int, target: torch.device) -> None:
     tied = head is not None and head.weight is table.weight
     if tied:  # transformers cuts them one by one, and ties after that
         head.weight = nn.Parameter(table.weight.detach(), requires_grad=table.weight.requires_grad)
-    expand = getattr(model, "_expand_parallel_plan", None)  # transformers 5.22; before, it reads the plan off the model
-    apply_tensor_parallelism(model, mesh, *([] if expand is None else [expand(dict(model.tp_plan))]))
+    _apply_plans(model, mesh, expert_parallel)
     model._device_mesh, model._tp_size = mesh, size
     if tied and _placement(head.weight) == _placement(table.weight):
         head.weight = table.weight
@@ -66,3 +85,22 @@ def _distribute(model: Any, size: int, target: torch.device) -> None:
 
 def _placement(weight: nn.Parameter) -> Any:
     return getattr(weight, "placements", None)
+
+
+def _apply_plans(model: Any, mesh: Any, expert_parallel: bool) -> None:
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    expand = getattr(model, "_expand_parallel_plan", None)  # transformers 5.22; before, it reads the one plan off the model
+    rules = merged_rules(model.tp_plan or {}, model._ep_plan if expert_parallel else {})
+    if expert_parallel:
+        if expand is None and EXPERT_PARALLEL in rules.values():
+            raise UnsupportedError("expert parallelism is known for transformers 5.17 and from 5.22 on; pip install 'transformers>=5.22'")
+        model.config.distributed_config = distributed_config(mesh.size(), True)
+        if expand is None:
+            model._ep_plan = rules
+    dense = {name: style for name, style in rules.items() if not expert_parallel or name not in model._ep_plan}
+    apply_tensor_parallelism(model, mesh, *([] if expand is None else [expand(dense)]))
+    if expert_parallel and expand is not None:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+        apply_expert_parallelism(model, mesh, mesh, expand(dict(model._ep_plan)))

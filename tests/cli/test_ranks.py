@@ -102,6 +102,28 @@ def test_generate_over_two_ranks_says_everything_once(checkpoint: str, expected:
     assert "tokens/s" not in done.stderr
 
 
+@pytest.mark.slow
+def test_generate_with_whole_experts_in_each_process(tmp_path: Path) -> None:
+    path = tmp_path / "experts"
+    build("qwen3_moe", vocab_size=258, hidden_size=64, head_dim=16, max_position_embeddings=512, num_experts=8).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_bytes((DEMO / name).read_bytes())
+    with LLM(path, dtype=torch.float32, device=DEVICE, num_pages=64) as llm:
+        expected = [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True))]
+    asked = [flag for prompt in PROMPTS for flag in ("--prompt", prompt)]
+    command = [*TORCHRUN, "generate", "--model", str(path), "--expert-parallel", *SETTINGS, *asked]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "20", "--ignore-eos", "--json"], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert [c["token_ids"] for c in json.loads(done.stdout)["completions"]] == expected
+
+
+def test_one_process_shares_out_no_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(DEMO), "--prompt", "x", "--expert-parallel"]) == 2
+    assert "expert parallelism is over several processes, and this is one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["demo"], ["doctor"], ["warmup", "--model", str(DEMO)], ["bench", "--smoke"]])
 def test_other_commands_run_in_one_process(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

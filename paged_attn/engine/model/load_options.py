@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Keywords of `LLM` that go to transformers' `from_pretrained`.
+    """What goes to transformers' `from_pretrained`: keywords of `LLM`, and of commands under torchrun.
 
     Attributes:
         tokenizer: the place of another tokenizer than the model's own: a directory or a hub id.
@@ -17,6 +17,7 @@ class LoadOptions:
         trust_remote_code: run Python code that comes with the checkpoint. Without it nothing of it runs, and nobody is asked.
         gguf_file: a file of that format in the directory or repository; its weights are unpacked to the dtype. Needs the package `gguf`.
         quantization_config: one of transformers, such as `TorchAoConfig`: weights are quantised while they are read.
+        expert_parallel: under torchrun each process reads some experts whole, in place of a slice of each.
     """
 
     tokenizer: str | Path | None = None
@@ -24,6 +25,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     gguf_file: str | None = None
     quantization_config: Any = None
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.trust_remote_code, bool):

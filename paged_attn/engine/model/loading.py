@@ -20,7 +20,9 @@ from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.model.model_path import checked_model_path, split_gguf
 from paged_attn.engine.model.task import Task, task_of_config
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, embedding_defaults, has_modules
+from paged_attn.parallel.distributed_config import distributed_config
 from paged_attn.parallel.plan import plan_of
+from paged_attn.parallel.torchrun import num_processes
 
 PLAIN = LoadOptions()
 
@@ -39,13 +41,15 @@ def load_model(
         path: a directory, a hub id, or a GGUF file.
         dtype: None is the checkpoint's own.
         device: None is `default_device()`.
-        sharded: read what the model's `tp_plan` gives to this rank of the process group, and no more.
+        sharded: read what the model's plans give to this rank of the process group, and no more.
         task: as `checkpoint_task` says: which head is read.
 
     Raises:
         ValueError: nothing loadable is there; the message holds transformers' own words. Or it can not be sharded.
         UnsupportedError: what is there continues no text.
     """
+    if options.expert_parallel and not sharded:
+        raise ValueError("expert parallelism is over several processes, and this is one; run the command under torchrun, or leave it out")
     path, gguf = split_gguf(path, options.gguf_file)
     name = checked_model_path(path, gguf)
     device = default_device() if device is None else torch.device(device)
@@ -88,7 +92,7 @@ def _model(
     from transformers import AutoConfig
 
     where = _where(gguf, options)
-    more: dict[str, Any] = {"distributed_config": _own_shards()} if sharded else {}
+    more: dict[str, Any] = {"distributed_config": _own_shards(options.expert_parallel)} if sharded else {}
     if options.quantization_config is not None:
         _check_installed("accelerate", "quantization_config")
         more |= {"quantization_config": options.quantization_config, "device_map": {"": device}}
@@ -179,12 +183,10 @@ def _check_installed(package: str, what: str) -> None:
         raise ValueError(f"{what} needs the package {package}, which is not installed: pip install {package}")
 
 
-def _own_shards() -> Any:
+def _own_shards(expert_parallel: bool) -> Any:
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError(f"to read shards transformers needs accelerate; install the extra: {install_line('tp')}")
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    return DistributedConfig(tp_plan="auto")
+    return distributed_config(num_processes(), expert_parallel)
 
 
 @contextmanager

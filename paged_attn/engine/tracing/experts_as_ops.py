@@ -21,6 +21,7 @@ from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
+from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts
 from paged_attn.passes.fx.row_layout import MISFITS
 
 logger = logging.getLogger("paged_attn")
@@ -49,14 +50,20 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
                 what = "stays as it is" if found is None else f"is one op: {found.gating.describe()}, by {found.backend.describe()}"
                 logger.info("%s (%s) %s", name, type(module).__name__, what)
             if (found := proved[key]) is not None:
-                undo.enter_context(replaced_forward(module, _emitter(module, found)))
+                owner = _owner(module)
+                undo.enter_context(replaced_forward(owner, _emitter(module, owner.forward, found)))
                 count += 1
         yield count
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module may be one of experts: it holds stacked weights, whole and on this rank."""
+    """Whether the module may be one of experts: it holds stacked weights, on this rank."""
     return bool(layouts_of(module))
+
+
+def _owner(module: nn.Module) -> nn.Module | OwnExperts:
+    """Whose `forward` computes this rank's experts, which are added up outside where other ranks have some, too."""
+    return own_experts(module) or module
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,7 @@ def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
     w1, *_ = layout.operands(module)
     experts, hidden, device = layout.experts, w1.shape[2], w1.device
     numbers = torch.Generator().manual_seed(1)
+    compute = owner.forward if isinstance(owner := _owner(module), OwnExperts) else module
     found: list[Probe] = []
     for rows, count in ((ROWS, experts), (3, experts), (ROWS, _num_ids(module, layout)), (ROWS, min(2, experts))):
         x = torch.randn(rows, hidden, generator=numbers).to(device, w1.dtype)
@@ -158,14 +166,16 @@ def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
         weights = torch.rand(ids.shape, generator=numbers).to(device, w1.dtype)
         ids = ids.to(device)
         try:
-            found.append(((x, ids, weights), module(x.clone(), ids.clone(), weights.clone())))
+            found.append(((x, ids, weights), compute(x.clone(), ids.clone(), weights.clone())))
         except NOT_EXPERTS:
             return []
     return found if all(isinstance(expected, Tensor) for _, expected in found) else []
 
 
 def _num_ids(module: nn.Module, layout: Layout) -> int:
-    """Those of experts, and those that a weight has a row for beyond them."""
+    """Those of experts, also of other ranks, and those that a weight has a row for beyond them."""
+    if isinstance(owner := _owner(module), WholeExperts):
+        return owner.total
     return max(len(getattr(module, layout.first)), len(getattr(module, layout.second)))
 
 
@@ -183,9 +193,7 @@ def apart(expected: Tensor, given: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _emitter(module: nn.Module, found: ProvedExperts) -> Callable[..., Tensor]:
-    original = module.forward
-
+def _emitter(module: nn.Module, original: Callable[..., Tensor], found: ProvedExperts) -> Callable[..., Tensor]:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = [*args, *kwargs.values()]
         if not torch.compiler.is_compiling() or len(given) != 2 or hidden_states.dim() != 2:

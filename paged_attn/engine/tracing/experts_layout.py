@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")
-OTHER_KINDS = ("has_post_expert_norm", "_is_expert_parallel")  # newer than transformers 5.17
+OTHER_KINDS = ("has_post_expert_norm",)  # newer than transformers 5.17
 
 
 class Layout(NamedTuple):
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
 
 def layouts_of(module: nn.Module) -> list[Layout]:
-    """Those that the module may have, by flags or by shapes; none if it is no module of experts, or not whole and on this rank."""
+    """Those that the module may have, by flags or by shapes; none if it is no module of experts, or has no plain tensors."""
     if any(getattr(module, kind, False) for kind in OTHER_KINDS):
         return []
     return _by_flags(module) if all(hasattr(module, flag) for flag in FLAGS) else _by_shapes(module)

@@ -45,7 +45,8 @@ def fuse_routing(graph: fx.Graph, values: dict[fx.Node, Any]) -> int:
             )  # fmt: skip
             weights = call_with_value(graph, operator.getitem, both, 0)
             ids = call_with_value(graph, operator.getitem, both, 1)
-        experts.args = (experts.args[0], ids, weights, *experts.args[3:])
+        region.reader.replace_input_with(region.ids, ids)
+        experts.args = (*experts.args[:2], weights, *experts.args[3:])
         count += 1
     if count:
         remove_dead_code(graph)

@@ -18,7 +18,7 @@ _PRODUCTS = (F.linear, LINEAR)
 
 class Region(NamedTuple):
     """Nodes in graph order, from logits [T, E] and maybe a bias [E] to weights and ids [T, k]; `of_type`: tensors outside of which only the
-    type is read."""
+    type is read; `reader`: what is given the ids, the experts or what makes ids of a rank's own experts of them."""
 
     nodes: list[fx.Node]
     logits: fx.Node
@@ -26,6 +26,7 @@ class Region(NamedTuple):
     weights: fx.Node
     ids: fx.Node
     of_type: frozenset[fx.Node]
+    reader: fx.Node
 
 
 def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
@@ -35,7 +36,8 @@ def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
     """
     ids, weights, w1 = (node for node in experts.args[1:4])
     assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
-    num_experts, written = value_of(w1).shape[0], _written(experts.graph)
+    reader, ids = _counted_from_the_first(experts, ids)
+    written = _written(experts.graph)
     found, pending, leaves, of_type = set[fx.Node](), [ids, weights], set[fx.Node](), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -50,14 +52,25 @@ def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
         pending += [*read, *(writer for writer, values in written.items() if node in values)]
         if len(found) > MOST_NODES or not node.all_input_nodes:
             return None
-    logits = [leaf for leaf in leaves if sizes_of(leaf)[1:] == (num_experts,) and len(sizes_of(leaf)) == 2]
-    bias = [leaf for leaf in leaves if sizes_of(leaf) == (num_experts,)]
+    logits = [leaf for leaf in leaves if len(sizes_of(leaf)) == 2]
+    if len(logits) != 1 or (reader is experts and sizes_of(logits[0])[1] != value_of(w1).shape[0]):
+        return None
+    bias = [leaf for leaf in leaves if sizes_of(leaf) == sizes_of(logits[0])[1:]]
     # What is written in place in the region must live there.
     own = all(values <= found for writer, values in written.items() if writer in found)
-    if len(logits) != 1 or len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
+    if len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
         return None
     nodes = in_graph_order(experts.graph, found)
-    return Region(nodes, logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves))
+    return Region(nodes, logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), reader)
+
+
+def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(what reads the ids of all ranks' experts, these ids), where a rank counts from its own: `parallel/own_experts.py`."""
+    if name_of(ids) == "remainder" and isinstance(counted := ids.args[0], fx.Node) and name_of(counted) == "sub":
+        chosen, first = counted.args
+        if isinstance(chosen, fx.Node) and isinstance(first, int):
+            return counted, chosen
+    return experts, ids
 
 
 def _written(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:

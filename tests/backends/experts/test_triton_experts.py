@@ -30,7 +30,7 @@ def test_every_gate(tokens: int, gating: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["few", "grouped"])
-@pytest.mark.parametrize("load", ["one expert has all", "one pair each", "ids of no expert", "more than a block"])
+@pytest.mark.parametrize("load", ["one expert has all", "one pair each", "ids of no expert", "no id of an expert", "more than a block"])
 def test_ragged_loads(load: str, kernel: str) -> None:
     tokens = 40 if load == "more than a block" else 4
     given = list(operands(tokens, Gating()))
@@ -40,7 +40,11 @@ def test_ragged_loads(load: str, kernel: str) -> None:
         given[1], given[2] = torch.tensor([[0], [5], [2], [3]], device=DEVICE), given[2][:, :1].contiguous()
     elif load == "ids of no expert":
         given[1] = given[1].clone()
-        given[1][1], given[1][2, 0] = 6, 6  # as expert parallelism marks what another rank has
+        given[1][1], given[1][2, 0], given[1][3, 1] = 6, 11, 8  # as expert parallelism marks what other ranks have
+    elif load == "no id of an expert":
+        given[1] = given[1] + 6
+        assert not KERNELS[kernel](*given).any() and not experts_one_by_one(*given).any()
+        return
     assert close(KERNELS[kernel](*given), experts_one_by_one(*given))
     if load == "ids of no expert":
         assert not KERNELS[kernel](*given)[1].any()

@@ -138,11 +138,3 @@ def test_the_last_layers_experts_run_for_the_wanted_rows_only() -> None:
         calls = [node for node in report.gm.graph.nodes if node.target is EXPERTS]
         rows = [node.meta["example_value"].shape[0] for node in calls]
     assert len({str(size) for size in rows}) == 2 and str(rows[-1]) != str(rows[0])
-
-
-def test_expert_parallel_modules_are_left_alone() -> None:
-    module = experts_of(build("qwen3_moe"))[0]
-    module._is_expert_parallel = True
-    assert not is_experts(module)
-    module._is_expert_parallel = False
-    assert is_experts(module)

@@ -22,10 +22,10 @@ Router = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Experts(nn.Module):
     """An embedding, `route(logits [T, 12], bias [12])` to weights and ids [T, k], and twelve experts."""
 
-    def __init__(self, route: Router, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, route: Router, dtype: torch.dtype = torch.float32, own: tuple[int, int] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.route = route
+        self.route, self.own = route, own
         self.embed, self.gate = nn.Embedding(VOCAB, H), nn.Linear(H, E, bias=False)
         self.bias, self.w1, self.w2 = (nn.Parameter(torch.randn(*size)) for size in ((E,), (E, 6, H), (E, H, 3)))
         self.to(dtype)
@@ -33,7 +33,11 @@ class Experts(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = (self.embed(input_ids) + torch.cos(position_ids[..., None] * 0.1).to(self.embed.weight.dtype))[0]
         weights, ids = self.route(self.gate(x), self.bias)
-        return EXPERTS(x, ids, weights, self.w1, self.w2, None, None, "silu", True, False, 0.0, 0.0, "one_by_one")
+        w1, w2 = self.w1, self.w2
+        if self.own is not None:
+            first, count = self.own
+            ids, w1, w2 = (ids - first).remainder(E), w1[first : first + count], w2[first : first + count]
+        return EXPERTS(x, ids, weights, w1, w2, None, None, "silu", True, False, 0.0, 0.0, "one_by_one")
 
 
 def softmax_first(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,6 +118,16 @@ def test_a_router_is_one_op(router: Router, dtype: torch.dtype) -> None:
     assert count == 1 and not any(name in str(node.target) for node in graph.nodes for name in ("topk", "sort", "softmax", "sigmoid"))
     assert Routing(*route.args[3:]) == KNOWN[router] and (route.args[1] is not None) == (router is in_groups)
     torch.testing.assert_close(given, expected)
+
+
+@pytest.mark.parametrize("own", [(0, 4), (4, 4), (8, 4)])
+def test_a_router_is_one_op_where_a_rank_has_some_of_the_experts(own: tuple[int, int]) -> None:
+    """`paged_attn/parallel/own_experts.py` counts from the rank's first; the op gives the ids of all."""
+    graph, count, given, expected = fused(Experts(in_groups, own=own))
+    (route,) = [node for node in graph.nodes if node.target is ROUTE]
+    assert count == 1 and Routing(*route.args[3:]) == KNOWN[in_groups] and not any("topk" in str(node.target) for node in graph.nodes)
+    torch.testing.assert_close(given, expected)
+    assert expected[0].any(), "a token has an expert of this rank"
 
 
 @pytest.mark.parametrize("router", [by_sorting, squared, the_worst, biased_weights, of_two_tokens], ids=lambda router: router.__name__)

@@ -1,0 +1,52 @@
+"""A rank's part of a module of experts: a slice of each (tensor parallelism), or some of them whole (expert parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from paged_attn.parallel.collectives import sum_over
+
+
+class OwnExperts:
+    """A slice of every expert. The module's forward is `summed`.
+
+    Attributes:
+        forward: what this rank computes, of a token and its experts; the ranks' results are parts of a sum. While a model is traced,
+            another function stands there.
+        group: the ranks' name for functional collectives.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor], group: str) -> None:
+        self.forward, self.group = forward, group
+
+    def summed(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the whole module computes, on every rank."""
+        return sum_over(self.forward(*args, **kwargs), self.group)
+
+
+class WholeExperts(OwnExperts):
+    """`count` experts from `first` on, of `total`. `forward` is given ids that are counted from the first; from `count` on they are other
+    ranks' experts, which it leaves out."""
+
+    def __init__(self, forward: Callable[..., Tensor], group: str, first: int, count: int, total: int) -> None:
+        super().__init__(_without_others(forward, count), group)
+        self.first, self.count, self.total = first, count, total
+
+    def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Of hidden states [T, H], and ids of all ranks' experts and weights [T, k]; [T, H] on every rank."""
+        ids = (top_k_index - self.first).remainder(self.total)
+        return sum_over(self.forward(hidden_states, ids, top_k_weights), self.group)
+
+
+def own_experts(module: nn.Module) -> OwnExperts | None:
+    """This rank's part of a module of experts, while the model is served as a rank's own modules; None for one that is whole."""
+    owner = getattr(vars(module).get("forward"), "__self__", None)
+    return owner if isinstance(owner, OwnExperts) else None
+
+
+def _without_others(forward: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
+    """transformers' forwards know one id beyond the experts, and some compute an expert for it, and rely on its weight being 0."""
+    return lambda x, ids, weights: forward(x, ids.clamp(max=count), weights.masked_fill(ids >= count, 0.0))
