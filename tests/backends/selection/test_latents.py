@@ -73,8 +73,8 @@ def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("required", "names"),
     [
-        (asked("512 + 64", 90), ["fa3"]),
-        (asked("512 + 64", 90, page_size=64), ["fa3"]),
+        (asked("512 + 64", 90), ["triton", "fa3"]),
+        (asked("512 + 64", 90, page_size=64), ["triton", "fa3"]),
         (asked("512 + 64", 90, torch.float32), ["triton"]),
         (asked("256 + 64", 90), ["triton"]),
         (asked("512 + 0", 90, torch.float16), ["triton"]),
