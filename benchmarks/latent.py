@@ -1,6 +1,6 @@
 """Times the two ways of latent attention (absorbed, expanded) of one layer against what `choose.py` would take.
 
-python benchmarks/latent.py [--device cuda --dtype bfloat16 --heads 16 [--pytorch]]    # a line per shape: milliseconds of both, and the choice
+python benchmarks/latent.py [--device cuda --dtype bfloat16 --heads 16 [--pytorch]]    # per shape milliseconds of both, and the choice
 
 latent_decode.py times decode steps on a GPU.
 
