@@ -1,6 +1,6 @@
 """Times the two ways of latent attention (absorbed, expanded) of one layer against what `choose.py` would take.
 
-python benchmarks/latent.py [--device cuda --dtype bfloat16 --heads 16]    # a line per shape: milliseconds of both, and the choice
+python benchmarks/latent.py [--device cuda --dtype bfloat16 --heads 16 [--pytorch]]    # per shape milliseconds of both, and the choice
 
 latent_decode.py times decode steps on a GPU.
 
@@ -22,10 +22,13 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
+from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.latent import choose, step
+from paged_attn.backends.attention.triton.backend import TritonBackend
 from paged_attn.backends.selection.select import select_for_pool
 
 SHAPES = ((1, 512), (8, 512), (64, 512), (256, 512), (64, 0), (256, 0), (1024, 0), (16, 4096), (128, 4096), (512, 4096))
+LONGER = ((4096, 0), (8192, 0), (2048, 8192), (8192, 24_576))  # on a GPU besides
 PAGE_SIZE = 16
 
 
@@ -59,14 +62,19 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument(
+        "--pytorch", action="store_true", help="expanded: by PyTorch's attention, also where the backend has a kernel for it"
+    )
     args = parser.parse_args()
+    if args.pytorch:
+        TritonBackend.attends_expanded = AttentionBackend.attends_expanded
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     spec = LatentSpec(
         args.heads, 1, 576, 512, 0.1, rotated=64, key_dim=128, value_dim=128, keys=HeadRows(0, 256), values=HeadRows(128, 256)
     )
     costs = []
     print(f"{'new':>5} {'cached':>6} {'absorbed ms':>11} {'expanded ms':>11}  takes")
-    for new, cached in SHAPES:
+    for new, cached in SHAPES + (LONGER if device.type == "cuda" else ()):
         absorbed, expanded = (milliseconds(spec, new, cached, expand, dtype, device) for expand in (False, True))
         takes = "expanded" if choose.expands(spec, new, cached, device.type) else "absorbed"
         print(f"{new:5} {cached:6} {absorbed:11.2f} {expanded:11.2f}  {takes}", flush=True)
