@@ -382,5 +382,5 @@ def test_what_llm_refuses_is_refused_at_once_and_no_thread_is_left() -> None:
     with pytest.raises(TypeError, match="model is a int"):
         AsyncLLM(5)  # type: ignore[arg-type]
     with contextlib.suppress(TimeoutError):
-        asyncio.run(asyncio.wait_for(until(lambda: threading.active_count() == before), 5))
-    assert threading.active_count() == before
+        asyncio.run(asyncio.wait_for(until(lambda: threading.active_count() <= before), 5))
+    assert threading.active_count() <= before
