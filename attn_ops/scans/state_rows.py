@@ -75,8 +75,8 @@ class Extends:
         return self._chunks[size]
 
     def bounds(self, size: int) -> tuple[Tensor, Tensor]:
-        """int64: [2, E], of each request which of `chunks(size)` is its first, and how many it has; [N, 3], of each chunk its first row, its
-        number of tokens, and the slot for the state after it, 0 where none is kept."""
+        """int64: [2, E], of each request which of `chunks(size)` is its first, and how many it has; [N, 3], of each chunk its first row,
+        its number of tokens, and the slot for the state after it, 0 where none is kept."""
         if size not in self._bounds:
             bounds = ChunkBounds.of(self.segments, size)
             slots = np.where(bounds.ends >= 0, self.segments.slots[bounds.ends], 0)
@@ -98,7 +98,8 @@ class Extends:
             past = segments.starts + segments.lengths - np.array(self.starts)[segments.owners]
             last = past[:, None] + np.arange(-width, 0)
             found = [
-                np.where(at >= 0, first[who][:, None] + at, who[:, None] * width + width + at) for at, who in ((taps, owner), (last, segments.owners))
+                np.where(at >= 0, first[who][:, None] + at, who[:, None] * width + width + at)
+                for at, who in ((taps, owner), (last, segments.owners))
             ]
             self._taps[count, width] = self._on_device(found[0]), self._on_device(found[1])
         return self._taps[count, width]

@@ -42,8 +42,8 @@ def solve_chunks(
 
 @triton.jit
 def scan_chunks(
-    query, key, value, g, beta, new, reads, output, states, slots, continues, requests, chunks, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row,
-    v_head, v_dim, g_row, g_head, beta_row, beta_head, output_row, slot_stride, state_head, state_k, state_v, scale, eps,
+    query, key, value, g, beta, new, reads, output, states, slots, continues, requests, chunks, q_row, q_head, q_dim, k_row, k_head, k_dim,
+    v_row, v_head, v_dim, g_row, g_head, beta_row, beta_head, output_row, slot_stride, state_head, state_k, state_v, scale, eps,
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, DELTA: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
@@ -89,8 +89,8 @@ def scan_chunks(
 
 @triton.jit
 def scan_channels(
-    x, dt, a, b, c, output, states, slots, continues, requests, chunks, x_row, x_dim, dt_row, dt_dim, a_dim, a_state, b_row, b_dim, c_row, c_dim,
-    output_row, slot_stride, C: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, dt, a, b, c, output, states, slots, continues, requests, chunks, x_row, x_dim, dt_row, dt_dim, a_dim, a_state, b_row, b_dim, c_row,
+    c_dim, output_row, slot_stride, C: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Some channels of a state [C, N] of Mamba-1 through a request, BLOCK_T tokens at a time: `requests` and `chunks` as above."""
     request, channel, n = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)

@@ -160,7 +160,7 @@ def test_a_preempted_request_goes_on_from_a_snapshot(page_size: int) -> None:
     requests = [engine.add_request(STEM + tail, GREEDY) for tail in TAILS]
     for step in range(30):
         engine.step()
-        if step % 3 == 2 and engine.scheduler.running:
+        if step % 2 and engine.scheduler.running:
             engine.scheduler.preempt(next(iter(engine.scheduler.running)))
     run_all(engine)
     assert [r.output_token_ids for r in requests] == [greedy(recurrent(HYBRID), STEM + tail, NEW) for tail in TAILS]
@@ -169,7 +169,7 @@ def test_a_preempted_request_goes_on_from_a_snapshot(page_size: int) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("at_call", range(1, 10))
+@pytest.mark.parametrize("at_call", range(1, NEW + 1))
 def test_a_failed_step_leaves_no_state_behind_that_is_ahead_of_its_tokens(at_call: int) -> None:
     """The states have advanced by then, also of requests whose tokens fill a page."""
     engine = poisoned_engine(page_size=1)
@@ -187,7 +187,7 @@ def test_a_failed_step_leaves_no_state_behind_that_is_ahead_of_its_tokens(at_cal
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("at_call", range(2, NEW + 2))
+@pytest.mark.parametrize("at_call", range(1, NEW + 1))
 def test_a_request_that_ends_while_the_step_after_it_fails_leaves_no_state_of_that_step(at_call: int) -> None:
     """With overlap its last token is known only when that step has run, and is taken in after it has failed. Whatever a failed step leaves
     in its states is no longer the state of their tokens."""
@@ -203,7 +203,8 @@ def test_a_request_that_ends_while_the_step_after_it_fails_leaves_no_state_of_th
         output = run(*args)
         if next(calls) == at_call:
             for request in engine.last_scheduled:
-                engine.states.fill(float("nan"), request.state_slot)  # type: ignore[union-attr]
+                for slot in (request.state_slot, *request.taken_slots.values()):
+                    engine.states.fill(float("nan"), slot)  # type: ignore[union-attr]
             raise RuntimeError("out of memory")
         return output
 
@@ -235,9 +236,9 @@ def test_a_cancelled_request_gives_its_snapshots_back_or_leaves_them_shared(step
     for _ in range(steps):
         engine.step()
     engine.cancel(request.id)
-    assert kept_at(engine) == {1: [], 2: [], 3: [36, 40], 4: [36]}[steps]
+    assert kept_at(engine) == {1: [], 2: [36, 40], 3: [36], 4: [36]}[steps]
     assert_idle(engine)
-    assert ask(engine, STEM).cached_tokens == (36 if steps > 2 else 0)
+    assert ask(engine, STEM).cached_tokens == (36 if steps > 1 else 0)
 
 
 def test_more_running_requests_than_snapshots() -> None:
