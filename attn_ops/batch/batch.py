@@ -14,10 +14,10 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.checks import refuse, refuse_extensions
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
-from paged_attn.attn_ops.batch.requests import BatchRequest, Checkpoint, RequestColumns
+from paged_attn.attn_ops.batch.requests import BatchRequest, RequestColumns, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape, fields
 
-__all__ = ["Batch", "BatchRequest", "Checkpoint", "ForwardMode", "RequestColumns"]
+__all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns", "StateCheckpoint"]
 
 
 class ForwardMode(enum.Enum):
@@ -63,7 +63,7 @@ class Batch:
     num_dummies: int = 0
     lora_slots: Tensor | None = None
     lora_logits_slots: Tensor | None = None
-    checkpoints: Mapping[int, Sequence[Checkpoint]] = field(default_factory=dict)
+    checkpoints: Mapping[int, Sequence[StateCheckpoint]] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:

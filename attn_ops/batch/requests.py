@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paged_attn.attn_ops.batch.packed_ints import write_joined, write_table
 
 
-class Checkpoint(NamedTuple):
+class StateCheckpoint(NamedTuple):
     """A state to keep on the way: that after so many of a request's new tokens, at least 1 and not all, goes to this slot, too."""
 
     tokens: int
@@ -37,7 +37,7 @@ class BatchRequest(NamedTuple):
     num_cached: int = 0
     num_logits: int = 1
     state_slot: int = 0
-    checkpoints: Sequence[Checkpoint] = ()
+    checkpoints: Sequence[StateCheckpoint] = ()
 
 
 class RequestColumns:
@@ -63,7 +63,7 @@ class RequestColumns:
         num_logits: NDArray[np.int64],
         state_slots: NDArray[np.int64],
         lora_slots: NDArray[np.int64] | None = None,
-        checkpoints: Mapping[int, Sequence[Checkpoint]] | None = None,
+        checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
     ) -> None:
         self.tokens, self.page_table, self.num_pages, self.num_cached = tokens, page_table, num_pages, num_cached
         self.num_new, self.num_logits, self.state_slots, self.lora_slots = num_new, num_logits, state_slots, lora_slots

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_attn.attn_ops.batch.requests import Checkpoint
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 
 Integers = NDArray[np.int64]
 
@@ -29,7 +29,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(
-        cls, starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int], checkpoints: Mapping[int, Sequence[Checkpoint]]
+        cls, starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int], checkpoints: Mapping[int, Sequence[StateCheckpoint]]
     ) -> Segments:
         if not checkpoints:
             return cls(_integers(starts), _integers(lengths), np.arange(len(lengths)), _integers(slots))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.attn_ops.batch.requests import Checkpoint
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.chunks import Chunks
 from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
 
@@ -27,7 +27,7 @@ class Extends:
     slots: Sequence[int]
     fresh: Sequence[bool]
     device: torch.device
-    checkpoints: Mapping[int, Sequence[Checkpoint]] = field(default_factory=dict)
+    checkpoints: Mapping[int, Sequence[StateCheckpoint]] = field(default_factory=dict)
     _chunks: dict[int, Chunks] = field(default_factory=dict, compare=False)
     _taps: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
     _bounds: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
@@ -144,7 +144,8 @@ class StateRows:
         """Of a whole batch. One that decodes alone is read where it lies on the device, dummies included."""
         rows: list[int] = []
         slots: list[int] = []
-        starts, lengths, others, fresh, checkpoints = list[int](), list[int](), list[int](), list[bool](), dict[int, Sequence[Checkpoint]]()
+        starts, lengths, others, fresh = list[int](), list[int](), list[int](), list[bool]()
+        checkpoints: dict[int, Sequence[StateCheckpoint]] = {}
         start, real = 0, batch.num_real_requests
         columns = zip(batch.query_lens_host[:real], batch.seq_lens_host, batch.state_slots_host, strict=False)
         for index, (new, seen, slot) in enumerate(columns):

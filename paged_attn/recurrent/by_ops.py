@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, Checkpoint
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
@@ -27,7 +27,7 @@ logger = logging.getLogger("paged_attn")
 # New tokens of each request in each step: prompts of several chunks, first tokens, going on from a state, decoding rows.
 STEPS = ((66, 1, 3, 0), (1, 9, 2, 1), (1, 1, 1, 1), (2, 1, 0, 5))
 SLOTS = (3, 1, 5, 2)
-KEPT = {0: (Checkpoint(63, 4),)}  # by step, of its first request: on the way, inside a chunk
+KEPT = {0: (StateCheckpoint(63, 4),)}  # by step, of its first request: on the way, inside a chunk
 PADDING, PAGE = 2, 4096
 _INDICES = ("layer_idx", "layer_id")  # which of its kind a layer is
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from paged_attn import UnsupportedError
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, Checkpoint
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import StateSpec
@@ -208,7 +208,7 @@ def test_a_ragged_batch_equals_each_prompt_alone(mixers: tuple[type[Mixer], ...]
             active = [i for i, count in enumerate(counts) if count]
             requests = [BatchRequest([1] * counts[i], [1, 2, 3], done[i], state_slot=slots[i]) for i in active]
             if not any(done):
-                requests[0] = requests[0]._replace(checkpoints=[Checkpoint(2, 3), Checkpoint(3, 6)])
+                requests[0] = requests[0]._replace(checkpoints=[StateCheckpoint(2, 3), StateCheckpoint(3, 6)])
             batch = Batch.build(requests, 4)
             rows = [torch.cat([prompts[i][part, done[i] : done[i] + counts[i]] for i in active]) for part in range(len(layer.operands))]
             inputs = [torch.cat([value, torch.full((2, 6), float("nan"))])[None] for value in rows]
@@ -237,7 +237,7 @@ def test_slots_must_be_the_requests_own(slots: tuple[int, int]) -> None:
 @pytest.mark.parametrize("slot", [0, 1, 3])
 def test_so_must_those_of_checkpoints(slot: int) -> None:
     (layer,) = find_recurrent_layers(Toy(Mixer), inputs_of)
-    batch = Batch.build([BatchRequest([1, 1], [1], state_slot=1, checkpoints=[Checkpoint(1, slot)])], 4)
+    batch = Batch.build([BatchRequest([1, 1], [1], state_slot=1, checkpoints=[StateCheckpoint(1, slot)])], 4)
     with pytest.raises(ContextError, match=rf"state slots \[1, {slot}\]; allowed are 1 to 2, each once"):
         RecurrentRunner([layer], StatePool([layer.spec], 3)).plan(batch)
 
@@ -245,7 +245,7 @@ def test_so_must_those_of_checkpoints(slot: int) -> None:
 @pytest.mark.parametrize("tokens", [(0,), (3,), (2, 2), (2, 1)])
 def test_checkpoints_lie_on_the_way(tokens: tuple[int, ...]) -> None:
     (layer,) = find_recurrent_layers(Toy(Mixer), inputs_of)
-    checkpoints = [Checkpoint(each, 2 + i) for i, each in enumerate(tokens)]
+    checkpoints = [StateCheckpoint(each, 2 + i) for i, each in enumerate(tokens)]
     batch = Batch.build([BatchRequest([1], [2], 1, state_slot=4), BatchRequest([1] * 3, [1], state_slot=1, checkpoints=checkpoints)], 4)
     with pytest.raises(ContextError, match=r"request 1 of the batch has 3 new tokens and checkpoints after .*; allowed are numbers from 1"):
         RecurrentRunner([layer], StatePool([layer.spec], 5)).plan(batch)

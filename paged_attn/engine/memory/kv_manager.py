@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_attn.attn_ops.batch.requests import Checkpoint
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.attn_ops.kv.radix_cache import RadixCache
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
@@ -126,7 +126,7 @@ class KVManager:
         rows.add_page_each(indices, self.allocator.allocate(len(indices)))
         return True
 
-    def take_checkpoints(self, requests: Sequence[Request], counts: Sequence[int]) -> dict[int, list[Checkpoint]]:
+    def take_checkpoints(self, requests: Sequence[Request], counts: Sequence[int]) -> dict[int, list[StateCheckpoint]]:
         """For a step of so many tokens of each request: by index, which states it shall keep on the way, and in which slots. If it was
         launched, `keep_states` comes next; if it fails, nothing, and the next step may have the slots."""
         found = {}
@@ -141,7 +141,7 @@ class KVManager:
                 slot = request.taken_slots.get(point) or self.snapshots.take()
                 if slot is not None:
                     request.taken_slots[point] = slot
-                    checkpoints.append(Checkpoint(point - start, slot))
+                    checkpoints.append(StateCheckpoint(point - start, slot))
             if checkpoints:
                 found[index] = checkpoints
         return found

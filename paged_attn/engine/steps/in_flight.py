@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.requests import Checkpoint, RequestColumns
+from paged_attn.attn_ops.batch.requests import RequestColumns, StateCheckpoint
 from paged_attn.engine.requests.pooled_rows import PooledPart, PooledRows
 from paged_attn.engine.requests.request import NO_SCORES, Request
 from paged_attn.engine.requests.request_rows import RequestRows
@@ -57,7 +57,7 @@ def build_step(
     indices: NDArray[np.int64],
     under_way: int,
     pools: bool = False,
-    checkpoints: Mapping[int, Sequence[Checkpoint]] | None = None,
+    checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
 ) -> tuple[StepLayout, RequestColumns]:
     """What each request's share of a step is, and what the batch is made of; the requests are at `indices` [requests] in `rows`, and the
     host has all tokens but those of the step that is `under_way` (its number). With `pools` the requests are embedded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, Checkpoint
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.attn_ops.scans.chunks import Chunks
 from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
@@ -85,7 +85,7 @@ def test_states_on_the_way_are_bitwise_those_of_steps_that_end_there(name: str, 
     torch.manual_seed(11)
     kind, lengths, slots, fresh = RECURRENCES[name], [70, 140, 9], [3, 1, 5], [True, False, False]
     kept = {0: [(64, 2)], 1: [(1, 4), (2, 6), (100, 7), (139, 8)]}
-    checkpoints = {request: [Checkpoint(*each) for each in some] for request, some in kept.items()}
+    checkpoints = {request: [StateCheckpoint(*each) for each in some] for request, some in kept.items()}
     states = [states_among_nan(name, (1, 5)).to(dtype)]
     states.append(states[0].clone())
     given = kind.given(sum(lengths))
@@ -105,7 +105,7 @@ def test_states_on_the_way_are_bitwise_those_of_steps_that_end_there(name: str, 
 
 
 def test_segments_and_their_chunks() -> None:
-    segments = Segments.of([5, 0, 8], [3, 5, 4], [7, 8, 9], {1: [Checkpoint(1, 2), Checkpoint(4, 3)]})
+    segments = Segments.of([5, 0, 8], [3, 5, 4], [7, 8, 9], {1: [StateCheckpoint(1, 2), StateCheckpoint(4, 3)]})
     assert [each.tolist() for each in segments] == [[5, 0, 1, 4, 8], [3, 1, 3, 1, 4], [0, 1, 1, 1, 2], [7, 2, 3, 8, 9]]
     bounds = ChunkBounds.of(segments, 2)
     assert bounds.rows.tolist() == [5, 7, 0, 1, 3, 4, 8, 10] and bounds.counts.tolist() == [2, 1, 1, 2, 1, 1, 2, 2]
@@ -124,7 +124,7 @@ def test_chunks_of_ragged_requests() -> None:
 
 
 def test_rows_of_a_mixed_batch() -> None:
-    kept = [Checkpoint(1, 4)]
+    kept = [StateCheckpoint(1, 4)]
     requests = [
         BatchRequest([1], [1], 4, state_slot=3), BatchRequest([5], [3], state_slot=6),
         BatchRequest([1, 2], [2], 1, state_slot=1, checkpoints=kept),

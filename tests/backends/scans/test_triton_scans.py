@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.requests import Checkpoint
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
@@ -120,7 +120,7 @@ def test_states_on_the_way(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(9)
     kind, lengths, slots, fresh = RECURRENCES[name], [40, 6, 20, 3], [3, 8, 1, 5], [True, False, False, False]
     kept = {0: [(33, 2)], 2: [(1, 4), (2, 6), (17, 7)]}
-    checkpoints = {request: [Checkpoint(*each) for each in some] for request, some in kept.items()}
+    checkpoints = {request: [StateCheckpoint(*each) for each in some] for request, some in kept.items()}
     states = [states_of(name, [8, 1, 5], dtype)]
     states += [states[0].clone(), states[0].clone()]
     given = [strided(value.to(DEVICE, dtype)) for value in kind.given(sum(lengths))]
