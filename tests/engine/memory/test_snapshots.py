@@ -212,7 +212,15 @@ def test_few_snapshots_go_least_recently_used_first() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "settings", [{"state_snapshots": 1}, {"state_snapshots": 2, "num_pages": 24}, {"num_pages": 20}, {"num_pages": 24, "page_size": 1}]
+    "settings",
+    [
+        {"state_snapshots": 1},
+        {"state_snapshots": 2, "num_pages": 24},
+        {"num_pages": 20},
+        {"num_pages": 24, "page_size": 1},
+        {"snapshot_interval": 8, "state_snapshots": 24, "num_pages": 24},
+        {"snapshot_interval": 4, "state_snapshots": 40, "overlap": True, "max_batch_tokens": 13},
+    ],
 )
 def test_scarcity_of_any_kind_leaves_the_tokens_as_they_are(name: str, settings: dict[str, Any]) -> None:
     """Pages for one or two requests: nodes are evicted with their snapshots, and requests are preempted."""

@@ -59,6 +59,13 @@ def test_64_requests_compute_the_2048_tokens_that_they_share_once(overlap: bool,
     assert world.scheduler.stats.hit_rate >= 0.95 and not world.scheduler.stats.prompt_tokens_without_state
 
 
+@pytest.mark.parametrize("prefix", [1040, 1104, 2048])
+def test_a_regular_state_near_the_fork_does_not_stand_in_for_one_there(prefix: int) -> None:
+    world = engine_world(32, False, 100, prefix=prefix, max_batch_tokens=4096)
+    run_to_the_end(world)
+    assert world.computed == prefix + 32 * (32 + 3)
+
+
 def test_who_fills_the_step_up_to_the_fork_has_no_state_there_without_regular_ones() -> None:
     """The others are not looked at before."""
     world = engine_world(64, False, 100, max_batch_tokens=2048, snapshot_interval=0)
