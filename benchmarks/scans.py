@@ -2,12 +2,14 @@
 operands and states once takes.
 
     python benchmarks/scans.py --json out.json                    on a GPU, every shape, prompts and decoding rows
+    python benchmarks/scans.py --every 1024 --decode              prompts whose states are kept on the way
     python benchmarks/scans.py --device cpu --shape bamba-9b --prompts 64 --decode 2     anywhere: the truth alone
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
@@ -94,14 +97,16 @@ def microseconds(run: Callable[[], Any], device: torch.device) -> float:
     return statistics.median(taken[2:])
 
 
-def row_of(shape: Shape, lengths: Sequence[int], decode: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def row_of(shape: Shape, lengths: Sequence[int], decode: int, dtype: torch.dtype, device: torch.device, every: int) -> dict[str, Any]:
     """Times of some prompts, or of `decode` decoding rows; and how far the kernels are from the truth, as a share of its largest number."""
     requests, rows = len(lengths) or decode, sum(lengths) or decode
     given = operands(shape, rows, dtype, device)
-    states = torch.randn(requests + 1, *shape.state, device=device)
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    slots = list(range(1, requests + 1))
-    where = Extends(starts, lengths, slots, [True] * requests, device) if lengths else None
+    slots, free = list(range(1, requests + 1)), itertools.count(requests + 1)
+    on_the_way = [[StateCheckpoint(end, next(free)) for end in range(every, length, every)] if every else [] for length in lengths]
+    states = torch.randn(next(free), *shape.state, device=device)
+    checkpoints = {index: kept for index, kept in enumerate(on_the_way) if kept}
+    where = Extends(starts, lengths, slots, [True] * requests, device, checkpoints) if lengths else None
     decoding = StateRows(None, torch.tensor(slots, dtype=torch.int32, device=device), None)
     limits = (0.0, INFINITE) if shape.kind == "mamba2" and lengths else ()
     outputs, found = {}, dict[str, Any]()
@@ -115,7 +120,7 @@ def row_of(shape: Shape, lengths: Sequence[int], decode: int, dtype: torch.dtype
     if "triton" in outputs:
         pairs = zip(outputs["triton"], outputs["truth"], strict=True)
         found["error"] = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-    read = sum(each.nbytes for each in given if isinstance(each, Tensor)) + 2 * states[1:].nbytes
+    read = sum(each.nbytes for each in given if isinstance(each, Tensor)) + states[1:].nbytes + states[1 : requests + 1].nbytes
     return {**found, "read once us": read / HBM * 1e6}
 
 
@@ -126,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", nargs="*", default=PROMPTS, help="lengths that run together, with commas")
     parser.add_argument("--decode", nargs="*", type=int, default=DECODE, help="numbers of decoding rows")
+    parser.add_argument("--every", type=int, default=0, help="tokens between the states of a prompt that are kept on the way; 0: none")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
     device, dtype, table = torch.device(args.device), getattr(torch, args.dtype), []
@@ -133,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = [*((tuple(map(int, lengths.split(","))), 0) for lengths in args.prompts), *(((), count) for count in args.decode)]
         for lengths, decode in cases:
             what = f"{len(lengths)} prompts of {sum(lengths)} tokens" if lengths else f"{decode} decoding"
-            row = {"shape": name, "what": what, **row_of(SHAPES[name], lengths, decode, dtype, device)}
+            row = {"shape": name, "what": what, **row_of(SHAPES[name], lengths, decode, dtype, device, args.every)}
             table.append(row)
             print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()), flush=True)
     if args.json is not None:

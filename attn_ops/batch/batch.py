@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.checks import refuse, refuse_extensions
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
-from paged_attn.attn_ops.batch.requests import BatchRequest, RequestColumns
+from paged_attn.attn_ops.batch.requests import BatchRequest, RequestColumns, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape, fields
 
-__all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns"]
+__all__ = ["Batch", "BatchRequest", "ForwardMode", "RequestColumns", "StateCheckpoint"]
 
 
 class ForwardMode(enum.Enum):
@@ -39,6 +39,7 @@ class Batch:
     A slot is `page * page_size + offset`; padding writes to slot 0, in the reserved page 0.
     page_table_host mirrors the columns of page_table that this step fills, where the batch was built here; do not write to it.
     lora_slots [T] and lora_logits_slots [N] int32, of each row and of each row of logits its adapter or -1, where the graph has adapters.
+    checkpoints: of requests by index, which of their recurrent states on the way are kept.
     The last `num_dummies` requests are padding: token 0 at position 0 in slot 0, seq_len 1; `num_tokens` and `num_logits` count them.
     """
 
@@ -62,6 +63,7 @@ class Batch:
     num_dummies: int = 0
     lora_slots: Tensor | None = None
     lora_logits_slots: Tensor | None = None
+    checkpoints: Mapping[int, Sequence[StateCheckpoint]] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:
@@ -169,6 +171,7 @@ class Batch:
             state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),
             page_table_host=full_table,
             num_dummies=num_dummies,
+            checkpoints=columns.checkpoints,
         )
 
     def model_inputs(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
     which = torch.tensor(requests, dtype=torch.int64).to(device, non_blocking=True)
     lengths = np.array([*seq, *new, *itertools.accumulate(new, initial=0)], dtype=np.int32)
     on_device = torch.from_numpy(lengths).to(device, non_blocking=True)
-    host = batch.page_table_host
+    host, kept = batch.page_table_host, batch.checkpoints
     part = Batch(
         mode=mode_of(np.array(seq) - np.array(new), np.array(new)),
         page_size=batch.page_size,
@@ -44,5 +44,6 @@ def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
         query_lens_host=tuple(new),
         state_slots_host=tuple(batch.state_slots_host[r] for r in requests) if batch.state_slots_host else (),
         page_table_host=None if host is None else host[list(requests)],
+        checkpoints={index: kept[r] for index, r in enumerate(requests) if r in kept},
     )
     return part, at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,6 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged_attn.attn_ops.batch.packed_ints import write_joined, write_table
+
+
+class StateCheckpoint(NamedTuple):
+    """A state to keep on the way: that after so many of a request's new tokens, at least 1 and not all, goes to this slot, too."""
+
+    tokens: int
+    slot: int
 
 
 class BatchRequest(NamedTuple):
@@ -22,6 +29,7 @@ class BatchRequest(NamedTuple):
         num_cached: tokens whose KV is in the pages already.
         num_logits: how many of the last tokens want logits (0 for a chunk that is not the prompt's last).
         state_slot: of its recurrent state, for models that have one.
+        checkpoints: which of its states on the way are kept, ascending.
     """
 
     tokens: Sequence[int]
@@ -29,6 +37,7 @@ class BatchRequest(NamedTuple):
     num_cached: int = 0
     num_logits: int = 1
     state_slot: int = 0
+    checkpoints: Sequence[StateCheckpoint] = ()
 
 
 class RequestColumns:
@@ -39,9 +48,10 @@ class RequestColumns:
         page_table: [R, width] int32, zeros past the `num_pages` of a row.
         num_pages, num_cached, num_new, num_logits, state_slots: [R] int64.
         lora_slots: [R] int64, of each request its adapter or -1; None if none has any.
+        checkpoints: by index, of those requests that have any.
     """
 
-    __slots__ = ("lora_slots", "num_cached", "num_logits", "num_new", "num_pages", "page_table", "state_slots", "tokens")
+    __slots__ = ("checkpoints", "lora_slots", "num_cached", "num_logits", "num_new", "num_pages", "page_table", "state_slots", "tokens")
 
     def __init__(
         self,
@@ -53,9 +63,11 @@ class RequestColumns:
         num_logits: NDArray[np.int64],
         state_slots: NDArray[np.int64],
         lora_slots: NDArray[np.int64] | None = None,
+        checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
     ) -> None:
         self.tokens, self.page_table, self.num_pages, self.num_cached = tokens, page_table, num_pages, num_cached
         self.num_new, self.num_logits, self.state_slots, self.lora_slots = num_new, num_logits, state_slots, lora_slots
+        self.checkpoints = checkpoints or {}
 
     @classmethod
     def of(cls, requests: Sequence[BatchRequest] | RequestColumns) -> RequestColumns:
@@ -66,13 +78,14 @@ class RequestColumns:
         """
         if isinstance(requests, RequestColumns):
             return requests
-        tokens, pages, cached, logits, slots = zip(*requests, strict=True) if requests else ((),) * 5
+        tokens, pages, cached, logits, slots, kept = zip(*requests, strict=True) if requests else ((),) * 6
         num_new, num_pages = list(map(len, tokens)), list(map(len, pages))
         num_cached, num_logits, state_slots, new, counts = _integers(cached, logits, slots, num_new, num_pages)
         joined, table = np.empty(sum(num_new), np.int64), np.empty((len(pages), max(num_pages, default=1)), np.int32)
         write_joined(joined, tokens, "tokens")
         write_table(table, pages, "pages")
-        return cls(joined, table, counts, num_cached, new, num_logits, state_slots)
+        checkpoints = {index: each for index, each in enumerate(kept) if each}
+        return cls(joined, table, counts, num_cached, new, num_logits, state_slots, checkpoints=checkpoints)
 
     @property
     def all_decode(self) -> bool:
@@ -87,8 +100,10 @@ class RequestColumns:
         ends = self.num_new.cumsum().tolist()
         starts, numbers = [0, *ends], zip(self.num_cached.tolist(), self.num_logits.tolist(), self.state_slots.tolist(), strict=True)
         return [
-            BatchRequest(self.tokens[start:end].tolist(), table[:pages].tolist(), *others)
-            for start, end, table, pages, others in zip(starts, ends, self.page_table, self.num_pages.tolist(), numbers, strict=False)
+            BatchRequest(self.tokens[start:end].tolist(), table[:pages].tolist(), *others, self.checkpoints.get(index, ()))
+            for index, (start, end, table, pages, others) in enumerate(
+                zip(starts, ends, self.page_table, self.num_pages.tolist(), numbers, strict=False)
+            )
         ]
 
 

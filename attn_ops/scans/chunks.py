@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
+
 
 @dataclass(frozen=True)
 class Chunks:
-    """E requests as N chunks of `size` tokens, a request's last one filled up.
+    """E requests, in S segments, as N chunks of `size` tokens; the last one of each segment is filled up.
 
     Attributes:
         rows: [N, size] int64, of the batch; row 0 where a chunk is filled up.
@@ -20,6 +22,8 @@ class Chunks:
         targets, indices: [tokens] int64: of each real token its row in the batch, and its index among all N * size of the chunks.
         order: [E] int64, the requests, those of most chunks first.
         waves: the i-th chunks of all requests that have so many, as int64 indices, in that order.
+        ends: of each wave which of its chunks end a segment, by their index in it, and which segments these are, both int64.
+        num_segments: S.
     """
 
     size: int
@@ -29,22 +33,24 @@ class Chunks:
     indices: Tensor
     order: Tensor
     waves: Sequence[Tensor]
+    ends: Sequence[tuple[Tensor, Tensor]]
+    num_segments: int
 
     @classmethod
-    def of(cls, starts: Sequence[int], lengths: Sequence[int], size: int, device: torch.device) -> Chunks:
-        new = np.array(lengths)
-        counts = -(-new // size)
-        first = np.add.accumulate(counts) - counts
-        owner = np.arange(len(new)).repeat(counts)
-        position = (np.arange(counts.sum()) - first[owner])[:, None] * size + np.arange(size)
-        real = position < new[owner][:, None]
-        rows = np.where(real, np.array(starts)[owner][:, None] + position, 0)
+    def of(cls, segments: Segments, size: int, device: torch.device) -> Chunks:
+        bounds = ChunkBounds.of(segments, size)
+        first, counts = bounds.requests
+        real = np.arange(size) < bounds.counts[:, None]
+        rows = np.where(real, bounds.rows[:, None] + np.arange(size), 0)
         order = np.argsort(-counts, kind="stable")
         waves = [first[order][counts[order] > wave] + wave for wave in range(counts.max())]
-        arrays = (rows, real, rows[real], np.flatnonzero(real), order, np.concatenate(waves))
+        ending = [(bounds.ends[wave] >= 0).nonzero()[0] for wave in waves]
+        ended = [bounds.ends[wave[at]] for wave, at in zip(waves, ending, strict=True)]
+        arrays = (rows, real, rows[real], np.flatnonzero(real), order, *map(np.concatenate, (waves, ending, ended)))
         parts = [torch.from_numpy(each).to(device, non_blocking=True) for each in arrays]
-        lengths_of_waves = [len(wave) for wave in waves]
-        return cls(size, parts[0], parts[1], parts[2], parts[3], parts[4], parts[5].split(lengths_of_waves))
+        of_waves, at_ends = [len(wave) for wave in waves], [len(at) for at in ending]
+        ends = tuple(zip(parts[6].split(at_ends), parts[7].split(at_ends), strict=True))
+        return cls(size, parts[0], parts[1], parts[2], parts[3], parts[4], parts[5].split(of_waves), ends, len(segments.lengths))
 
     def gather(self, values: Tensor) -> Tensor:
         """values [T, H, ...] as float32 [N, H, size, ...], zero where a chunk is filled up."""
@@ -56,22 +62,35 @@ class Chunks:
         """Write float32 [N, size, ...] to the rows of output [T, ...]."""
         output[self.targets] = result.flatten(0, 1)[self.indices].to(output.dtype)
 
+    def no_states(self, like: Tensor) -> Tensor:
+        """Room for the states after all segments [S, ...], each as one of `like` [.., ...]."""
+        return like.new_empty(self.num_segments, *like.shape[1:])
+
+    def keep(self, wave: int, now: Tensor, kept: Tensor) -> None:
+        """Of the float32 states `now` after a wave, in its order, those at the ends of segments go to `kept` [S, ...]; their requests go on
+        from what that has rounded them to, as those do that start there."""
+        at, segments = self.ends[wave]
+        if not len(at):
+            return
+        kept[segments] = now[at].to(kept.dtype)
+        if kept.dtype != now.dtype:
+            now[at] = kept[segments].to(now.dtype)
+
 
 def scan_chunks(
     chunks: Chunks, states: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Tensor, decay: Tensor, reads: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Of each request's chunks in turn, from its state S [K, V]: v = value - reads S; output = query S + scores v; S = decay S + key^T v.
 
-    All in float32. states [E, H, K, V]; query, key, reads [N, H, size, K]; value [N, H, size, V]; scores [N, H, size, size]; decay
-    [N, H, K or 1, 1]. Returns the output [N, H, size, V] and the states after it.
+    In float32, but for the states [E, H, K, V]; query, key, reads [N, H, size, K]; value [N, H, size, V]; scores [N, H, size, size]; decay
+    [N, H, K or 1, 1]. Returns the output [N, H, size, V], and the states after each segment [S, H, K, V] in their dtype.
     """
-    output, now = torch.empty_like(value), states[chunks.order]
-    for wave in chunks.waves:
+    output, kept, now = torch.empty_like(value), chunks.no_states(states), states[chunks.order].float()
+    for index, wave in enumerate(chunks.waves):
         before, new = now[: len(wave)], value[wave]
         if reads is not None:
             new = new - reads[wave] @ before
         output[wave] = query[wave] @ before + scores[wave] @ new
         now[: len(wave)] = before * decay[wave] + key[wave].transpose(-1, -2) @ new
-    after = torch.empty_like(now)
-    after[chunks.order] = now
-    return output, after
+        chunks.keep(index, now, kept)
+    return output, kept

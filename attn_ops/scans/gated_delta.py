@@ -30,12 +30,12 @@ def gated_delta_extend(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     new, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     last = total[..., -1:]
-    result, after = scan_chunks(
-        chunks, extends.before(states).float(), q * total.exp()[..., None], k * (last - total).exp()[..., None], new,
+    result, kept = scan_chunks(
+        chunks, extends.before(states), q * total.exp()[..., None], k * (last - total).exp()[..., None], new,
         q @ k.transpose(-1, -2) * pairs, last.exp()[..., None], reads,
     )  # fmt: skip
     chunks.scatter(result.transpose(1, 2), output)
-    states[extends.slots_on_device] = after.to(states.dtype)
+    states[extends.targets] = kept
 
 
 def gated_delta_step(

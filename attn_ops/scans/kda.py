@@ -30,11 +30,11 @@ def kda_extend(
     solved = torch.linalg.solve_triangular(pairs * learned, right, upper=False, unitriangular=True)  # the diagonal is unread
     new, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
     last = total[..., -1:, :]
-    result, after = scan_chunks(
-        chunks, extends.before(states).float(), q * total.exp(), k * (last - total).exp(), new, scores, last.exp().transpose(-1, -2), reads
+    result, kept = scan_chunks(
+        chunks, extends.before(states), q * total.exp(), k * (last - total).exp(), new, scores, last.exp().transpose(-1, -2), reads
     )
     chunks.scatter(result.transpose(1, 2), output)
-    states[extends.slots_on_device] = after.to(states.dtype)
+    states[extends.targets] = kept
 
 
 def kda_step(

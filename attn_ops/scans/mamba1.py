@@ -16,9 +16,9 @@ def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output
     In each chunk an inclusive scan of pairs (decay, what is added) in log2(CHUNK) rounds, all requests' chunks side by side.
     """
     chunks = extends.chunks(CHUNK)
-    now = extends.before(states).float()[chunks.order]
+    kept, now = chunks.no_states(states), extends.before(states)[chunks.order].float()
     result = torch.empty(*chunks.rows.shape, x.shape[1], dtype=torch.float32, device=x.device)
-    for wave in chunks.waves:
+    for index, wave in enumerate(chunks.waves):
         rows, real = chunks.rows[wave], chunks.real[wave][..., None]
         step = torch.where(real, dt[rows].float(), 0.0)
         decay = (step[..., None] * a.float()).exp()  # [requests, CHUNK, channels, N]; a filled up token keeps the state
@@ -30,11 +30,10 @@ def mamba1_extend(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output
             decay = torch.cat([decay[:, :reach], decay[:, reach:] * decay[:, :-reach]], 1)
             reach *= 2
         now[: len(wave)] = added[:, -1]
+        chunks.keep(index, now, kept)
         result[wave] = (added @ torch.where(real, c[rows].float(), 0.0)[..., None])[..., 0]
     chunks.scatter(result, output)
-    after = torch.empty_like(now)
-    after[chunks.order] = now
-    states[extends.slots_on_device] = after.to(states.dtype)
+    states[extends.targets] = kept
 
 
 def mamba1_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> None:

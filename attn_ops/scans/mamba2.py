@@ -21,12 +21,12 @@ def mamba2_extend(
     keys, queries = (chunks.gather(each).repeat_interleave(repeats, 1) for each in (b, c))
     total = (step * a.float()[:, None]).cumsum(-1)  # [N, H, size]; a filled up token decays nothing
     last = total[..., -1:]
-    result, after = scan_chunks(
-        chunks, extends.before(states).float().transpose(-1, -2), queries * total.exp()[..., None], keys * (last - total).exp()[..., None],
+    result, kept = scan_chunks(
+        chunks, extends.before(states).transpose(-1, -2), queries * total.exp()[..., None], keys * (last - total).exp()[..., None],
         new * step[..., None], queries @ keys.transpose(-1, -2) * decay_between(total), last.exp()[..., None],
     )  # fmt: skip
     chunks.scatter(result.transpose(1, 2), output)
-    states[extends.slots_on_device] = after.transpose(-1, -2).to(states.dtype)
+    states[extends.targets] = kept.transpose(-1, -2)
 
 
 def mamba2_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, states: Tensor, rows: StateRows) -> None:

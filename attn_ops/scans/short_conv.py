@@ -21,7 +21,7 @@ def short_conv_extend(
     taps, last = extends.taps(count, width)
     result = _summed([seen[taps[:, tap]] for tap in range(count)], weight, bias)
     output[rows] = _activated(result.to(x.dtype), activation).to(output.dtype)
-    states[extends.slots_on_device] = seen[last].transpose(1, 2)
+    states[extends.targets] = seen[last].transpose(1, 2)
 
 
 def short_conv_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,28 +12,46 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.chunks import Chunks
+from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
 
 
 @dataclass(frozen=True)
 class Extends:
     """Requests of several new tokens, or of a first one: rows `starts[i]` to `starts[i] + lengths[i]` continue the state in `slots[i]`, or
-    begin one where `fresh[i]`. At least one."""
+    begin one where `fresh[i]`. At least one. What `checkpoints[i]` names is kept on the way."""
 
     starts: Sequence[int]
     lengths: Sequence[int]
     slots: Sequence[int]
     fresh: Sequence[bool]
     device: torch.device
+    checkpoints: Mapping[int, Sequence[StateCheckpoint]] = field(default_factory=dict)
     _chunks: dict[int, Chunks] = field(default_factory=dict, compare=False)
     _taps: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
-    _bounds: dict[int, Tensor] = field(default_factory=dict, compare=False)
+    _bounds: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     @cached_property
     def rows(self) -> Tensor:
         """[N] int64: every row of these requests, in their order."""
         parts = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
         return self._on_device(np.concatenate(parts))
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The requests cut at their checkpoints."""
+        return Segments.of(self.starts, self.lengths, self.slots, self.checkpoints)
+
+    @cached_property
+    def segments_on_device(self) -> Tensor:
+        """[2, E] int64: of each request its first segment, and how many it has."""
+        return self._on_device(self.segments.by_request(np.ones_like(self.segments.lengths)))
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """[S] int64: the slots for the states after the segments."""
+        return self._on_device(self.segments.slots)
 
     @cached_property
     def slots_on_device(self) -> Tensor:
@@ -53,18 +71,20 @@ class Extends:
     def chunks(self, size: int) -> Chunks:
         """The requests cut into chunks of so many tokens; made once for all layers of a step."""
         if size not in self._chunks:
-            self._chunks[size] = Chunks.of(self.starts, self.lengths, size, self.device)
+            self._chunks[size] = Chunks.of(self.segments, size, self.device)
         return self._chunks[size]
 
-    def bounds(self, size: int) -> Tensor:
-        """[3, E] int64: of each request its first row, its number of tokens, and which of `chunks(size)` is its first."""
+    def bounds(self, size: int) -> tuple[Tensor, Tensor]:
+        """int64: [2, E], of each request which of `chunks(size)` is its first, and how many it has; [N, 3], of each chunk its first row,
+        its number of tokens, and the slot for the state after it, 0 where none is kept."""
         if size not in self._bounds:
-            counts = -(-np.array(self.lengths) // size)
-            self._bounds[size] = self._on_device(np.stack([self.starts, self.lengths, np.add.accumulate(counts) - counts]))
+            bounds = ChunkBounds.of(self.segments, size)
+            slots = np.where(bounds.ends >= 0, self.segments.slots[bounds.ends], 0)
+            self._bounds[size] = self._on_device(bounds.requests), self._on_device(np.stack([bounds.rows, bounds.counts, slots], 1))
         return self._bounds[size]
 
     def taps(self, count: int, width: int) -> tuple[Tensor, Tensor]:
-        """Where the last `count` tokens lie of every row [N, count], its own included, and the last `width` of each request [E, width].
+        """Where the last `count` tokens lie of every row [N, count], its own included, and the last `width` of each segment [S, width].
 
         int64 rows of [E * width + N, ...]: first the `width` tokens that each request's state remembers, then its new ones, as `rows`.
         """
@@ -74,10 +94,12 @@ class Extends:
             first = len(lengths) * width + ends - lengths  # of each request's new tokens
             position = np.arange(ends[-1]) - (ends - lengths)[owner]
             taps = position[:, None] + np.arange(1 - count, 1)
-            last = lengths[:, None] + np.arange(-width, 0)
-            every = np.arange(len(lengths))
+            segments = self.segments
+            past = segments.starts + segments.lengths - np.array(self.starts)[segments.owners]
+            last = past[:, None] + np.arange(-width, 0)
             found = [
-                np.where(at >= 0, first[who][:, None] + at, who[:, None] * width + width + at) for at, who in ((taps, owner), (last, every))
+                np.where(at >= 0, first[who][:, None] + at, who[:, None] * width + width + at)
+                for at, who in ((taps, owner), (last, segments.owners))
             ]
             self._taps[count, width] = self._on_device(found[0]), self._on_device(found[1])
         return self._taps[count, width]
@@ -123,12 +145,16 @@ class StateRows:
         rows: list[int] = []
         slots: list[int] = []
         starts, lengths, others, fresh = list[int](), list[int](), list[int](), list[bool]()
+        checkpoints: dict[int, Sequence[StateCheckpoint]] = {}
         start, real = 0, batch.num_real_requests
-        for new, seen, slot in zip(batch.query_lens_host[:real], batch.seq_lens_host, batch.state_slots_host, strict=False):
+        columns = zip(batch.query_lens_host[:real], batch.seq_lens_host, batch.state_slots_host, strict=False)
+        for index, (new, seen, slot) in enumerate(columns):
             if new == 1 and seen > 1:
                 rows.append(start)
                 slots.append(slot)
             else:
+                if index in batch.checkpoints:
+                    checkpoints[len(starts)] = batch.checkpoints[index]
                 starts.append(start)
                 lengths.append(new)
                 others.append(slot)
@@ -138,7 +164,7 @@ class StateRows:
             return cls(None, batch.state_slots, None)
         device = batch.slots.device
         on_device = [torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True) for values in (rows, slots)]
-        return cls(on_device[0], on_device[1], Extends(starts, lengths, others, fresh, device))
+        return cls(on_device[0], on_device[1], Extends(starts, lengths, others, fresh, device, checkpoints))
 
 
 @dataclass(frozen=True)

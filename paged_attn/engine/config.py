@@ -57,6 +57,12 @@ class EngineConfig:
     state_snapshots: int | None = _advanced(
         None, "recurrent states kept for shared prefixes, 0: none is reused; default: up to max_requests, a quarter of the state slots", 0
     )
+    snapshot_interval: int = _advanced(
+        1024,
+        "tokens between the recurrent states that a long prompt leaves beside that at its end, more where it would leave over an eighth of "
+        "state_snapshots; 0: none",
+        0,
+    )
     prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")
     backend: str = _setting("auto", "attention backend: auto, a name that `paged-attn backends` lists, or two as prefill,decode")
     experts_backend: str = _advanced("auto", "what computes layers of experts: auto, or a name that `paged-attn backends` lists for them")

@@ -97,7 +97,8 @@ class Engine:
         if not self.is_causal:
             self.config = self.config.with_(prefix_cache=False)
         recurrent = [layer.spec for layer in self.runner.recurrent]
-        slots = num_state_slots(self.config, recurrent, device, all(layer.takes_chunks for layer in self.runner.recurrent))
+        takes_chunks = all(layer.takes_chunks for layer in self.runner.recurrent)
+        slots = num_state_slots(self.config, recurrent, device, takes_chunks)
         self.states = StatePool(recurrent, slots.total, device) if recurrent else None
         states = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
         state_bytes = self.states.nbytes if self.states else 0
@@ -112,7 +113,8 @@ class Engine:
         )
         if self.states and self.config.prefix_cache and not slots.snapshots:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
-        self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states)
+        interval = self.config.snapshot_interval if takes_chunks else 0  # else all that follows one runs token by token
+        self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states, interval)
         self.input_processor = InputProcessor(
             limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None, defaults,
             None if self.is_causal else self.config.step_tokens,
@@ -342,7 +344,8 @@ class Engine:
             return False
         running, requests = self.scheduler.running, scheduled.requests
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
-        parts, columns = build_step(scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None)
+        checkpoints = self.kv.take_checkpoints(requests, scheduled.counts.tolist()) if self.states is not None else {}
+        parts, columns = build_step(scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None, checkpoints)
         self.last_scheduled = requests
         steps = self.steps
         if self.lora_steps is not None and columns.lora_slots is not None and columns.lora_slots.max() >= 0:
@@ -366,8 +369,7 @@ class Engine:
             raise
         self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers), scores, pooled).begin())
         if self.states is not None:
-            for request in requests:
-                self.kv.keep_state(request)
+            self.kv.keep_states(requests)
         self.stats.steps += 1
         self.stats.prompt_tokens += parts.num_of_prompts
         return True
@@ -408,7 +410,7 @@ class Engine:
         with self.kv.advanced_states(requests):
             for request in requests:
                 self.sampler.forget(request.sampling)
-                if self.states is not None and request.num_cached:
+                if self.states is not None and (request.num_cached or request.snapshots):
                     self.scheduler.preempt(request)
 
     def due_events(self) -> TokenEvents:

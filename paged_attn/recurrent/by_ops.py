@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
@@ -27,6 +27,7 @@ logger = logging.getLogger("paged_attn")
 # New tokens of each request in each step: prompts of several chunks, first tokens, going on from a state, decoding rows.
 STEPS = ((66, 1, 3, 0), (1, 9, 2, 1), (1, 1, 1, 1), (2, 1, 0, 5))
 SLOTS = (3, 1, 5, 2)
+KEPT = {0: (StateCheckpoint(63, 4),)}  # by step, of its first request: on the way, inside a chunk
 PADDING, PAGE = 2, 4096
 _INDICES = ("layer_idx", "layer_id")  # which of its kind a layer is
 
@@ -83,6 +84,7 @@ def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
     for number, counts in enumerate(STEPS):
         active = [i for i, count in enumerate(counts) if count]
         requests = [BatchRequest([0] * counts[i], [1], seen[i], state_slot=SLOTS[i]) for i in active]
+        requests[0] = requests[0]._replace(checkpoints=KEPT.get(number, ()))
         total = sum(counts)
         batch = Batch.build(requests, PAGE, _device(layer), StepShape(total + PADDING, max(total, MIN_ROWS)))
         inputs = _rows(layer, total, number)
@@ -91,7 +93,7 @@ def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
         no_kv = KVPool((), 2, PAGE, torch.float32, _device(layer))
         with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(0, shapes), replaced_functions(scopes):
             result = layer.run_without_cache(inputs)
-        slots = [SLOTS[i] for i in active]
+        slots = [*(SLOTS[i] for i in active), *(kept.slot for kept in KEPT.get(number, ()))]
         results = [
             (rows[:, :total].flatten(2), [state[slots] for state in pool.states(0)])
             for rows, pool in zip((output, result), pools, strict=True)

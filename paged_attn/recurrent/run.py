@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,14 +24,21 @@ class RecurrentRunner:
         self.layers, self.pool = tuple(layers), pool
 
     def plan(self, batch: Batch) -> RecurrentPlan:
-        """Raises ContextError: a request has no slot, one that the pool lacks, or another one's."""
-        slots = batch.state_slots_host[: batch.num_real_requests]
-        wrong = [s for s in slots if not 1 <= s < self.pool.num_slots or slots.count(s) > 1]
-        if wrong:
+        """Raises ContextError: a request or a checkpoint has no slot, one that the pool lacks, or another one's; or a checkpoint is not on
+        the way."""
+        slots = [*batch.state_slots_host[: batch.num_real_requests], *(kept.slot for each in batch.checkpoints.values() for kept in each)]
+        if len(set(slots)) < len(slots) or not all(1 <= slot < self.pool.num_slots for slot in slots):
             raise ContextError(
-                f"the batch's requests have state slots {list(slots)}; allowed are 1 to {self.pool.num_slots - 1}, each once: "
+                f"the batch's requests and checkpoints have state slots {slots}; allowed are 1 to {self.pool.num_slots - 1}, each once: "
                 "take them from a SlotAllocator"
             )
+        for index, checkpoints in batch.checkpoints.items():
+            ends = [0, *(kept.tokens for kept in checkpoints), batch.query_lens_host[index]]
+            if not all(end < after for end, after in pairwise(ends)):
+                raise ContextError(
+                    f"request {index} of the batch has {ends[-1]} new tokens and checkpoints after {ends[1:-1]} of them; allowed are "
+                    "numbers from 1 on, ascending and less than all"
+                )
         return RecurrentPlan(batch.num_tokens, (StateRows.of(batch),))
 
     def state(self, layer_id: int, state_id: int) -> Tensor:
@@ -38,7 +46,8 @@ class RecurrentRunner:
         return self.pool.states(layer_id)[state_id]
 
     def forward(self, plan: RecurrentPlan, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None:
-        """By the layer's own forward: each extending request, then all decoding ones as one batch; the states in the pool advance.
+        """By the layer's own forward: each extending request, up to each of its checkpoints and then the rest, and then all decoding ones
+        as one batch; the states in the pool advance.
 
         inputs [1, T, ...] in the order of the layer's operands; output [1, T, ...].
         """
@@ -52,13 +61,16 @@ class RecurrentRunner:
 
 
 def _extend(layer: RecurrentLayer, states: Sequence[Tensor], extends: Extends, inputs: Sequence[Tensor], output: Tensor) -> None:
-    for start, length, slot, fresh in zip(extends.starts, extends.lengths, extends.slots, extends.fresh, strict=True):
-        rows, slots = slice(start, start + length), slice(slot, slot + 1)
-        before = None if fresh else [state[slots].clone() for state in states]
-        parts, after = layer.run_tokens([value[:, rows] for value in inputs], before)
+    owner, now = -1, None
+    for start, length, of, target in zip(*(column.tolist() for column in extends.segments), strict=True):
+        if of != owner:
+            owner, slot = of, extends.slots[of]
+            now = None if extends.fresh[of] else [state[slot : slot + 1].clone() for state in states]
+        rows = slice(start, start + length)
+        parts, now = layer.run_tokens([value[:, rows] for value in inputs], now)
         output[:, rows] = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        for state, now in zip(states, after, strict=True):
-            state[slots] = now
+        for state, after in zip(states, now, strict=True):
+            state[target : target + 1] = after
 
 
 def _decode(layer: RecurrentLayer, states: Sequence[Tensor], rows: StateRows, inputs: Sequence[Tensor], output: Tensor) -> None:

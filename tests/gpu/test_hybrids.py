@@ -48,3 +48,27 @@ def test_in_sixteen_bits_the_kernels_are_taken_and_decode_is_captured_whole(name
         assert all(layer.ops for layer in llm.engine.runner.recurrent), text
         assert llm.engine.steps.graphs is not None and llm.engine.steps.report().full, "full graphs hold the scans"
         assert all(len(tokens) == 12 for tokens in answers(llm, PROMPTS))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_on_the_way_serve_whoever_starts_there(name: str, full_float32: None) -> None:
+    """One step for each prompt, states at regular distances, and forks anywhere."""
+    stem, other = PROMPTS[4], PROMPTS[0]
+    cuts = (0, 7, 16, 33, 64, 127, 129)
+    with LLM(
+        on_gpu(name),
+        page_size=4,
+        num_pages=800,
+        max_batch_tokens=512,
+        inductor=False,
+        overlap=False,
+        state_snapshots=128,
+        snapshot_interval=16,
+    ) as llm:
+        assert answers(llm, [stem]) == [greedy(recurrent(name), stem, 12)] and llm.engine.stats.steps == 12
+        for cut in cuts:
+            prompt = stem[:cut] + other[:20]
+            (got,) = llm.generate([prompt], SamplingParams(max_new_tokens=12))
+            assert got.token_ids == greedy(recurrent(name), prompt, 12)
+            assert got.cached_tokens >= min(cut // 16 * 16, 128)
+        assert llm.engine.stats.steps == 12 * (1 + len(cuts)), "no prompt takes two"

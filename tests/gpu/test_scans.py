@@ -5,13 +5,19 @@ Triton 3.6 multiplies 16-bit matrices of 16 and 32 columns wrongly on Hopper (tr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend
+from paged_attn.attn_ops.scans.mamba1 import mamba1_extend
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend
+from paged_attn.attn_ops.scans.short_conv import short_conv_extend
 from paged_attn.attn_ops.scans.state_rows import Extends
-from paged_attn.backends.scans.triton import prompts
+from paged_attn.backends.scans.triton import conv, prompts
 
 LENGTHS = [(1000,), (200, 1, 64, 33), (16,) * 12]
 CLOSE = 2e-2  # of the largest number; the products round to 8 bits
@@ -61,3 +67,56 @@ def test_mamba2(width: int, state: int, groups: int, dtype: torch.dtype, lengths
     mamba2_extend(x, step, rates, b, c, outputs[1], 0.0, float("inf"), states[1], where)
     assert far(outputs[0], outputs[1]) < CLOSE
     assert far(states[0], states[1]) < CLOSE
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def problem(name: str, rows: int) -> tuple[Callable[..., bool], Callable[..., None], list[Any], torch.Tensor, tuple[int, ...]]:
+    """The kernel, the truth, what both are given before the states, the output among it, and the shape of a state."""
+    if name == "gated_delta":
+        value, decay = random(rows, 32, 128), -torch.rand(rows, 32, device="cuda")
+        output = torch.empty_like(value)
+        given = [random(rows, 16, 128), random(rows, 16, 128), value, decay, torch.rand_like(decay).bfloat16(), output, True]
+        return prompts.gated_delta, gated_delta_extend, given, output, (32, 128, 128)
+    if name == "mamba2":
+        x, rates = random(rows, 64, 64), -torch.rand(64, device="cuda")
+        output = torch.empty_like(x)
+        given = [x, random(rows, 64).abs(), rates, random(rows, 1, 128), random(rows, 1, 128), output, 0.0, float("inf")]
+        return prompts.mamba2, mamba2_extend, given, output, (64, 64, 128)
+    if name == "mamba1":
+        x, rates = random(rows, 8192), -torch.rand(8192, 16, device="cuda")
+        output = torch.empty_like(x)
+        given = [x, random(rows, 8192).abs(), rates, random(rows, 16), random(rows, 16), output]
+        return prompts.mamba1, mamba1_extend, given, output, (8192, 16)
+    x = random(rows, 8192)
+    output = torch.empty_like(x)
+    return conv.extend, short_conv_extend, [x, random(8192, 4), random(8192), output, "silu"], output, (8192, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gated_delta", "mamba2", "mamba1", "short_conv"])
+def test_states_on_the_way_are_bitwise_those_of_steps_that_end_there(name: str, dtype: torch.dtype) -> None:
+    """Beside the truth, too. A fresh request with regular ones, one that goes on from a state with one a token after its start."""
+    torch.manual_seed(0)
+    lengths, slots, fresh, device = [1000, 300, 70], [1, 2, 3], [True, False, False], torch.device("cuda")
+    kept = {0: [(256, 4), (512, 5), (768, 6), (992, 7)], 1: [(1, 8), (296, 9)]}
+    starts, rows = [0, 1000, 1300], sum(lengths)
+    kernel, truth, given, output, shape = problem(name, rows)
+    states = [random(10, *shape, dtype=dtype)]
+    states += [states[0].clone(), states[0].clone()]
+    where = Extends(starts, lengths, slots, fresh, device, {i: [StateCheckpoint(*each) for each in some] for i, some in kept.items()})
+    truth(*given, states[0], where)
+    expected = output.clone()
+    assert kernel(*given, states[1], where)
+    found = output.clone()
+    for index, (start, length, slot) in enumerate(zip(starts, lengths, slots, strict=True)):
+        before = 0
+        for end, target in (*kept.get(index, []), (length, slot)):
+            step = Extends([start + before], [end - before], [slot], [fresh[index] and not before], device)
+            assert kernel(*given, states[2], step)
+            states[2][target] = states[2][slot]
+            before = end
+    assert torch.equal(states[1], states[2]) and torch.equal(found, output)
+    assert far(found, expected) < CLOSE and far(states[1], states[0]) < CLOSE

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from paged_attn import UnsupportedError
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import StateSpec
@@ -200,13 +200,16 @@ def test_a_ragged_batch_equals_each_prompt_alone(mixers: tuple[type[Mixer], ...]
     for layer in find_recurrent_layers(Toy(*mixers), inputs_of):
         prompts = [torch.randn(len(layer.operands), n, 6) for n in (9, 4, 6, 1)]
         expected = [layer.run([part[None] for part in prompt], None)[0][0] for prompt in prompts]
-        pool = StatePool([layer.spec], 6)
+        pool = StatePool([layer.spec], 7)
         pool.fill(float("nan"))
         runner, slots = RecurrentRunner([layer], pool), [4, 1, 5, 2]
         done, got = [0, 0, 0, 0], [[] for _ in prompts]
         for counts in ((5, 1, 3, 0), (1, 1, 0, 0), (3, 1, 1, 1), (0, 1, 2, 0)):
             active = [i for i, count in enumerate(counts) if count]
-            batch = Batch.build([BatchRequest([1] * counts[i], [1, 2, 3], done[i], state_slot=slots[i]) for i in active], 4)
+            requests = [BatchRequest([1] * counts[i], [1, 2, 3], done[i], state_slot=slots[i]) for i in active]
+            if not any(done):
+                requests[0] = requests[0]._replace(checkpoints=[StateCheckpoint(2, 3), StateCheckpoint(3, 6)])
+            batch = Batch.build(requests, 4)
             rows = [torch.cat([prompts[i][part, done[i] : done[i] + counts[i]] for i in active]) for part in range(len(layer.operands))]
             inputs = [torch.cat([value, torch.full((2, 6), float("nan"))])[None] for value in rows]
             output = torch.full((1, inputs[0].shape[1], *expected[0].shape[1:]), 7.0)
@@ -217,6 +220,10 @@ def test_a_ragged_batch_equals_each_prompt_alone(mixers: tuple[type[Mixer], ...]
                 done[i] += counts[i]
         for one, parts in zip(expected, got, strict=True):
             torch.testing.assert_close(torch.cat(parts), one)
+        for tokens, slot in ((2, 3), (3, 6)):
+            before = layer.run([part[None, :tokens] for part in prompts[0]], None)[1]
+            for kept, expected_state in zip(pool.states(0), before, strict=True):
+                torch.testing.assert_close(kept[slot], expected_state[0])
 
 
 @pytest.mark.parametrize("slots", [(0, 1), (1, 1), (1, 3)])
@@ -225,6 +232,23 @@ def test_slots_must_be_the_requests_own(slots: tuple[int, int]) -> None:
     batch = Batch.build([BatchRequest([1], [1], state_slot=slot) for slot in slots], 4)
     with pytest.raises(ContextError, match=r"state slots \[.*\]; allowed are 1 to 2, each once"):
         RecurrentRunner([layer], StatePool([layer.spec], 3)).plan(batch)
+
+
+@pytest.mark.parametrize("slot", [0, 1, 3])
+def test_so_must_those_of_checkpoints(slot: int) -> None:
+    (layer,) = find_recurrent_layers(Toy(Mixer), inputs_of)
+    batch = Batch.build([BatchRequest([1, 1], [1], state_slot=1, checkpoints=[StateCheckpoint(1, slot)])], 4)
+    with pytest.raises(ContextError, match=rf"state slots \[1, {slot}\]; allowed are 1 to 2, each once"):
+        RecurrentRunner([layer], StatePool([layer.spec], 3)).plan(batch)
+
+
+@pytest.mark.parametrize("tokens", [(0,), (3,), (2, 2), (2, 1)])
+def test_checkpoints_lie_on_the_way(tokens: tuple[int, ...]) -> None:
+    (layer,) = find_recurrent_layers(Toy(Mixer), inputs_of)
+    checkpoints = [StateCheckpoint(each, 2 + i) for i, each in enumerate(tokens)]
+    batch = Batch.build([BatchRequest([1], [2], 1, state_slot=4), BatchRequest([1] * 3, [1], state_slot=1, checkpoints=checkpoints)], 4)
+    with pytest.raises(ContextError, match=r"request 1 of the batch has 3 new tokens and checkpoints after .*; allowed are numbers from 1"):
+        RecurrentRunner([layer], StatePool([layer.spec], 5)).plan(batch)
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -26,13 +26,13 @@ def extend(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activ
     """As `short_conv_extend`; always served."""
     (channels, taps), width, blocks = weight.shape, states.shape[2], triton.cdiv(weight.shape[0], BLOCK)
     where, last = extends.taps(taps, width)
-    known = (extends.rows, extends.slots_on_device, extends.continues)
+    known, remembered = (extends.rows, extends.slots_on_device, extends.continues), len(extends.lengths) * width
     conv_extend[(len(where), blocks)](
-        x, weight, bias, output, states, *known, where, *x.stride(), *weight.stride(), output.stride(0), states.stride(0), last.numel(),
+        x, weight, bias, output, states, *known, where, *x.stride(), *weight.stride(), output.stride(0), states.stride(0), remembered,
         C=channels, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation), BLOCK=BLOCK,
     )  # fmt: skip
-    conv_state[(len(last), blocks)](
-        x, states, *known, last, *x.stride(), states.stride(0), last.numel(), C=channels, WIDTH=width, BLOCK=BLOCK,
-        W=triton.next_power_of_2(width),
+    conv_state[(len(extends.lengths), blocks)](
+        x, states, *known, last, extends.segments_on_device, extends.targets, *x.stride(), states.stride(0), remembered, C=channels,
+        WIDTH=width, BLOCK=BLOCK, W=triton.next_power_of_2(width),
     )  # fmt: skip
     return True

@@ -58,19 +58,24 @@ def conv_extend(
 
 @triton.jit
 def conv_state(
-    x, states, rows, slots, continues, last, x_row, x_channel, slot_stride, remembered, C: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, W: tl.constexpr,
+    x, states, rows, slots, continues, last, segments, targets, x_row, x_channel, slot_stride, remembered, C: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """The state [C, WIDTH] that a request leaves: `last` [E, WIDTH] says where its last tokens lie, as `taps` does."""
+    """The states [C, WIDTH] after the segments of a request: `last` [S, WIDTH] says where the last tokens lie, as `taps` does, and
+    `targets` [S] where the states go. `segments` [2, E]: the request's first one, and how many it has. Its last one writes its own slot,
+    which those before it read."""
     i, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column, real = tl.arange(0, W)[None], (channel < C)[:, None]
-    at = tl.load(last + i * WIDTH + column, mask=column < WIDTH, other=0)
-    value = _seen(
-        x, states, rows, slots, continues, at, channel[:, None], real & (column < WIDTH), x_row, x_channel, slot_stride, remembered, WIDTH
-    )
-    tl.debug_barrier()  # all of the old state is read
-    state = states + tl.load(slots + i) * slot_stride + channel[:, None] * WIDTH + column
-    tl.store(state, value.to(states.dtype.element_ty), mask=real & (column < WIDTH))
+    first, count = tl.load(segments + i), tl.load(segments + tl.num_programs(0) + i)
+    for segment in range(first, first + count):
+        at = tl.load(last + segment * WIDTH + column, mask=column < WIDTH, other=0)
+        value = _seen(
+            x, states, rows, slots, continues, at, channel[:, None], real & (column < WIDTH), x_row, x_channel, slot_stride, remembered,
+            WIDTH,
+        )  # fmt: skip
+        tl.debug_barrier()  # all of the old state is read
+        state = states + tl.load(targets + segment) * slot_stride + channel[:, None] * WIDTH + column
+        tl.store(state, value.to(states.dtype.element_ty), mask=real & (column < WIDTH))
 
 
 @triton.jit

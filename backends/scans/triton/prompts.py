@@ -66,9 +66,8 @@ def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
     if not block_c:
         return False
     scan_channels[(len(extends.lengths), triton.cdiv(channels, block_c))](
-        x, dt, a, b, c, output, states, extends.slots_on_device, extends.continues, extends.bounds(TOKENS), *x.stride(), *dt.stride(),
-        *a.stride(), *b.stride(), *c.stride(), output.stride(0), states.stride(0), C=channels, N=n_dim, BLOCK_T=TOKENS, BLOCK_C=block_c,
-        BLOCK_N=block_n,
+        x, dt, a, b, c, output, states, *_where(extends, TOKENS), *x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(),
+        output.stride(0), states.stride(0), C=channels, N=n_dim, BLOCK_T=TOKENS, BLOCK_C=block_c, BLOCK_N=block_n,
     )  # fmt: skip
     return True
 
@@ -81,12 +80,16 @@ def _scan(
     _, heads, k_dim, v_dim = states.shape
     size, block_k, block_v, narrow = _sizes(k_dim, v_dim, value.dtype, solved is not None)
     scan_chunks[(len(extends.lengths), heads, triton.cdiv(v_dim, block_v))](
-        query, key, value, g, beta, *(solved or (None, None)), output, states, extends.slots_on_device, extends.continues,
-        extends.bounds(size), *query.stride(), *key.stride(), *value.stride(), *g.stride(), *beta.stride(), output.stride(0),
-        *states.stride(), scale, EPS, REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise,
-        DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v, NARROW=narrow, num_stages=1,
-        num_warps=4 if k_dim <= LONG and narrow is not None else 8,
+        query, key, value, g, beta, *(solved or (None, None)), output, states, *_where(extends, size), *query.stride(), *key.stride(),
+        *value.stride(), *g.stride(), *beta.stride(), output.stride(0), *states.stride(), scale, EPS, REPEATS=heads // key.shape[1],
+        HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise, DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v,
+        NARROW=narrow, num_stages=1, num_warps=4 if k_dim <= LONG and narrow is not None else 8,
     )  # fmt: skip
+
+
+def _where(extends: Extends, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From which states the requests go on, and where their chunks lie."""
+    return extends.slots_on_device, extends.continues, *extends.bounds(size)
 
 
 def _sizes(k_dim: int, v_dim: int, dtype: torch.dtype, solved: bool) -> tuple[int, int, int, Any]:

@@ -42,32 +42,32 @@ def solve_chunks(
 
 @triton.jit
 def scan_chunks(
-    query, key, value, g, beta, new, reads, output, states, slots, continues, bounds, q_row, q_head, q_dim, k_row, k_head, k_dim, v_row,
-    v_head, v_dim, g_row, g_head, beta_row, beta_head, output_row, slot_stride, state_head, state_k, state_v, scale, eps,
+    query, key, value, g, beta, new, reads, output, states, slots, continues, requests, chunks, q_row, q_head, q_dim, k_row, k_head, k_dim,
+    v_row, v_head, v_dim, g_row, g_head, beta_row, beta_head, output_row, slot_stride, state_head, state_k, state_v, scale, eps,
     REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, DELTA: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a head's state [K, V] through a request: each chunk is read by its queries and then written by its keys.
 
-    `bounds` [3, E]: the request's first row, its number of tokens, and its first chunk, where `new` and `reads` of the delta rule lie;
-    without that rule a token writes beta * value.
+    `requests` [2, E] and `chunks` [N, 3] are `Extends.bounds`. `new` and `reads` of the delta rule lie chunk by chunk; without
+    that rule a token writes beta * value.
     """
     request, head, v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    i, k, requests = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.num_programs(0)
-    first, length = tl.load(bounds + request), tl.load(bounds + requests + request)
-    first_chunk = tl.load(bounds + 2 * requests + request)
+    i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    first, count = tl.load(requests + request), tl.load(requests + tl.num_programs(0) + request)
     held = (k < K)[:, None] & (v < V)[None]
-    state = states + tl.load(slots + request).to(tl.int64) * slot_stride + head * state_head + k[:, None] * state_k + v[None] * state_v
-    now = tl.load(state, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
+    state = states + head * state_head + k[:, None] * state_k + v[None] * state_v
+    before = state + tl.load(slots + request).to(tl.int64) * slot_stride
+    now = tl.load(before, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
     until = i[:, None] >= i[None]
-    for start in range(0, length, CHUNK):
-        row, there = first + start + i, start + i < length
+    for chunk in range(first, first + count):
+        row, there = tl.load(chunks + 3 * chunk) + i, i < tl.load(chunks + 3 * chunk + 1)
         queries, query_factor = _vectors(query + (head // REPEATS) * q_head, row, there, k, q_row, q_dim, eps, K, NORMALISE)
         keys, key_factor = _vectors(key + (head // REPEATS) * k_head, row, there, k, k_row, k_dim, eps, K, NORMALISE)
         log_decay = tl.load(g + row * g_row + head * g_head, mask=there, other=0.0).to(tl.float32)
         total, last = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
         if DELTA:
-            place = ((first_chunk * CHUNK + start + i) * HEADS + head)[:, None]
+            place = ((chunk * CHUNK + i) * HEADS + head)[:, None]
             written = tl.load(new + place * V + v[None], mask=(v < V)[None], other=0.0).to(tl.float32)
             written -= _dot(tl.load(reads + place * K + k[None], mask=(k < K)[None], other=0.0), now, NARROW)
         else:
@@ -80,24 +80,28 @@ def scan_chunks(
         tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (v < V)[None])
         written *= (key_factor * tl.exp(last - total))[:, None]
         now = now * tl.exp(last) + _dot(tl.trans(keys), written, NARROW)
-    tl.store(state, now.to(states.dtype.element_ty), mask=held)
+        slot = tl.load(chunks + 3 * chunk + 2)
+        if slot > 0:
+            kept = now.to(states.dtype.element_ty)
+            tl.store(state + slot * slot_stride, kept, mask=held)
+            now = kept.to(tl.float32)  # as who starts from it goes on
 
 
 @triton.jit
 def scan_channels(
-    x, dt, a, b, c, output, states, slots, continues, bounds, x_row, x_dim, dt_row, dt_dim, a_dim, a_state, b_row, b_dim, c_row, c_dim,
-    output_row, slot_stride, C: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, dt, a, b, c, output, states, slots, continues, requests, chunks, x_row, x_dim, dt_row, dt_dim, a_dim, a_state, b_row, b_dim, c_row,
+    c_dim, output_row, slot_stride, C: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Some channels of a state [C, N] of Mamba-1 through a request, BLOCK_T tokens at a time."""
+    """Some channels of a state [C, N] of Mamba-1 through a request, BLOCK_T tokens at a time: `requests` and `chunks` as above."""
     request, channel, n = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_N)
-    t, requests = tl.arange(0, BLOCK_T), tl.num_programs(0)
-    first, length = tl.load(bounds + request), tl.load(bounds + requests + request)
+    t, first, count = tl.arange(0, BLOCK_T), tl.load(requests + request), tl.load(requests + tl.num_programs(0) + request)
     held = (channel < C)[:, None] & (n < N)[None]
-    state = states + tl.load(slots + request).to(tl.int64) * slot_stride + channel[:, None] * N + n[None]
-    now = tl.load(state, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
+    state = states + channel[:, None] * N + n[None]
+    before = state + tl.load(slots + request).to(tl.int64) * slot_stride
+    now = tl.load(before, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
     rate = tl.load(a + channel[:, None] * a_dim + n[None] * a_state, mask=held, other=0.0).to(tl.float32)
-    for start in range(0, length, BLOCK_T):
-        row, there = first + start + t, start + t < length
+    for chunk in range(first, first + count):
+        row, there = tl.load(chunks + 3 * chunk) + t, t < tl.load(chunks + 3 * chunk + 1)
         step = _tile(dt, row, there, channel, dt_row, dt_dim, C).to(tl.float32)
         new = _tile(x, row, there, channel, x_row, x_dim, C).to(tl.float32) * step
         keys = _tile(b, row, there, n, b_row, b_dim, N).to(tl.float32)
@@ -109,7 +113,11 @@ def scan_channels(
         result = tl.sum(every * queries[:, None], 2)
         tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (channel < C)[None])
         now = tl.sum(tl.where(t[:, None, None] == BLOCK_T - 1, every, 0.0), 0)
-    tl.store(state, now.to(states.dtype.element_ty), mask=held)
+        slot = tl.load(chunks + 3 * chunk + 2)
+        if slot > 0:
+            kept = now.to(states.dtype.element_ty)
+            tl.store(state + slot * slot_stride, kept, mask=held)
+            now = kept.to(tl.float32)
 
 
 @triton.jit

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.attn_ops.kv.radix_cache import RadixCache
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
 from paged_attn.engine.memory.model_limits import NO_STATE, StateSlots
+from paged_attn.engine.memory.snapshot_points import SnapshotPoints
 from paged_attn.engine.memory.state_snapshots import StateSnapshots
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
-
-MIN_FORK = 16  # tokens that a state at a fork must save to be worth a step that ends there
 
 
 class KVManager:
@@ -26,15 +26,23 @@ class KVManager:
 
     Args:
         slots, states: of the model's recurrent state, if it has any. Then prefixes are shared only where there are slots for snapshots.
+        snapshot_interval: see `SnapshotPoints`.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, prefix_cache: bool, slots: StateSlots = NO_STATE, states: StatePool | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        prefix_cache: bool,
+        slots: StateSlots = NO_STATE,
+        states: StatePool | None = None,
+        snapshot_interval: int = 0,
     ) -> None:
         self.allocator = PageAllocator(num_pages, page_size)
         self.page_size = page_size
         self.state_slots = SlotAllocator(slots.running) if states else None
         self._states = states
+        self._points = SnapshotPoints(page_size, snapshot_interval, slots.snapshots)
         self.version = 0  # grows when pages are given back or shared: until then who could not be admitted still can not
         self.snapshots: StateSnapshots | None = None
         self.tree: RadixCache | None = None
@@ -87,9 +95,7 @@ class KVManager:
         if self.snapshots is not None:
             fork, match = match.num_tokens, self.tree.cut_to_payload(match)
             request.tokens_without_state = fork - match.num_tokens
-            last = (len(request.tokens) - 1) // self.page_size * self.page_size
-            worth = {last, fork} if fork - match.num_tokens >= MIN_FORK else {last}
-            request.snapshot_points = sorted(point for point in worth if point > match.num_tokens)
+            request.snapshot_points, request.spare_points = self._points.of(len(request.tokens), match.num_tokens, fork)
         self.tree.lock(match.node)
         request.lock = match.node
         request.add_pages(match.pages)
@@ -120,23 +126,47 @@ class KVManager:
         rows.add_page_each(indices, self.allocator.allocate(len(indices)))
         return True
 
-    def keep_state(self, request: Request) -> None:
-        """Copy the state of a request that has just come to one of its points; it is shared when a token vouches for it."""
-        if request.snapshot_points and request.snapshot_points[0] == request.num_cached:
+    def take_checkpoints(self, requests: Sequence[Request], counts: Sequence[int]) -> dict[int, list[StateCheckpoint]]:
+        """For a step of so many tokens of each request: by index, which states it shall keep on the way, and in which slots. If it was
+        launched, `keep_states` comes next; if it fails, nothing, and the next step may have the slots."""
+        found = {}
+        for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            if not request.snapshot_points:
+                continue
             assert self.snapshots is not None
-            point = request.snapshot_points.pop(0)
-            if (slot := self.snapshots.take(request.state_slot)) is not None:
-                request.snapshots[point] = slot
+            start, checkpoints = request.num_cached, []
+            for point in request.snapshot_points:
+                if point >= start + count:
+                    break
+                slot = request.taken_slots.get(point) or self.snapshots.take()
+                if slot is not None:
+                    request.taken_slots[point] = slot
+                    checkpoints.append(StateCheckpoint(point - start, slot))
+            if checkpoints:
+                found[index] = checkpoints
+        return found
+
+    def keep_states(self, requests: Sequence[Request]) -> None:
+        """After a step was launched: what it kept on the way is the requests', and so is a copy of the state of those that have just come
+        to one of their points. Both are shared when a token vouches for them."""
+        for request in requests:
+            while request.snapshot_points and request.snapshot_points[0] <= request.num_cached:
+                assert self.snapshots is not None
+                point = request.snapshot_points.pop(0)
+                slot = request.taken_slots.pop(point, None)
+                if point == request.num_cached and (slot := slot or self.snapshots.take()) is not None:
+                    self.snapshots.fill(slot, request.state_slot)
+                if slot is not None:
+                    request.snapshots[point] = slot
 
     def share(self, request: Request) -> None:
         """Put the request's full pages, as far as a token vouches for them, into the tree, and the states that it kept; where the tree
         has the same prefix already, its page replaces ours."""
         self._share_pages(request)
-        while request.snapshots:
+        for point in sorted(request.snapshots):  # of states of one age the last one goes last
             assert self.snapshots is not None
-            point, slot = request.snapshots.popitem()
             node = self.snapshots.tree.match(request.tokens[:point], request.namespace).node
-            self.snapshots.attach(node, slot)
+            self.snapshots.attach(node, request.snapshots.pop(point), point in request.spare_points)
 
     def _share_pages(self, request: Request) -> None:
         if self.tree is None or request.num_validated // self.page_size * self.page_size <= request.num_locked:
@@ -156,7 +186,7 @@ class KVManager:
         if share:
             self._share_pages(request)
             self._share_last_state(request)
-        for slot in request.snapshots.values():
+        for slot in (*request.snapshots.values(), *request.taken_slots.values()):
             assert self.snapshots is not None
             self.snapshots.drop(slot)
         if request.num_pages or request.state_slot:
@@ -170,7 +200,8 @@ class KVManager:
             self.state_slots.free(request.state_slot)
         request.clear_pages()
         request.num_cached, request.num_locked, request.lock, request.state_slot = 0, 0, None, 0
-        request.num_validated, request.snapshot_points, request.snapshots = 0, [], {}
+        request.num_validated, request.snapshot_points, request.spare_points = 0, [], set()
+        request.snapshots, request.taken_slots = {}, {}
 
     @contextmanager
     def advanced_states(self, requests: Collection[Request]) -> Iterator[None]:
@@ -188,5 +219,6 @@ class KVManager:
             return
         if request.num_validated != request.num_cached or not request.num_cached == request.num_locked > 0:
             return
-        if request.lock.payload is None and (slot := self.snapshots.take(request.state_slot)) is not None:
+        if request.lock.payload is None and (slot := self.snapshots.take()) is not None:
+            self.snapshots.fill(slot, request.state_slot)
             self.snapshots.attach(request.lock, slot)

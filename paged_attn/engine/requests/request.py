@@ -67,8 +67,10 @@ class Request:
         state_slot: of its recurrent state while it runs, 0 if it has none.
         num_validated: what `num_cached` was when the last known token was sampled: logits were finite, so KV and state up to
             there are sound.
-        snapshot_points: numbers of tokens, ascending, at which a prefill stops so that its state there can be kept.
+        snapshot_points: numbers of tokens, ascending, after which its state will be kept.
+        spare_points: those of them, past ones included, that nobody has asked for.
         snapshots: states kept at such points and not shared yet: number of tokens -> slot.
+        taken_slots: for states at such points of a step that is not launched yet, likewise.
         cached_tokens: prompt tokens that came from the prefix cache at admission.
         tokens_without_state: those that the prefix cache has besides, of no use as no recurrent state is kept there.
         known: its new tokens with their log-probabilities, if the params ask for these.
@@ -95,7 +97,9 @@ class Request:
     lock: Any = None
     num_validated: int = 0
     snapshot_points: list[int] = field(default_factory=list)
+    spare_points: set[int] = field(default_factory=set)
     snapshots: dict[int, int] = field(default_factory=dict)
+    taken_slots: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0
     tokens_without_state: int = 0
     known: list[SampledToken] = field(default_factory=list)

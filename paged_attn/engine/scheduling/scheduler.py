@@ -92,9 +92,8 @@ class Scheduler:
 
     @staticmethod
     def _count(request: Request, plan: StepPlan) -> int:
-        """As many tokens as there are left, as the budgets allow, and as lie before the next point at which a state is to be kept."""
-        count = min(request.num_remaining, plan.budget, max(request.scores_from - request.num_cached, 0) + plan.score_budget)
-        return min(count, request.snapshot_points[0] - request.num_cached) if request.snapshot_points else count
+        """As many tokens as there are left, and as the budgets allow."""
+        return min(request.num_remaining, plan.budget, max(request.scores_from - request.num_cached, 0) + plan.score_budget)
 
     def _reserve(self, request: Request, num_tokens: int, plan: StepPlan, drained: bool) -> bool:
         while not self.kv.reserve(request, num_tokens):
@@ -135,7 +134,7 @@ class Scheduler:
                 return
             self.kv.adopt_prefix(request)
             if (holder := self._prefills.holder_for(request)) is not None:
-                self._hold_back(request, holder, plan)
+                self._hold_back(request, holder)
                 held += 1
                 continue
             short = self.kv.allocator.pages_for(len(request.tokens)) - request.num_pages - self.kv.num_available
@@ -146,13 +145,11 @@ class Scheduler:
             if not self._preempt_for(request, short, plan, drained):
                 return
 
-    def _hold_back(self, request: Request, holder: Request, plan: StepPlan) -> None:
+    def _hold_back(self, request: Request, holder: Request) -> None:
         self.kv.release(request, share=False)
         self.waiting.set_aside(request)
         self._prefills.hold(request, holder)
         self.stats.held_back += 1
-        if holder.snapshot_points:
-            plan.cut_chunk(holder, holder.snapshot_points[0])  # the first one may be new
 
     def _start(self, request: Request, plan: StepPlan) -> None:
         """Let a request run that has adopted its prefix and whose tokens fit."""

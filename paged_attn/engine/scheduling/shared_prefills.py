@@ -99,15 +99,18 @@ class SharedPrefills:
         return holder.num_validated > self._prefixes[holder][1]
 
     def _will_keep_state_for(self, request: Request, holder: Request) -> bool:
-        """Whether the holder keeps its state far enough into what both have in common; if need be, it now does."""
+        """Whether the holder keeps its state far enough into what both have in common; if it can, where they part, unless somebody asked
+        for one near that."""
         size = self._kv.page_size
         common = num_common(request.tokens[:-1], holder.tokens, request.num_cached) // size * size
-        kept = max((point for point in (*holder.snapshots, *holder.snapshot_points) if point <= common), default=0)
-        kept = max(kept, request.num_cached)
-        if common - kept >= self._length and common > holder.num_cached:
-            insort(holder.snapshot_points, common)
+        kept = [point for point in (*holder.snapshots, *holder.snapshot_points) if point <= common]
+        asked_for = [point for point in kept if point not in holder.spare_points]
+        if common - max([request.num_cached, *asked_for]) >= self._length and common > holder.num_cached:
+            if common not in holder.snapshot_points:
+                insort(holder.snapshot_points, common)
+            holder.spare_points.discard(common)
             return True
-        return kept - request.num_cached >= self._length
+        return max([request.num_cached, *kept]) - request.num_cached >= self._length
 
 
 def num_common(a: Sequence[int], b: Sequence[int], start: int) -> int:

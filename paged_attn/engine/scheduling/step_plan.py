@@ -46,14 +46,6 @@ class StepPlan:
         self.chunks[request] = count
         self._spend(request, 0, count)
 
-    def cut_chunk(self, request: Request, end: int) -> None:
-        """The chunk of a request, if it has one, goes no further than its first `end` tokens."""
-        count = self.chunks.get(request, 0)
-        cut = min(count, end - request.num_cached)
-        if cut < count:
-            self.chunks[request] = cut
-            self._spend(request, count, cut)
-
     def drop(self, request: Request) -> None:
         """A request is not computed after all."""
         if request in self.chunks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.requests import RequestColumns
+from paged_attn.attn_ops.batch.requests import RequestColumns, StateCheckpoint
 from paged_attn.engine.requests.pooled_rows import PooledPart, PooledRows
 from paged_attn.engine.requests.request import NO_SCORES, Request
 from paged_attn.engine.requests.request_rows import RequestRows
@@ -52,7 +52,12 @@ class StepLayout(NamedTuple):
 
 
 def build_step(
-    step: ScheduledStep, rows: RequestRows, indices: NDArray[np.int64], under_way: int, pools: bool = False
+    step: ScheduledStep,
+    rows: RequestRows,
+    indices: NDArray[np.int64],
+    under_way: int,
+    pools: bool = False,
+    checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
 ) -> tuple[StepLayout, RequestColumns]:
     """What each request's share of a step is, and what the batch is made of; the requests are at `indices` [requests] in `rows`, and the
     host has all tokens but those of the step that is `under_way` (its number). With `pools` the requests are embedded."""
@@ -71,6 +76,7 @@ def build_step(
         num_logits=num_logits,
         state_slots=rows.state_slot[indices],
         lora_slots=rows.adapter[indices] - 1,
+        checkpoints=checkpoints,
     )
     num_of_prompts = int(counts[is_prompt].sum())
     picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.attn_ops.scans.chunks import Chunks
+from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
@@ -77,20 +78,62 @@ def test_in_parts_it_is_the_same(name: str) -> None:
     torch.testing.assert_close(states[1][1], states[0][1], **CLOSE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_states_on_the_way_are_bitwise_those_of_steps_that_end_there(name: str, dtype: torch.dtype) -> None:
+    """A fresh request, one with many checkpoints (also one token after its start and after another), one without, all side by side."""
+    torch.manual_seed(11)
+    kind, lengths, slots, fresh = RECURRENCES[name], [70, 140, 9], [3, 1, 5], [True, False, False]
+    kept = {0: [(64, 2)], 1: [(1, 4), (2, 6), (100, 7), (139, 8)]}
+    checkpoints = {request: [StateCheckpoint(*each) for each in some] for request, some in kept.items()}
+    states = [states_among_nan(name, (1, 5)).to(dtype)]
+    states.append(states[0].clone())
+    given = kind.given(sum(lengths))
+    outputs = [torch.full((sum(lengths), *kind.output), 7.0) for _ in states]
+    extends = Extends(starts_of(lengths), lengths, slots, fresh, CPU, checkpoints)
+    kind.extend(*given, outputs[0], *kind.options, *kind.limits, states[0], extends)
+    for request, (start, length, slot) in enumerate(zip(starts_of(lengths), lengths, slots, strict=True)):
+        before = 0
+        for end, target in (*kept.get(request, []), (length, slot)):
+            step = Extends([start + before], [end - before], [slot], [fresh[request] and not before], CPU)
+            kind.extend(*given, outputs[1], *kind.options, *kind.limits, states[1], step)
+            states[1][target] = states[1][slot]
+            before = end
+    assert torch.equal(states[0][1:], states[1][1:])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)  # silu rounds by where a number lies
+    assert states[0][0].isnan().all(), "nobody's slot"
+
+
+def test_segments_and_their_chunks() -> None:
+    segments = Segments.of([5, 0, 8], [3, 5, 4], [7, 8, 9], {1: [StateCheckpoint(1, 2), StateCheckpoint(4, 3)]})
+    assert [each.tolist() for each in segments] == [[5, 0, 1, 4, 8], [3, 1, 3, 1, 4], [0, 1, 1, 1, 2], [7, 2, 3, 8, 9]]
+    bounds = ChunkBounds.of(segments, 2)
+    assert bounds.rows.tolist() == [5, 7, 0, 1, 3, 4, 8, 10] and bounds.counts.tolist() == [2, 1, 1, 2, 1, 1, 2, 2]
+    assert bounds.ends.tolist() == [-1, 0, 1, -1, 2, 3, -1, 4] and bounds.requests.tolist() == [[0, 2, 6], [2, 4, 2]]
+    chunks = Chunks.of(segments, 2, CPU)
+    assert [wave.tolist() for wave in chunks.waves] == [[2, 0, 6], [3, 1, 7], [4], [5]]
+    ends = [tuple(each.tolist() for each in wave) for wave in chunks.ends]
+    assert ends == [([0], [1]), ([1, 2], [0, 4]), ([0], [2]), ([0], [3])]
+
+
 def test_chunks_of_ragged_requests() -> None:
-    chunks = Chunks.of([5, 0], [3, 5], 2, CPU)
+    chunks = Chunks.of(Segments.of([5, 0], [3, 5], [1, 2], {}), 2, CPU)
     assert chunks.rows.tolist() == [[5, 6], [7, 0], [0, 1], [2, 3], [4, 0]]
     assert chunks.real.tolist() == [[True, True], [True, False], [True, True], [True, True], [True, False]]
     assert chunks.order.tolist() == [1, 0] and [wave.tolist() for wave in chunks.waves] == [[2, 0], [3, 1], [4]]
 
 
 def test_rows_of_a_mixed_batch() -> None:
-    requests = [BatchRequest([1], [1], 4, state_slot=3), BatchRequest([1, 2], [2], 1, state_slot=1), BatchRequest([5], [3], state_slot=6)]
+    kept = [StateCheckpoint(1, 4)]
+    requests = [
+        BatchRequest([1], [1], 4, state_slot=3), BatchRequest([5], [3], state_slot=6),
+        BatchRequest([1, 2], [2], 1, state_slot=1, checkpoints=kept),
+    ]  # fmt: skip
     rows = StateRows.of(Batch.build([*requests, BatchRequest([1], [4], 1, state_slot=2)], 8))
     assert rows.decode_rows is not None and rows.decode_rows.tolist() == [0, 4] and rows.decode_slots.tolist() == [3, 2]
     extends = rows.extends
-    assert extends is not None and (extends.starts, extends.lengths) == ([1, 3], [2, 1])
-    assert (extends.slots, extends.fresh) == ([1, 6], [False, True])
+    assert extends is not None and (extends.starts, extends.lengths) == ([1, 2], [1, 2])
+    assert (extends.slots, extends.fresh, extends.checkpoints) == ([6, 1], [True, False], {1: kept})
 
 
 def test_a_step_of_a_graph_reads_its_slots_where_they_always_lie() -> None:

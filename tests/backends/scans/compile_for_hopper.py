@@ -24,7 +24,7 @@ POINTERS = {
     "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "output": "*bf16", "rows": "*i64", "slots": "*i64", "taps": "*i64", "last": "*i64",
     "continues": "*i1", "query": "*bf16", "key": "*bf16", "value": "*bf16", "g": "*fp32", "beta": "*bf16", "states": "*fp32", "dt": "*bf16",
     "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32",
-    "real": "*i1", "bounds": "*i64", "new": "*bf16", "reads": "*bf16",
+    "real": "*i1", "requests": "*i64", "chunks": "*i64", "segments": "*i64", "targets": "*i64", "new": "*bf16", "reads": "*bf16",
 }  # fmt: skip
 CONV: dict[str, Any] = {"C": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
 SOLVED: dict[str, Any] = {

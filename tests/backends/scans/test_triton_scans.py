@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
@@ -110,6 +111,36 @@ def test_prompts(name: str, dtype: torch.dtype) -> None:
     same(output[1], output[0], dtype)
     same(states[1], states[0], dtype)
     assert (output[1][0] == 7).all() and (output[1][-2:] == 7).all(), "rows that are nobody's are not written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("name", ["short_conv", *PROMPTS])
+def test_states_on_the_way(name: str, dtype: torch.dtype) -> None:
+    """Beside the truth; and bitwise those of steps that end there."""
+    torch.manual_seed(9)
+    kind, lengths, slots, fresh = RECURRENCES[name], [40, 6, 20, 3], [3, 8, 1, 5], [True, False, False, False]
+    kept = {0: [(33, 2)], 2: [(1, 4), (2, 6), (17, 7)]}
+    checkpoints = {request: [StateCheckpoint(*each) for each in some] for request, some in kept.items()}
+    states = [states_of(name, [8, 1, 5], dtype)]
+    states += [states[0].clone(), states[0].clone()]
+    given = [strided(value.to(DEVICE, dtype)) for value in kind.given(sum(lengths))]
+    outputs = [torch.full((sum(lengths), *kind.output), 7.0, device=DEVICE, dtype=dtype) for _ in states]
+    starts, device = starts_of(lengths), given[0].device
+    extends = Extends(starts, lengths, slots, fresh, device, checkpoints)
+    run, options = (conv.extend if name == "short_conv" else PROMPTS[name]), (*kind.options, *kind.limits)
+    kind.extend(*given, outputs[0], *options, states[0], extends)
+    assert run(*given, outputs[1], *options, states[1], extends)
+    same(outputs[1], outputs[0], dtype)
+    same(states[1], states[0], dtype)
+    for request, (start, length, slot) in enumerate(zip(starts, lengths, slots, strict=True)):
+        before = 0
+        for end, target in (*kept.get(request, []), (length, slot)):
+            step = Extends([start + before], [end - before], [slot], [fresh[request] and not before], device)
+            assert run(*given, outputs[2], *options, states[2], step)
+            states[2][target] = states[2][slot]
+            before = end
+    assert torch.equal(states[1][1:], states[2][1:]) and torch.equal(outputs[1], outputs[2])
+    assert states[1][0].isnan().all(), "nobody's slot"
 
 
 def test_what_a_program_does_not_hold_is_left_alone() -> None:

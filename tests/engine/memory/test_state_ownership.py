@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
-from paged_attn.engine.memory import kv_manager
+from paged_attn.engine.memory import snapshot_points
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.memory.model_limits import StateSlots
 from paged_attn.engine.requests.request import Request
@@ -33,15 +33,19 @@ def state_of(tokens: list[int], namespace: Any) -> int:
 class StateOwnership(RuleBasedStateMachine):
     """Random requests on a model whose state is a number made from all tokens so far; freed slots hold -1."""
 
-    @initialize(snapshots=st.integers(1, 5), page_size=st.sampled_from([1, 2]), min_fork=st.sampled_from([1, 2, 16]))
-    def start(self, snapshots: int, page_size: int, min_fork: int) -> None:
+    @initialize(
+        snapshots=st.integers(1, 5), page_size=st.sampled_from([1, 2]), min_fork=st.sampled_from([1, 2, 16]),
+        interval=st.sampled_from([0, 1, 3]), share=st.sampled_from([1, 2, 8]),
+    )  # fmt: skip
+    def start(self, snapshots: int, page_size: int, min_fork: int, interval: int, share: int) -> None:
         slots = StateSlots(RUNNING, snapshots)
         self.pool, self.page_size = StatePool(LAYERS, slots.total), page_size
         self.values = self.pool.states(0)[0][:, 0]
         self.values.fill_(-1)
-        self.kv = KVManager(14, page_size, True, slots, self.pool)
+        self.before = snapshot_points.MIN_FORK, snapshot_points.SHARE
+        snapshot_points.MIN_FORK, snapshot_points.SHARE = min_fork, share
+        self.kv = KVManager(14, page_size, True, slots, self.pool, interval)
         self.requests: list[Request] = []
-        self.min_fork, kv_manager.MIN_FORK = kv_manager.MIN_FORK, min_fork
         for allocator in (self.kv.state_slots, self.kv.snapshots.slots):
             allocator.free = self.poisoning(allocator.free)
 
@@ -72,18 +76,24 @@ class StateOwnership(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 9), outcome=st.sampled_from(["finite", "finite", "NaN", "raises"]))
     def step(self, data: st.DataObject, count: int, outcome: str) -> None:
         request = self.pick(data)
-        points = [point - request.num_cached for point in request.snapshot_points]
-        count = min([count, len(request.tokens) - request.num_cached, *points])
-        end = request.num_cached + count
+        start, count = request.num_cached, min(count, len(request.tokens) - request.num_cached)
+        end = start + count
         if not self.kv.reserve(request, end):
             return
+        checkpoints = self.kv.take_checkpoints([request], [count]).get(0, [])
         self.values[request.state_slot] = state_of(request.tokens[:end], request.namespace)
         if outcome == "raises":
-            request.num_validated = 0
-            self.release(request, share=bool(request.sampled))
+            for kept in checkpoints:
+                self.values[kept.slot] = -1
+            if start or request.snapshots:
+                request.num_validated = 0
+                self.release(request, share=bool(request.sampled))
             return
+        for kept in checkpoints:
+            assert 0 < kept.tokens < count
+            self.values[kept.slot] = state_of(request.tokens[: start + kept.tokens], request.namespace)
         request.num_cached = end
-        self.kv.keep_state(request)
+        self.kv.keep_states([request])
         if end < len(request.tokens):
             return
         if outcome == "NaN":
@@ -91,7 +101,7 @@ class StateOwnership(RuleBasedStateMachine):
             return
         request.num_validated = end
         self.kv.share(request)
-        assert not request.snapshots and not request.snapshot_points
+        assert not request.snapshots and not request.snapshot_points and not request.taken_slots
         request.tokens.append(data.draw(st.integers(1, 2)))
 
     @precondition(lambda self: self.requests)
@@ -104,13 +114,14 @@ class StateOwnership(RuleBasedStateMachine):
             self.kv.release(request, share=True)
         if request.sampled and vouched == done and done % self.page_size == 0:
             node = self.kv.tree.match(tokens, request.namespace).node
-            held_by_others = sum(len(r.snapshots) for r in self.requests)
+            held_by_others = sum(len(r.snapshots) + len(r.taken_slots) for r in self.requests)
             assert node.payload is not None or held_by_others == self.pool.num_slots - RUNNING
 
     def release(self, request: Request, share: bool) -> None:
         self.kv.release(request, share=share)
         self.requests.remove(request)
         assert (request.state_slot, request.num_validated, request.snapshot_points, request.snapshots) == (0, 0, [], {})
+        assert not request.taken_slots and not request.spare_points
 
     @invariant()
     def every_state_is_that_of_its_tokens(self) -> None:
@@ -126,11 +137,12 @@ class StateOwnership(RuleBasedStateMachine):
     @invariant()
     def every_slot_has_one_owner(self) -> None:
         self.kv.tree.check_invariants()
-        pending = [slot for request in self.requests for slot in request.snapshots.values()]
+        pending = [slot for request in self.requests for slot in (*request.snapshots.values(), *request.taken_slots.values())]
         attached = [node.payload for node, _ in self.nodes() if node.payload is not None]
         owned = [*pending, *attached]
         assert len(set(owned)) == len(owned) and set(owned) == self.kv.snapshots.slots._held
-        assert sorted(attached) == sorted(self.kv.snapshots._attached) and len(attached) == self.kv.snapshots.num_attached
+        assert sorted(attached) == sorted([*self.kv.snapshots._spare, *self.kv.snapshots._used])
+        assert len(attached) == self.kv.snapshots.num_attached
         assert {request.state_slot for request in self.requests} == self.kv.state_slots._held
         assert all(RUNNING <= slot < self.pool.num_slots for slot in owned)
 
@@ -141,7 +153,7 @@ class StateOwnership(RuleBasedStateMachine):
         return found
 
     def teardown(self) -> None:
-        kv_manager.MIN_FORK = self.min_fork
+        snapshot_points.MIN_FORK, snapshot_points.SHARE = self.before
         for request in self.requests:
             self.kv.release(request, share=False)
         self.kv.tree.clear()

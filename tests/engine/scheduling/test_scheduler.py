@@ -231,21 +231,17 @@ def test_who_found_too_few_pages_is_tried_again_when_its_prefix_is_shared() -> N
     assert [s.request for s in each(scheduler.schedule())] == [first, second] and second.num_cached == 20
 
 
-def test_a_plan_gives_the_budget_back_for_what_is_cut_or_dropped() -> None:
+def test_a_plan_gives_the_budget_back_for_what_is_dropped() -> None:
     plan, (first, second, third, decoding) = StepPlan(20), [request_of([1] * 30) for _ in range(4)]
     plan.add_decodes([decoding])
     for request in (first, second):
         request.num_cached = 4
         plan.add_chunk(request, 6)
-    assert plan.budget == 7
-    plan.cut_chunk(first, 7)
-    plan.cut_chunk(second, 12)
-    plan.cut_chunk(third, 5)
-    assert plan.budget == 10 and [(s.request, s.count) for s in each(plan.scheduled())] == [(decoding, 1), (first, 3), (second, 6)]
+    assert plan.budget == 7 and [(s.request, s.count) for s in each(plan.scheduled())] == [(decoding, 1), (first, 6), (second, 6)]
     plan.drop(third)
     plan.drop(second)
     plan.drop(decoding)
-    assert plan.budget == 17 and [(s.request, s.count) for s in each(plan.scheduled())] == [(first, 3)]
+    assert plan.budget == 14 and [(s.request, s.count) for s in each(plan.scheduled())] == [(first, 6)]
 
 
 def test_a_plan_takes_the_first_decodes_if_the_budget_has_no_room_for_all() -> None:

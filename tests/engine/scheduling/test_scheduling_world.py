@@ -43,6 +43,7 @@ ANYTHING = {
     "seed": st.integers(0, 10**6), "overlap": st.booleans(), "troubles": st.booleans(), "max_batch_tokens": st.integers(1, 20),
     "max_requests": st.integers(1, 6), "prefix_wait_tokens": st.sampled_from([0, 1, 2, 5]), "policy": st.sampled_from(["fcfs", "lpm"]),
 }  # fmt: skip
+WITH_STATES = {"snapshots": st.sampled_from([0, 1, 2, 4, 16, 40]), "snapshot_interval": st.sampled_from([0, 1, 3, 1024])}
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -52,7 +53,7 @@ def test_everything_is_sound_and_comes_to_its_end(**drawn: Any) -> None:
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(snapshots=st.integers(0, 4), **ANYTHING)
+@given(**WITH_STATES, **ANYTHING)
 def test_so_it_does_with_recurrent_states(**drawn: Any) -> None:
     simulate(**drawn)
 

@@ -6,6 +6,7 @@ come and are cancelled at any time. Each read of KV or state is checked.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -59,7 +60,8 @@ class World:
         if snapshots is not None:
             slots = StateSlots(self.config.max_requests + 1, snapshots)
             self.states = FakeStates(slots.total)
-        self.kv = KVManager(num_pages, page_size, self.config.prefix_cache, slots, self.states)  # type: ignore[arg-type]
+        interval = self.config.snapshot_interval
+        self.kv = KVManager(num_pages, page_size, self.config.prefix_cache, slots, self.states, interval)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.flights: deque[list[Part]] = deque()
@@ -110,17 +112,23 @@ class World:
             assert self.flights or not self.requests, "there is work, and nothing runs"
             return False
         self._check_step(scheduled)
+        requests = [s.request for s in scheduled]
+        checkpoints = self.kv.take_checkpoints(requests, [s.count for s in scheduled]) if self.states is not None else {}
         if fails:
+            for kept in itertools.chain(*checkpoints.values()):
+                self.states.values[kept.slot] = None  # type: ignore[union-attr]
             self._collect(0)
             for s in scheduled:
-                if s.request.finish_reason is None and self.states is not None and s.request.num_cached:
+                if s.request.finish_reason is None and self.states is not None and (s.request.num_cached or s.request.snapshots):
                     self.states.values[s.request.state_slot] = None
                     s.request.num_validated = 0
                     self.scheduler.preempt(s.request)
             return False
+        for index, kept in checkpoints.items():
+            for tokens, slot in kept:
+                self.states.values[slot] = self.prefixes[requests[index]][requests[index].num_cached + tokens - 1]  # type: ignore[union-attr]
         self.flights.append([self._compute(s) for s in scheduled])
-        for s in scheduled:
-            self.kv.keep_state(s.request)
+        self.kv.keep_states(requests)
         return True
 
     def _compute(self, scheduled: Scheduled) -> Part:
@@ -189,7 +197,7 @@ class World:
         assert {r.id for r in (*running, *waiting)} == set(self.requests) and len(running) + len(waiting) == len(self.requests)
         assert len(scheduler.running) == len(running) and len(scheduler.waiting) == len(waiting)
         assert running == sorted(running, key=lambda r: (r.priority, r.arrival))
-        assert not any(r.pages or r.lock or r.state_slot or r.snapshots for r in waiting)
+        assert not any(r.pages or r.lock or r.state_slot or r.snapshots or r.taken_slots for r in waiting)
         owned = [page for r in running for page in r.pages[r.num_locked // self.page_size :]]
         cached = kv.tree.num_pages if kv.tree else 0
         assert len(set(owned)) == len(owned) and kv.allocator.num_free + len(owned) + cached == kv.num_usable
@@ -199,7 +207,7 @@ class World:
             assert not any(self.slots[slot] in self.bad for slot in cached_slots), "NaN is in the prefix cache"
             assert kv.tree.locked_pages == len({page for r in running for page in r.pages[: r.num_locked // self.page_size]})
         if kv.snapshots is not None and kv.state_slots is not None:
-            taken = [slot for r in running for slot in r.snapshots.values()]
+            taken = [slot for r in running for slot in (*r.snapshots.values(), *r.taken_slots.values())]
             assert len(taken) + kv.snapshots.num_attached == len(kv.snapshots.slots._held)
             assert {r.state_slot for r in running} == kv.state_slots._held
         for request in running:

@@ -20,7 +20,7 @@ from paged_attn.engine.steps.future_tokens import future_token
 from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, build_step
 from tests.engine.models import assert_idle, make_engine, oracle, random_prompts, request_of, tokenizer
 from tests.engine.scheduling.schedulers import Scheduled
-from tests.engine.scheduling.test_scheduling_world import ANYTHING, simulate
+from tests.engine.scheduling.test_scheduling_world import ANYTHING, WITH_STATES, simulate
 from tests.engine.scheduling.world import World
 
 
@@ -72,7 +72,7 @@ def test_every_step_is_laid_out_as_from_its_requests(**drawn: Any) -> None:
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
-@given(snapshots=st.integers(0, 4), **ANYTHING)
+@given(**WITH_STATES, **ANYTHING)
 def test_so_it_is_with_recurrent_states(**drawn: Any) -> None:
     simulate(make=LaidOut, **drawn)
 

@@ -1,0 +1,77 @@
+"""Requests cut where a state of theirs is kept, and these segments cut into chunks: arrays of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.attn_ops.batch.requests import StateCheckpoint
+
+Integers = NDArray[np.int64]
+
+
+class Segments(NamedTuple):
+    """E requests as S segments, one after another; a segment ends at a checkpoint or with its request.
+
+    Attributes:
+        starts, lengths: [S] int64, the first row of each in the batch, and its number of tokens.
+        owners: [S] int64, which request each is of.
+        slots: [S] int64, where the state after each goes.
+    """
+
+    starts: Integers
+    lengths: Integers
+    owners: Integers
+    slots: Integers
+
+    @classmethod
+    def of(
+        cls, starts: Sequence[int], lengths: Sequence[int], slots: Sequence[int], checkpoints: Mapping[int, Sequence[StateCheckpoint]]
+    ) -> Segments:
+        if not checkpoints:
+            return cls(_integers(starts), _integers(lengths), np.arange(len(lengths)), _integers(slots))
+        rows = []
+        for owner, (start, length, slot) in enumerate(zip(starts, lengths, slots, strict=True)):
+            before = 0
+            for end, target in (*checkpoints.get(owner, ()), (length, slot)):
+                rows.append((start + before, end - before, owner, target))
+                before = end
+        return cls(*np.array(rows, np.int64).T)
+
+    def by_request(self, counts: Integers) -> Integers:
+        """[2, E]: where the things of each request begin, and how many it has, if its segments have `counts` [S] of them in turn."""
+        totals = np.bincount(self.owners, counts).astype(np.int64)
+        return np.stack([np.add.accumulate(totals) - totals, totals])
+
+
+class ChunkBounds(NamedTuple):
+    """Segments as N chunks of at most so many tokens.
+
+    Attributes:
+        rows, counts: [N] int64, the first row of each in the batch, and its number of tokens.
+        ends: [N] int64, the segment that ends with it; -1 where none does.
+        requests: [2, E] int64, the first chunk of each request, and how many it has.
+    """
+
+    rows: Integers
+    counts: Integers
+    ends: Integers
+    requests: Integers
+
+    @classmethod
+    def of(cls, segments: Segments, size: int) -> ChunkBounds:
+        each = -(-segments.lengths // size)
+        past = np.add.accumulate(each)
+        owner = np.arange(len(each)).repeat(each)
+        before = (np.arange(past[-1]) - (past - each)[owner]) * size
+        ends = np.full(past[-1], -1)
+        ends[past - 1] = np.arange(len(each))
+        counts = np.minimum(segments.lengths[owner] - before, size)
+        return cls(segments.starts[owner] + before, counts, ends, segments.by_request(each))
+
+
+def _integers(values: Sequence[int]) -> Integers:
+    return np.array(values, np.int64)
