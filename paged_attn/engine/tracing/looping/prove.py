@@ -24,6 +24,7 @@ from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
 from paged_attn.engine.tracing.looping.program import ExpertsSite, Program, evaluated, program_of
 from paged_attn.engine.tracing.looping.tape import Slot, Tape, mapped
+from paged_attn.engine.tracing.no_collections import no_collections
 from paged_attn.hashing.code_files import executed_files
 
 TOKENS = (37, 53)  # of the tapes: few other numbers are multiples of them
@@ -82,7 +83,7 @@ class _Proof:
 
     def program(self) -> Program:
         """Raises NotProved with the reason against the last site that was tried."""
-        with executed_files() as self.files:
+        with no_collections(), executed_files() as self.files:  # or what the collector runs of others would count as the block's code
             tapes, outputs, fed = zip(*(self._recorded(tokens) for tokens in TOKENS), strict=True)
         both = TwoTapes((tapes[0], tapes[1]), TOKENS)
         if not fed[0] or not fed[1]:
