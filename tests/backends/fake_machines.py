@@ -57,15 +57,15 @@ def flashinfer() -> Iterator[AttentionBackend]:
 
 @contextmanager
 def trtllm_mha() -> Iterator[AttentionBackend]:
-    from paged_attn.backends.attention.flashinfer import trtllm_mha as module
-    from paged_attn.backends.attention.flashinfer import wrappers
+    from paged_attn.backends.attention.flashinfer import trtllm, wrappers
+    from paged_attn.backends.attention.flashinfer.trtllm_mha import TrtllmMhaBackend
     from tests.backends.flashinfer import fake_flashinfer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrappers, "MIN_WORKSPACE", 0)
-        patch.setattr(module, "WORKSPACE", 16 << 20)
+        patch.setattr(trtllm, "WORKSPACE", 16 << 20)
         fake_flashinfer.install(patch)
-        yield module.TrtllmMhaBackend()
+        yield TrtllmMhaBackend()
 
 
 @contextmanager

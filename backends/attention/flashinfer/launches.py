@@ -25,40 +25,32 @@ class Launch:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
         """Attend: query [rows, q_heads, dim]; key and value of the pool, or of the rows if ragged; output as query; lse [rows, q_heads]."""
-        target = output if self._writes(output, query) else _new(output, query.dtype)
-        sums = lse if lse is None or lse.is_contiguous() else _new(lse, lse.dtype)
-        operands = (readable(key), readable(value)) if self.ragged else ((key, value),)
-        extra = () if sinks is None else (sinks.float().contiguous(), self.kind.scale)  # the sink kernel takes its scale here
-        self.wrapper.run(readable(query), *operands, *extra, out=target, lse=sums, return_lse=lse is not None)
+        target = writable(output, query.dtype, self.any_strides)
+        sums = lse if lse is None or lse.is_contiguous() else torch.empty_like(lse, memory_format=torch.contiguous_format)
+        self._run(readable(query), key, value, target, sums, sinks)
         if target is not output:
             output.copy_(target)
         if lse is not None and sums is not None and sums is not lse:
             lse.copy_(sums)
 
-    def _writes(self, output: Tensor, query: Tensor) -> bool:
-        """Whether the kernel can write there: all but "fa3" take every output for contiguous, without a check."""
-        return output.dtype == query.dtype and is_vectored(output) and (self.any_strides or output.is_contiguous())
+    def _run(self, query: Tensor, key: Tensor, value: Tensor, target: Tensor, sums: Tensor | None, sinks: Tensor | None) -> None:
+        operands = (readable(key), readable(value)) if self.ragged else ((key, value),)
+        extra = () if sinks is None else (sinks.float().contiguous(), self.kind.scale)  # the sink kernel takes its scale here
+        self.wrapper.run(query, *operands, *extra, out=target, lse=sums, return_lse=sums is not None)
 
 
 @dataclass(slots=True)
-class LatentLaunch:
-    """One planned wrapper for rows of latents: keys [pages, page_size, 1, rank + rotated], whose first `rank` elements are the values."""
+class LatentLaunch(Launch):
+    """One for rows of latents: keys [pages, page_size, 1, rank + rotated], whose first `rank` elements are the values, and output
+    [rows, q_heads, rank]. Queries and rows go in as views of their two parts."""
 
-    wrapper: Any
-    kind: Kind
+    any_strides: bool = True
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
-        """As `Launch`, with output [rows, q_heads, rank]. Queries and rows go in as views of their two parts."""
-        query, rank = readable(query), self.kind.rank
-        target = output if output.dtype == query.dtype and is_vectored(output) else _new(output, query.dtype)
-        sums = lse if lse is None or lse.is_contiguous() else _new(lse, lse.dtype)
+    def _run(self, query: Tensor, key: Tensor, value: Tensor, target: Tensor, sums: Tensor | None, sinks: Tensor | None) -> None:
+        rank = self.kind.rank
         self.wrapper.run(
-            query[..., :rank], query[..., rank:], value[:, :, 0], key[:, :, 0, rank:], out=target, lse=sums, return_lse=lse is not None
+            query[..., :rank], query[..., rank:], value[:, :, 0], key[:, :, 0, rank:], out=target, lse=sums, return_lse=sums is not None
         )
-        if target is not output:
-            output.copy_(target)
-        if lse is not None and sums is not None and sums is not lse:
-            lse.copy_(sums)
 
 
 @dataclass(slots=True)
@@ -72,21 +64,22 @@ class Cascade:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
         """As `Launch`."""
         shape, dtype = output.shape, query.dtype
-        direct = output.is_contiguous() and output.dtype == dtype and is_vectored(output)
-        whole = output if direct else torch.empty(shape, dtype=dtype, device=query.device)
+        whole = writable(output, dtype)
         part = torch.empty(shape, dtype=dtype, device=query.device)
         sums = torch.empty(2, *shape[:2], dtype=torch.float32, device=query.device)
         self.rest(query, key, value, whole, sums[0], None)
         self.prefix(query, key, value, part, sums[1], None)
         self.merge(whole, sums[0], part, sums[1])
-        if not direct:
+        if whole is not output:
             output.copy_(whole)
         if lse is not None:
             lse.copy_(sums[0])
 
 
-def _new(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+def writable(output: Tensor, dtype: torch.dtype, any_strides: bool = False) -> Tensor:
+    """The output, or a new tensor where a kernel that gives `dtype` can not write there: most take it for contiguous, without a check."""
+    fits = output.dtype == dtype and is_vectored(output) and (any_strides or output.is_contiguous())
+    return output if fits else torch.empty(output.shape, dtype=dtype, device=output.device)
 
 
 def readable(tensor: Tensor) -> Tensor:

@@ -6,37 +6,24 @@ are refused.
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
-from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
-from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
-from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
+from paged_attn.backends.attention.flashinfer.launches import writable
+from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
+from paged_attn.backends.attention.flashinfer.trtllm import Plan, TrtllmBackend
+from paged_attn.backends.attention.flashinfer.wrappers import announce
 from paged_attn.backends.devices import architecture_of
 
 DTYPES = frozenset({torch.bfloat16, torch.float16})
-WORKSPACE = 128 << 20  # of which XQA takes 8 MiB for semaphores, which must be zero at first and are zero again after each launch
 
 
-@dataclass
-class Plan:
-    batch: Batch
-    pool: KVPool
-    workspace: Tensor
-    page_table: Tensor
-
-
-class TrtllmMhaBackend(DecodeOnlyBackend):
+class TrtllmMhaBackend(TrtllmBackend):
     """XQA decode; for prefill name another backend in front: backend="fa3,trtllm_mha".
 
     Raises:
@@ -60,23 +47,10 @@ class TrtllmMhaBackend(DecodeOnlyBackend):
         phases=frozenset({"decode"}),
     )
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
-        self._module = import_flashinfer(self.name)
-        self._buffers = WrapperPool()
-        self._checked: weakref.WeakSet[KVPool] = weakref.WeakSet()
-
-    def plan(self, batch: Batch, pool: KVPool) -> Plan:
-        """XQA needs none: it reads the batch's own tensors.
-
-        Raises:
-            UnsupportedError: a pool whose pages it can not read, or a GPU on which FlashInfer would take other kernels.
-        """
-        if pool not in self._checked:
-            _check_pool(pool)
-            _announce(pool)
-            self._checked.add(pool)
-        return Plan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)
+    def check_pool(self, pool: KVPool) -> None:
+        """A pool on SM90 whose K and V have the same strides, in whole heads."""
+        _check_pool(pool)
+        _announce(pool)
 
     def plan_in_graph(self, plan: Plan) -> None:
         """Copy the page table if XQA can not read it in place; a copy made in `plan` would be stale when a graph is replayed."""
@@ -87,8 +61,7 @@ class TrtllmMhaBackend(DecodeOnlyBackend):
         _check_call(spec, call, plan.pool)
         count = batch.num_requests
         query, output = call.query[:count], call.output[:count]
-        direct = output.is_contiguous() and is_vectored(output) and output.dtype == query.dtype
-        target = output if direct else torch.empty(output.shape, dtype=query.dtype, device=query.device)
+        target = writable(output, query.dtype)
         self._module.decode.trtllm_batch_decode_with_kv_cache(
             query=query if query.is_contiguous() and is_vectored(query) else query.clone(memory_format=torch.contiguous_format),
             kv_cache=(plan.pool.key(call.layer_id), plan.pool.value(call.layer_id)),
@@ -104,7 +77,7 @@ class TrtllmMhaBackend(DecodeOnlyBackend):
             kv_layout="NHD",
             backend="xqa",
         )
-        if not direct:
+        if target is not output:
             output.copy_(target)
 
 

@@ -6,40 +6,25 @@ tokens of each request.
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
-from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
-from paged_attn.backends.attention.flashinfer.launches import readable
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
-from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool
+from paged_attn.backends.attention.flashinfer.launches import readable, writable
+from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
+from paged_attn.backends.attention.flashinfer.trtllm import Plan, TrtllmBackend
 
 DTYPES = frozenset({torch.bfloat16})
-WORKSPACE = 128 << 20  # counters are in it, which must be zero at first and are zero again after each launch
 BLOCK = 128  # tokens
 KEY_DIMS = {512: 128, 256: 64}  # by rank: the width of the models' keys for which FlashInfer lists it
 
 
-@dataclass
-class Plan:
-    batch: Batch
-    pool: KVPool
-    workspace: Tensor
-    page_table: Tensor
-
-
-class TrtllmMlaBackend(DecodeOnlyBackend):
+class TrtllmMlaBackend(TrtllmBackend):
     """trtllm-gen decode over rows of latents; for prefill name another backend in front: backend="triton,trtllm_mla".
 
     Raises:
@@ -64,22 +49,14 @@ class TrtllmMlaBackend(DecodeOnlyBackend):
         phases=frozenset({"decode"}),
     )
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
-        self._module = import_flashinfer(self.name)
-        self._buffers = WrapperPool()
-        self._checked: weakref.WeakSet[KVPool] = weakref.WeakSet()
-
-    def plan(self, batch: Batch, pool: KVPool) -> Plan:
-        """Nothing is planned on the host.
-
-        Raises:
-            UnsupportedError: a pool with other layers, or whose rows do not lie at multiples of 16 bytes.
-        """
-        if pool not in self._checked:
-            _check_pool(pool)
-            self._checked.add(pool)
-        return Plan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)
+    def check_pool(self, pool: KVPool) -> None:
+        """Rows of latents alone, at multiples of 16 bytes."""
+        for layer, spec in enumerate(pool.layers):
+            if spec.by_backend and not (isinstance(spec, LatentSpec) and is_vectored(pool.key(layer))):
+                raise UnsupportedError(
+                    f"trtllm_mla reads rows of latents, 16 bytes at a time; layer {layer} ({spec.describe()}) has strides "
+                    f"{pool.key(layer).stride()}: take another backend, such as 'triton'"
+                )
 
     def plan_in_graph(self, plan: Plan) -> None:
         table = plan.batch.page_table
@@ -90,8 +67,7 @@ class TrtllmMlaBackend(DecodeOnlyBackend):
         assert isinstance(spec, LatentSpec)
         count = batch.num_requests
         query, output = readable(call.query[:count]), call.output[:count]
-        direct = output.is_contiguous() and is_vectored(output) and output.dtype == query.dtype
-        target = output if direct else torch.empty(output.shape, dtype=query.dtype, device=query.device)
+        target = writable(output, query.dtype)
         self._module.decode.trtllm_batch_decode_with_kv_cache_mla(
             query=query[:, None],
             kv_cache=plan.pool.key(call.layer_id)[:, :, 0],
@@ -107,14 +83,5 @@ class TrtllmMlaBackend(DecodeOnlyBackend):
             bmm2_scale=1.0,
             backend="trtllm-gen",
         )
-        if not direct:
+        if target is not output:
             output.copy_(target)
-
-
-def _check_pool(pool: KVPool) -> None:
-    for layer, spec in enumerate(pool.layers):
-        if spec.by_backend and not (isinstance(spec, LatentSpec) and is_vectored(pool.key(layer))):
-            raise UnsupportedError(
-                f"trtllm_mla reads rows of latents, 16 bytes at a time; layer {layer} ({spec.describe()}) has strides "
-                f"{pool.key(layer).stride()}: take another backend, such as 'triton'"
-            )

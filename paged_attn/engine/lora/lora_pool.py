@@ -49,6 +49,7 @@ class LoraPool:
 
     Attributes:
         tensors: a, b and scales of each site; unused slots hold zeros.
+        inputs: of the graph: all of them but those a that are rows of a weight.
         loaded: by name; another dict after each change, for other threads to read.
     """
 
@@ -59,27 +60,24 @@ class LoraPool:
         self.sites, self.slots, self.rank = tuple(sites), slots, rank
         self.loaded: dict[str, Loaded] = {}
         self.tensors: list[Tensor] = []
+        self.inputs: list[Tensor] = []
         self._count = 0
         self._parts_of: dict[str, list[_PartOfSite]] = {}
         with torch.inference_mode(False):
             for index, site in enumerate(self.sites):
                 shapes, outputs = site.shapes(slots, rank), sum(site.rows)
-                if site.weight is None:
-                    self.tensors.append(torch.zeros(shapes[0], dtype=site.dtype, device=device))
-                else:
-                    self.tensors.append(weights[site.weight][outputs:].view(shapes[0]))
-                for shape, dtype in zip(shapes[1:], (site.dtype, torch.float32), strict=True):
-                    self.tensors.append(torch.zeros(shape, dtype=dtype, device=device))
+                own = [] if site.weight is None else [weights[site.weight][outputs:].view(shapes[0])]
+                made = [
+                    torch.zeros(shape, dtype=dtype, device=device)
+                    for shape, dtype in list(zip(shapes, (site.dtype, site.dtype, torch.float32), strict=True))[len(own) :]
+                ]
+                self.tensors += own + made
+                self.inputs += made
                 start = 0
                 for number, part in enumerate(site.parts):
                     self._parts_of.setdefault(part.module, []).append(_PartOfSite(index, number, start))
                     start += part.rows
         logger.info("room for %d adapters of rank %d: %.0f MiB", slots, rank, self.nbytes / 2**20)
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Of the graph: all tensors but those a that are rows of a weight."""
-        return [t for index, t in enumerate(self.tensors) if index % 3 or self.sites[index // 3].weight is None]
 
     @property
     def nbytes(self) -> int:

@@ -34,7 +34,6 @@ class LoraRunner:
         bound = base.inputs.all
         self._weights = {merge.inputs[0]: with_spare_rows(bound[merge.inputs[0]], merge) for merge in graph.widened}
         self.adapters = LoraPool(base.model, graph.sites, slots, rank, base.device, self._weights)
-        self._factors = self.adapters.inputs
         self.model: nn.Module = base.model
         self.device: torch.device = base.device
         self.dtype: torch.dtype = base.dtype
@@ -85,7 +84,7 @@ class LoraRunner:
         inputs = self.base.inputs.fill(input_ids, positions, logits_rows)
         for index, weight in self._weights.items():
             inputs[index] = weight
-        more = [*slots, *self._factors] if self.adapters.sites else []
+        more = [*slots, *self.adapters.inputs] if self.adapters.sites else []
         logits = logits_of(self._run(*inputs, *more))
         return logits if self.base.takes_logits_rows else logits[logits_rows]
 

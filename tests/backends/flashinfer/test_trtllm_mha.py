@@ -16,7 +16,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Feature, Problem, unmet
-from paged_attn.backends.attention.flashinfer import trtllm_mha, wrappers
+from paged_attn.backends.attention.flashinfer import trtllm, trtllm_mha, wrappers
 from paged_attn.backends.attention.flashinfer.trtllm_mha import TrtllmMhaBackend
 from tests.backends.agreeing import REFERENCE, agree
 from tests.backends.flashinfer import fake_flashinfer
@@ -48,7 +48,7 @@ def make_case(lengths, feature="plain", *, changes=None, dtype=F16, page_size=16
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
     monkeypatch.setattr(wrappers, "MIN_WORKSPACE", 0)
-    monkeypatch.setattr(trtllm_mha, "WORKSPACE", 16 << 20)
+    monkeypatch.setattr(trtllm, "WORKSPACE", 16 << 20)
     return fake_flashinfer.install(monkeypatch)
 
 
@@ -128,7 +128,7 @@ def test_any_batch(cached, feature, page_size, layout, strides, extra_rows, seed
 def test_the_semaphores_of_a_backend_are_zeroed_once(backend):
     case = make_case(LENGTHS)
     first, second = (backend.plan(case.batch, case.pool).workspace for _ in range(2))
-    assert first is second and first.numel() == trtllm_mha.WORKSPACE == 16 << 20
+    assert first is second and first.numel() == trtllm.WORKSPACE == 16 << 20
 
 
 @pytest.mark.parametrize("lengths", [[(0, 3)], [(4, 1), (0, 3)], [(0, 1)]], ids=["extend", "mixed", "prompt of one"])

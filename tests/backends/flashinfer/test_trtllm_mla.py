@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.capabilities import Problem, unmet
-from paged_attn.backends.attention.flashinfer import trtllm_mla, wrappers
+from paged_attn.backends.attention.flashinfer import trtllm, wrappers
 from paged_attn.backends.attention.flashinfer.trtllm_mla import TrtllmMlaBackend
 from paged_attn.backends.attention.hybrid import hybrid_of
 from paged_attn.backends.attention.torch_native import TorchNativeBackend
@@ -28,7 +28,7 @@ DECODE = ((70, 1), (127, 1), (128, 1), (1, 1), (300, 1))
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(wrappers, "MIN_WORKSPACE", 0)
-    monkeypatch.setattr(trtllm_mla, "WORKSPACE", 16 << 20)
+    monkeypatch.setattr(trtllm, "WORKSPACE", 16 << 20)
     return fake_flashinfer.install(monkeypatch)
 
 
