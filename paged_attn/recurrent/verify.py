@@ -37,7 +37,7 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
                 f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for "
                 f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
             )
-        chunked = _in_parts(layer, inputs, [1, 4, count - 1])
+        chunked = in_parts(layer, inputs, [1, 4, count - 1])
         batched = _batched(layer, inputs, along)
     # What the two formulas of the layer differ by, by rounding or by themselves, says what is no mistake.
     allowed = MULTIPLE * max(error, rounding(*(tensor.dtype for tensor in (whole[0], *whole[1]))))
@@ -55,14 +55,16 @@ def _stepwise(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> tuple[Result, 
     return (torch.cat([output for output, _ in along], 1), along[-1][1]), along
 
 
-def _in_parts(layer: RecurrentLayer, inputs: Sequence[Tensor], ends: Sequence[int]) -> Result:
-    outputs, states, start = [], None, 0
+def in_parts(layer: RecurrentLayer, inputs: Sequence[Tensor], ends: Sequence[int], states: Sequence[Tensor] | None = None) -> Result:
+    """All outputs with the last states, in calls that end at these tokens and at the last one; from `states`, which stay as they are."""
+    outputs, start = [], 0
     for end in [*ends, inputs[0].shape[1]]:
+        states = None if states is None else [state.clone() for state in states]
         output, states = layer.run([value[:, start:end] for value in inputs], states)
         outputs.append(output)
         start = end
     assert states is not None
-    return torch.cat(outputs, 1), states
+    return torch.cat(outputs, 1), list(states)
 
 
 _STEPS = (1, 4, 7)  # three requests of different lengths take their next step together

@@ -19,7 +19,7 @@ def refuse_other_branches(tape: Tape, site: ExpertsSite) -> None:
 
 def _made_from_more(tape: Tape, site: ExpertsSite) -> set[Slot]:
     chosen = tape.values[site.ids.index].flatten()
-    same = {Slot(index) for index, value in enumerate(tape.values) if value.dtype == chosen.dtype and torch.equal(value.flatten(), chosen)}
+    same = {Slot(index) for index, value in enumerate(tape.values) if _equal(value, chosen)}
     told = same | {site.weights}
     found = {Slot(index) for index, origin in enumerate(tape.origin) if not isinstance(origin, tuple)} - told
     for step in tape.steps:
@@ -29,3 +29,8 @@ def _made_from_more(tape: Tape, site: ExpertsSite) -> set[Slot]:
         found |= {slot for slot in step.results if slot is not None} - told
         found |= {slot for each in step.written for slot in tape.same_memory(each)} - told
     return found
+
+
+def _equal(value: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Whether these are the ids, on whichever device."""
+    return value.dtype == ids.dtype and value.numel() == ids.numel() and torch.equal(value.flatten().to(ids.device), ids)
