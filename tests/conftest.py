@@ -22,7 +22,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch._dynamo.config.fake_tensor_cache_enabled = False  # models of two layers are traced a fifth faster without; those of many are not
 os.environ["PAGED_ATTN_TUNED"] = "none"  # what was measured on this machine must not change what a test selects
-os.environ["PAGED_ATTN_CACHE"] = "none"  # nor what another test compiled what is compiled
+os.environ["PAGED_ATTN_CACHE"] = "none"  # nor may what is in this user's cache; tests share graphs of their own, see below
+# Where a trace is what is tested, or what the passes make of one, every test traces anew.
+TRACING_ROOMS = ("capture", "check", "engine.model", "engine.runners", "engine.tracing", "graph_cache", "passes", "recurrent")
+TRACING_MODULES = ("test_drop_in", "test_explain", "test_inductor", "test_two_ways")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,13 +50,26 @@ def same_random_numbers_in_every_run(request: pytest.FixtureRequest) -> Iterator
 
 @pytest.fixture(scope="session")
 def folder_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("graphs"))
+    """One for all processes of a run; `.ci/run` names one for all its runs."""
+    own = tmp_path_factory.getbasetemp()
+    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return os.environ.get("PAGED_ATTN_TEST_GRAPHS") or str(folder / "graphs")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_trace_a_model(request: pytest.FixtureRequest, folder_of_graphs: str) -> Iterator[None]:
+    """A model that any test has traced is not traced again: an engine that starts on the graph that another kept takes an eighth."""
+    module = request.module.__name__.removeprefix("tests.")
+    with pytest.MonkeyPatch.context() as patch:
+        if not module.startswith(tuple(f"{room}." for room in TRACING_ROOMS)) and module not in TRACING_MODULES:
+            patch.setenv("PAGED_ATTN_CACHE", folder_of_graphs)
+        yield
 
 
 @pytest.fixture
-def graphs_on_disk(folder_of_graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that make one model's engine several times: it is traced once. The second engine runs the graph that the first one kept."""
-    monkeypatch.setenv("PAGED_ATTN_CACHE", folder_of_graphs)
+def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of what a trace says or costs."""
+    monkeypatch.setenv("PAGED_ATTN_CACHE", "none")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

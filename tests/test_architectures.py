@@ -8,7 +8,6 @@ from paged_attn import LLM, SamplingParams
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import ARCHITECTURES, build
 
-pytestmark = pytest.mark.usefixtures("graphs_on_disk")
 PROMPTS = random_prompts((1, 5, 17, 33, 70))
 NEW_TOKENS = 16
 

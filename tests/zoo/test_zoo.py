@@ -10,7 +10,6 @@ import pytest
 from tests.zoo.configs import TYPES
 from tests.zoo.run_one import run
 
-pytestmark = pytest.mark.usefixtures("graphs_on_disk")
 RUN = {
     "bert": "an encoder as a decoder, post-norm",
     "bloom": "ALiBi",
