@@ -11,6 +11,7 @@ from torch import nn
 from paged_attn.calling.compiled_calls import without_compiled_calls
 from paged_attn.calling.hf_configs import logits_alone
 from paged_attn.calling.plain_modes import plain_modes
+from paged_attn.calling.reference_functions import reference_functions
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_served(model: nn.Module) -> Iterator[None]:
-    """The same, in plain modes, as written where `module.compile()` was called, and without the outputs besides logits that a config may
-    ask for: for tracing and comparing."""
-    with plain_modes(), without_compiled_calls(model), logits_alone(model), evaluating(model):
+    """The same, in plain modes, as written where `module.compile()` was called, by transformers' own functions, and without the outputs
+    besides logits that a config may ask for: for tracing and comparing."""
+    with plain_modes(), without_compiled_calls(model), reference_functions(model), logits_alone(model), evaluating(model):
         yield

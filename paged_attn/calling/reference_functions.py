@@ -1,0 +1,55 @@
+"""Transformers' own PyTorch functions in place of an installed package's, where numbers are compared.
+
+With flash-linear-attention, causal-conv1d or mamba-ssm installed, transformers' layers call those kernels, whose two forms differ by more
+than rounding: fla 0.6's gated delta rule in float32 on an H100 by 4 % of some rows. What a layer computes is told by the PyTorch function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_HUB = "transformers.integrations.hub_kernels"  # whose decorator chooses a package's function, and keeps the other as __wrapped__
+_lock = threading.Lock()
+_replaced: dict[tuple[int, str], list[Any]] = {}  # by module globals and name: the package's function, and how many callers replace it
+
+
+@contextmanager
+def reference_functions(model: nn.Module) -> Iterator[None]:
+    """Inside, the modules of the model call transformers' functions; other threads that run the same classes do, too."""
+    taken = [(scope, name) for scope in _scopes(model) for name in _names(scope)]
+    with _lock:
+        for scope, name in taken:
+            entry = _replaced.setdefault((id(scope), name), [scope[name], 0])
+            entry[1] += 1
+            scope[name] = entry[0].__wrapped__
+    try:
+        yield
+    finally:
+        with _lock:
+            for scope, name in taken:
+                entry = _replaced[id(scope), name]
+                entry[1] -= 1
+                if not entry[1]:
+                    scope[name] = _replaced.pop((id(scope), name))[0]
+
+
+def _scopes(model: nn.Module) -> Sequence[dict[str, Any]]:
+    forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in model.modules()}}
+    found = {id(forward.__globals__): forward.__globals__ for forward in forwards if inspect.isfunction(forward)}
+    return list(found.values())
+
+
+def _names(scope: dict[str, Any]) -> list[str]:
+    return [name for name, value in list(scope.items()) if (id(scope), name) in _replaced or _is_of_a_package(value)]
+
+
+def _is_of_a_package(value: Callable[..., Any] | object) -> bool:
+    if not inspect.isfunction(value) or value.__globals__.get("__name__") != _HUB or not hasattr(value, "__wrapped__"):
+        return False
+    return bool(inspect.getclosurevars(value).nonlocals.get("is_new_implementation", True))
