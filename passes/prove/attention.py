@@ -98,8 +98,8 @@ class Prover:
         index = {node: number for number, node in enumerate(probe.nodes)}
         parts: list[Hashable] = []
         for node in probe.nodes:
-            if node is probe.products or node in probe.shapes:
-                parts.append((node is probe.products, str(value_of(node).shape), value_of(node).dtype))
+            if node in probe.stops or node in probe.shapes:
+                parts.append((node in probe.stops, str(value_of(node).shape), value_of(node).dtype))
             elif node.op == "placeholder":
                 value = self.values[node]
                 same = self._same_tensor(value) if isinstance(value, Tensor) and node is not sinks else 0
@@ -107,7 +107,7 @@ class Prover:
             else:
                 args: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"node {index[n]}")
                 parts.append((node.op, str(node.target), repr(args)))
-        return (index[probe.mask], probe.first_column, *parts)
+        return (index[probe.result], probe.first_column, *parts)
 
     def _same_tensor(self, value: Tensor) -> int:
         """A number shared by tensors that are equal."""
