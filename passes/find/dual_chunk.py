@@ -72,11 +72,11 @@ def _site(products: list[Product], softmax: fx.Node, form: CallForm) -> Attentio
         return None
     value, labels = weighted[0]
     try:
-        heads = {product.num_heads for product in (*products, value)}
+        leads = {tuple(product.lead_sizes) for product in (*products, value)}
     except ValueError:
         return None
     output = _way_out([product.node for product in products], value.node, form)
-    if len(heads) != 1 or output is None:
+    if len(leads) != 1 or output is None:
         return None
     queries = tuple(product.emit_factor("left", product.row, product.inner, output) for product in products)
     key = products[0].emit_factor("right", products[0].column, products[0].inner, output)

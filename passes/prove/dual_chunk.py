@@ -64,8 +64,10 @@ class DualChunkProbe(SubgraphProbe):
     def drawn(self, length: int) -> tuple[list[Tensor], Tensor]:
         """Random products and values of a call of so many tokens, in the graph's own types."""
         draw = torch.Generator().manual_seed(length)
-        nodes = (*self.products, self.weighted[0].right)
-        tensors = [torch.randn(concrete_shape(node, self.form, length), generator=draw).to(value_of(node)) for node in nodes]
+        tensors = []
+        for node in (*self.products, self.weighted[0].right):
+            like = value_of(node)
+            tensors.append(torch.randn(concrete_shape(node, self.form, length), generator=draw).to(like.device, like.dtype))
         return tensors[:-1], tensors[-1]
 
     def output(self, products: Sequence[Tensor], values: Tensor, scale: Sequence[int] | None) -> Tensor:

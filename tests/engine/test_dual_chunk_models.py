@@ -94,7 +94,9 @@ def test_explain_says_so() -> None:
     with one_capture(), LLM(tiny(), page_size=4, num_pages=64) as llm:
         words = " ".join(str(paged_attn.explain(llm)).split())
     assert "4 heads over 2 KV, dim 8, causal, dual chunks of 8, scale 0.3536" in words
-    assert "softmax of three products; output evaluated on 5 probes = softmax of intra, successive, inter products, chunk 8" in words
+    assert (
+        "softmax of three products proved by output evaluated on 5 probes = softmax of intra, successive, inter products, chunk 8" in words
+    )
     assert "agrees with the config: chunk_size 12 less local_size 4" in words
 
 
@@ -130,5 +132,8 @@ def test_the_triton_kernel_gives_the_models_tokens(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu", "cuda"})))
     short = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    with one_capture(), LLM(tiny(), page_size=4, num_pages=64, max_batch_tokens=16, backend="triton", graphs="off", self_check=False) as llm:
+    with (
+        one_capture(),
+        LLM(tiny(), page_size=4, num_pages=64, max_batch_tokens=16, backend="triton", graphs="off", self_check=False) as llm,
+    ):
         assert [completion.token_ids for completion in llm.generate(PROMPTS[1:4:2], short)] == [truth()[1][:3], truth()[3][:3]]

@@ -19,7 +19,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
     """x [1, heads, T, dim] rotated by positions [1, T]."""
     frequencies = 1.0 / 10000 ** (torch.arange(0, DIM, 2, device=x.device).float() / DIM)
     angle = (positions[..., None].float() * frequencies)[:, None]
-    cos, sin = (torch.cat((each, each), -1) for each in (angle.cos(), angle.sin()))
+    cos, sin = (torch.cat((each, each), -1).to(x.dtype) for each in (angle.cos(), angle.sin()))
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat((-right, left), -1) * sin
 
@@ -38,7 +38,8 @@ class DualChunkAttention(nn.Module):
     def forward(self, hidden_states: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, None]:
         q, k, v = (project(hidden_states).unflatten(-1, (-1, DIM)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
         inside = position_ids % self.length
-        q = q * (0.1 * torch.log((position_ids + 1) / self.original) + 1).clamp(min=1)[:, None, :, None]  # longer contexts are sharper
+        sharper = (0.1 * torch.log((position_ids + 1) / self.original) + 1).clamp(min=1)  # for longer contexts
+        q = q * sharper[:, None, :, None].to(q.dtype)
         queries = (
             turned(q, inside),
             turned(q, (inside + self.length).clamp(max=self.size)),
