@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, module_path
 from paged_attn.passes.find.products import Product, product_of, score_products
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import call_with_value, sizes_of, token_dims, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, sizes_of, token_dims, writes_in_place, written_values
 from paged_attn.passes.fx.mask_literals import op_name
 
 QUERIES = 3
@@ -77,6 +77,10 @@ def _site(products: list[Product], softmax: fx.Node, form: CallForm) -> Attentio
         return None
     output = _way_out([product.node for product in products], value.node, form)
     if len(leads) != 1 or output is None:
+        return None
+    operands = bases_of(each for product in (*products, value) for each in (product.left, product.right) if each is not value.left)
+    first = min(product.node for product in products)
+    if any(first < node < output and writes_in_place(node) and written_values(node) & operands for node in output.graph.nodes):
         return None
     queries = tuple(product.emit_factor("left", product.row, product.inner, output) for product in products)
     key = products[0].emit_factor("right", products[0].column, products[0].inner, output)

@@ -24,6 +24,8 @@ from paged_attn.engine import build_runtime
 from paged_attn.engine.runners import model_runner
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.entries import VARIABLE
+from paged_attn.passes import replace_layers
+from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
 from tests.engine.model.dual_chunk_code import Qwen2DualChunkForCausalLM, made
 from tests.engine.runners.own_positions import greedy_loop
 from tests.oracle import random_prompts
@@ -73,6 +75,16 @@ def test_prompts_in_pieces_among_decoding_requests_and_from_the_cache(page_size:
 def test_the_merged_spelling_is_the_same() -> None:
     tokens, runner = served(tiny("merged"))
     assert tokens == truth() and all(isinstance(spec, DualChunkSpec) for spec in runner.layers)
+
+
+def test_the_self_check_sees_queries_that_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchanged(*args: Any) -> tuple[Any, ...]:
+        site, queries, key, value, proof, *rest = args
+        return replace_dual_chunk(site, queries, key, value, replace(proof, order=proof.order[::-1]), *rest)
+
+    monkeypatch.setattr(replace_layers, "replace_dual_chunk", exchanged)
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.0\.self_attn"):
+        served(made())
 
 
 def test_a_chunk_that_only_scaled_probes_show() -> None:
