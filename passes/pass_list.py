@@ -26,6 +26,7 @@ from paged_attn.passes.optimize.stacked_experts.stack import keep_stacked
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible
+from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof, latent_of
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.replace_layers import pool_dtype, replace_layers
@@ -58,7 +59,7 @@ def _prove(graph: fx.Graph, facts: Facts) -> str:
     return f"{len(facts.proofs) - anew} proved" + (f", {anew} to be evaluated anew on all tokens" if anew else "")
 
 
-def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | Recomputable:
+def _proof_of(prover: Prover, site: AttentionSite) -> AttentionProof | DualChunkProof | Recomputable:
     """Its proof, or why it has none and must be evaluated anew on all tokens of each request."""
     try:
         return prover.prove(site)

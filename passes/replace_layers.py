@@ -10,14 +10,17 @@ from torch import fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
+from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
 from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.prove.attention import AttentionProof
+from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.replace import RecomputeReplacer
 from paged_attn.passes.replace.attention import replace_attention
+from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
 from paged_attn.passes.replace.equal_heads import has_equal_heads
 from paged_attn.passes.replace.kv_heads import KVSource, as_received, is_written, kv_source
 from paged_attn.passes.replace.latent import replace_latent
@@ -43,6 +46,7 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
             continue
         latent = facts.latents.get(layer_id, "")
         if isinstance(latent, LatentProof):
+            assert isinstance(proof, AttentionProof)
             site = replace(found, query=replaced.get(found.query, found.query))
             kept, op, replaced[found.node] = replace_latent(site, latent, proof, layer_id, pool_dtype(found, model))
             words = (found.found_by, f"{proof.evidence}; {latent.evidence}", proof.declared)
@@ -51,6 +55,13 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
         operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
         site = replace(found, **operands)  # type: ignore[arg-type]
         key, value = _keys_and_values(site, form, values)
+        if isinstance(proof, DualChunkProof):
+            assert isinstance(found.scores, DualChunkScores)
+            queries = [replaced.get(each, each) for each in found.scores.queries]
+            chunked, op, replaced[found.node] = replace_dual_chunk(site, queries, key, value, proof, layer_id, pool_dtype(site, model))
+            words = (found.found_by, proof.evidence, proof.declared)
+            result.layers.append(LayerReport(layer_id, chunked, *words, found.original, found.original_order, op.name))
+            continue
         owner = owners.get((key, value))
         if owner is not None and is_written({key.base, value.base}, owner[1], site.node):
             owner = None  # they have changed since

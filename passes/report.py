@@ -14,6 +14,7 @@ from paged_attn.passes.fx.read_values import ReadValues
 from paged_attn.passes.optimize.dense_experts.replace import ChooseExperts
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.prove.attention import AttentionProof
+from paged_attn.passes.prove.dual_chunk import DualChunkProof
 from paged_attn.passes.prove.latent import LatentProof
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.replace.operand_layout import Operand
@@ -120,7 +121,7 @@ class Facts:
     model: nn.Module | None
     result: Rewrite
     sites: list[AttentionSite] = field(default_factory=list)
-    proofs: list[AttentionProof | Recomputable] = field(default_factory=list)
+    proofs: list[AttentionProof | DualChunkProof | Recomputable] = field(default_factory=list)
     latents: dict[int, LatentProof | str] = field(default_factory=dict)
     choose_experts: ChooseExperts | None = None
 

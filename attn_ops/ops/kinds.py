@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch._ops import OpOverload
 
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
@@ -40,6 +41,7 @@ class OpKind:
 KINDS = (
     OpKind(UNIFIED_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(LATENT_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(DUAL_CHUNK_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(RECOMPUTE_ATTENTION, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(SHORT_CONV, splits=True, in_full_graphs=True, on_disk=False),

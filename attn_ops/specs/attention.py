@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+ChunkPart = Literal["intra", "successive", "inter", "all"]
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """One attention layer, as proved from the graph. Token positions count from 0 within each request.
 
     Query i may see key j iff `j <= i` (causal) and `i - sliding_window < j` (Hugging Face's window: i itself counts)
-    and `i // chunk == j // chunk` (Llama 4's chunks) and, where it is not causal, `j < i + window_ahead` (ModernBERT).
+    and `i // chunk == j // chunk` (Llama 4's chunks; or those that `chunk_part` names) and, where it is not causal,
+    `j < i + window_ahead` (ModernBERT).
     Scores are `softcap * tanh(scale * q.k / softcap) + alibi_slope * (j - i)`,
     plus `bias[h, i - j]` or `bias[h, j]` where the layer has a table of biases (an operand of the op, like sinks).
 
@@ -21,6 +24,8 @@ class AttentionSpec:
         scale: multiplies q.k.
         causal: False means that a query sees the whole request.
         sliding_window, window_ahead, chunk, softcap: None where the layer has none.
+        chunk_part: the chunks that a query sees: "intra" its own, "successive" the one before it, "inter" all before that, the three parts
+            of dual chunk attention; "all": a `DualChunkSpec`. A query that so sees no key has the log-sum-exp -inf, and any output.
         has_sinks: a learned logit per query head joins the softmax's denominator (GPT-OSS).
         alibi_slopes: one slope per query head, or None.
         bias_index: "distance" if a table [q_heads, N] is read at i - j (T5; distances past N - 1 read its last entry), "key" if it is
@@ -46,6 +51,7 @@ class AttentionSpec:
     kv_layer: int = 0
     module: str = ""
     window_ahead: int | None = None
+    chunk_part: ChunkPart = "intra"
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
@@ -57,6 +63,11 @@ class AttentionSpec:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{self.module or 'attention'}: {name} is {value}; allowed are None and integers >= 1")
+        if self.chunk_part != "intra" and (self.chunk is None or not self.causal):
+            raise ValueError(
+                f"{self.module or 'attention'}: chunk_part is {self.chunk_part} of an attention that is not causal or has no chunks; "
+                "allowed is intra, or a chunk and causal=True"
+            )
 
     @property
     def by_backend(self) -> bool:
@@ -90,6 +101,7 @@ class AttentionSpec:
         ]
         limits = (("window", self.sliding_window), ("window ahead", self.window_ahead), ("chunk", self.chunk), ("softcap", self.softcap))
         words += [f"{word} {value:g}" for word, value in limits if value is not None]
+        words += [f"{self.chunk_part} chunks"] * (self.chunk_part != "intra")
         words += ["sinks"] * self.has_sinks + ["ALiBi"] * (self.alibi_slopes is not None)
         words += ["log-sum-exp"] * self.gives_lse
         words += [f"bias by {self.bias_index}"] * (self.bias_index is not None)

@@ -17,6 +17,7 @@ from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
 class Feature(enum.Enum):
     WINDOW = "sliding window"
     CHUNK = "chunked attention"
+    DUAL_CHUNK = "dual chunk attention"
     SOFTCAP = "softcap"
     SINKS = "attention sinks"
     ALIBI = "ALiBi"
@@ -147,7 +148,8 @@ class Problem:
         spec = self.spec
         needed = {
             Feature.WINDOW: spec.sliding_window is not None,
-            Feature.CHUNK: spec.chunk is not None,
+            Feature.CHUNK: spec.chunk is not None and spec.chunk_part == "intra",
+            Feature.DUAL_CHUNK: spec.chunk_part != "intra",
             Feature.SOFTCAP: spec.softcap is not None,
             Feature.SINKS: spec.has_sinks,
             Feature.ALIBI: spec.alibi_slopes is not None,

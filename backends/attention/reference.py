@@ -32,8 +32,8 @@ class ReferenceBackend(AttentionBackend):
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES,
         features=frozenset(
-            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.WINDOW_AHEAD, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
+            {Feature.WINDOW, Feature.CHUNK, Feature.DUAL_CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS,
+             Feature.BIDIRECTIONAL, Feature.WINDOW_AHEAD, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
         ),
         note="the float32 oracle of the tests; slow",
     )  # fmt: skip
@@ -59,6 +59,12 @@ class ReferenceBackend(AttentionBackend):
             slots = [(pages[j // batch.page_size], j % batch.page_size) for j in range(length)]
             for i in range(length - batch.query_lens_host[request], length):
                 seen = [j for j in range(length) if _sees(spec, i, j)]
+                if not seen:  # of a part of its chunks; with any log-sum-exp but this a merge would count it
+                    call.output[row] = 0.0
+                    if call.lse_out is not None:
+                        call.lse_out[row] = -math.inf
+                    row += 1
+                    continue
                 keys = torch.stack([pool_keys[slots[j]] for j in seen]).float()
                 values = torch.stack([pool_values[slots[j]] for j in seen]).float()
                 for head in range(spec.num_q_heads):
@@ -87,4 +93,7 @@ def _sees(spec: AttentionSpec, i: int, j: int) -> bool:
         return False
     if spec.window_ahead is not None and not j < i + spec.window_ahead:
         return False
-    return spec.chunk is None or i // spec.chunk == j // spec.chunk
+    if spec.chunk is None:
+        return True
+    chunks = i // spec.chunk - j // spec.chunk
+    return {"intra": chunks == 0, "successive": chunks == 1, "inter": chunks > 1}[spec.chunk_part]

@@ -22,7 +22,7 @@ from paged_attn.backends.attention.capabilities import Capabilities, Feature
 
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 MOST_MASK = 1 << 26  # elements of a mask that is written out for every head
-MaskKey = tuple[bool, int | None, int | None, int | None]
+MaskKey = tuple[bool, int | None, int | None, int | None, str]
 
 
 @dataclass
@@ -58,8 +58,8 @@ class TorchNativeBackend(AttentionBackend):
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES,
         features=frozenset(
-            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.WINDOW_AHEAD, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS}
+            {Feature.WINDOW, Feature.CHUNK, Feature.DUAL_CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS,
+             Feature.BIDIRECTIONAL, Feature.WINDOW_AHEAD, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS}
         ),
         note="PyTorch operations only",
     )  # fmt: skip
@@ -119,20 +119,33 @@ def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
     first = torch.zeros_like(position)
     if spec.sliding_window is not None:
         first = torch.maximum(first, position - (spec.sliding_window - 1))
-    if spec.chunk is not None:
-        first = torch.maximum(first, position // spec.chunk * spec.chunk)
+    if spec.chunk is not None and spec.chunk_part != "inter":
+        chunk = position // spec.chunk - int(spec.chunk_part == "successive")
+        first = torch.maximum(first, chunk * spec.chunk)
     return first
+
+
+def _last_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
+    """Of a causal layer; -1 and below where nothing is visible."""
+    if spec.chunk is None or spec.chunk_part == "intra":
+        return position
+    chunk = position // spec.chunk - int(spec.chunk_part == "inter")
+    return chunk * spec.chunk - 1
 
 
 def _longest_view(length: int, spec: AttentionSpec) -> int:
     """How many keys the last of `length` tokens sees."""
     if spec.sliding_window is not None:
         length = min(length, spec.sliding_window)
-    return min(length, spec.chunk) if spec.chunk is not None else length
+    return min(length, spec.chunk) if spec.chunk is not None and spec.chunk_part != "inter" else length
+
+
+def _mask_key(spec: AttentionSpec) -> MaskKey:
+    return spec.causal, spec.sliding_window, spec.window_ahead, spec.chunk, spec.chunk_part
 
 
 def _decode_gather(plan: Plan, spec: AttentionSpec) -> Gather:
-    cached = plan.decode.get(mask := (spec.causal, spec.sliding_window, spec.window_ahead, spec.chunk))
+    cached = plan.decode.get(mask := _mask_key(spec))
     if cached is None:
         last = plan.batch.seq_lens.to(torch.int64)[plan.decode_requests] - 1
         longest = max(_longest_view(length, spec) for length in plan.decode_lens_host)
@@ -140,14 +153,15 @@ def _decode_gather(plan: Plan, spec: AttentionSpec) -> Gather:
         inside = torch.minimum(seen, last[:, None])
         pages = torch.gather(plan.batch.page_table.to(torch.int64)[plan.decode_requests], 1, inside // plan.batch.page_size)
         cached = plan.decode[mask] = Gather(
-            pages, inside % plan.batch.page_size, inside[:, None, None], (seen <= last[:, None])[:, None, None],
+            pages, inside % plan.batch.page_size, inside[:, None, None],
+            (seen <= _last_visible(last, spec)[:, None])[:, None, None],
             (seen - last[:, None])[:, None, None],
         )  # fmt: skip
     return cached
 
 
 def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
-    cached = plan.extend.get(key := (request, (spec.causal, spec.sliding_window, spec.window_ahead, spec.chunk)))
+    cached = plan.extend.get(key := (request, _mask_key(spec)))
     if cached is None:
         device = plan.batch.slots.device
         end = plan.batch.seq_lens_host[request]
@@ -155,7 +169,7 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
         seen = torch.arange(end, device=device)
         visible = seen >= _first_visible(position, spec)
         if spec.causal:
-            visible = visible & (seen <= position)
+            visible = visible & (seen <= _last_visible(position, spec))
         elif spec.chunk is not None:
             visible = visible & (seen < (position // spec.chunk + 1) * spec.chunk)
         if spec.window_ahead is not None:

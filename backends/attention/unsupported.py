@@ -94,8 +94,8 @@ class FA4Backend(UnsupportedBackend):
 class DualChunkBackend(UnsupportedBackend):
     name = "dual_chunk_flash_attn"
     capabilities = _row(
-        "another backend; dual chunk attention (Qwen2.5-1M) is a formula that no AttentionSpec describes",
-        "cuda", needs=("sgl_kernel", install_line("sgl")), note="dual chunk attention of Qwen2.5-1M",
+        "triton, which runs the same formula in three launches",
+        "cuda", Feature.DUAL_CHUNK, needs=("sgl_kernel", install_line("sgl")), note="dual chunk attention of Qwen2.5-1M",
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
 from paged_attn.capture.compiled.artifacts import ArtifactCache
 from paged_attn.capture.compiled.pieces import CachedPiece, load_pieces
@@ -37,7 +38,11 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         args: the flat inputs of the traced call.
     """
     found = compiled.rewrite
-    if found.gm is None or any(type(spec) not in (AttentionSpec, LatentSpec) for spec in compiled.specs) or compiled.recurrent:
+    if (
+        found.gm is None
+        or any(type(spec) not in (AttentionSpec, DualChunkSpec, LatentSpec) for spec in compiled.specs)
+        or compiled.recurrent
+    ):
         raise Indescribable("a graph with layers of its own kind")
     if compiled.pieces is not None and compiled.pieces.kept is None:
         raise Indescribable("a graph of which some piece is compiled in each process")
@@ -121,7 +126,7 @@ def _spec(data: Data) -> AttentionSpec:
     if known["alibi_slopes"] is not None:
         known["alibi_slopes"] = tuple(known["alibi_slopes"])
     if "rotated" not in known:
-        return AttentionSpec(**known)
+        return (DualChunkSpec if known["chunk_part"] == "all" else AttentionSpec)(**known)
     return LatentSpec(**known | {name: HeadRows(*known[name]) for name in ("keys", "values")})
 
 

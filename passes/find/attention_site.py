@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from paged_attn.passes.find.products import Product
+
 
 @dataclass(frozen=True)
 class SdpaScores:
@@ -40,6 +42,25 @@ class WrittenScores:
 
 
 @dataclass(frozen=True)
+class DualChunkScores:
+    """Three queries over the same keys, whose products become one output in whatever way.
+
+    Attributes:
+        products: of the three queries with the keys, in the order of the graph.
+        weighted: products of weights with the values: one, or one for each query.
+        labels: of the layout of `output`, in those of the first of `weighted`.
+        output: all that is made of the products goes through it; the graph's attention output before the rewrite.
+        queries: [1, heads, T, dim] nodes, in the order of `products`.
+    """
+
+    products: tuple[Product, ...]
+    weighted: tuple[Product, ...]
+    labels: str
+    output: fx.Node
+    queries: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """weights(query @ key^T) @ value, as the graph spells it.
 
@@ -56,7 +77,7 @@ class AttentionSite:
     query: fx.Node
     key: fx.Node
     value: fx.Node
-    scores: SdpaScores | WrittenScores
+    scores: SdpaScores | WrittenScores | DualChunkScores
     found_by: str
     original: str
     original_order: tuple[int, ...] = (0, 1, 2, 3)

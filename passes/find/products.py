@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call_with_value, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import call_with_value, in_graph_order, shape_of, token_dims, value_of
 
 _MATMUL = {torch.matmul, torch.bmm, operator.matmul, torch.ops.aten.matmul.default, torch.ops.aten.bmm.default}
 _MATMUL_METHODS = {"matmul", "bmm", "__matmul__"}
@@ -101,6 +101,23 @@ def product_of(node: fx.Node) -> tuple[Product, str] | None:
     else:
         return None
     return parsed and _classify(node, *parsed)
+
+
+def score_products(scores: fx.Node, num_tokens: Any) -> list[tuple[Product, str]]:
+    """The matrix products in scores [.., T, T] whose factors have a token dim each, with the labels of their layouts, in graph order."""
+    found: dict[fx.Node, tuple[Product, str]] = {}
+    pending, seen = [scores], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen or token_dims(node, num_tokens) < 2 or not value_of(node).is_floating_point():
+            continue  # a mask may be made from scores, too, but holds none
+        seen.add(node)
+        product = product_of(node)
+        if product is not None and all(token_dims(n, num_tokens) == 1 for n in (product[0].left, product[0].right)):
+            found[node] = product
+        else:
+            pending += node.all_input_nodes
+    return [found[node] for node in in_graph_order(scores.graph, found)]
 
 
 def split_baddbmm(graph: fx.Graph) -> None:

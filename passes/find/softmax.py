@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, module_path
 from paged_attn.passes.find.decompose_flex import decompose_flex
-from paged_attn.passes.find.products import Product, product_of, split_baddbmm
+from paged_attn.passes.find.dual_chunk import find_dual_chunk
+from paged_attn.passes.find.products import Product, product_of, score_products, split_baddbmm
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, move_before, shape_of, symbol, token_dims, value_of
 from paged_attn.passes.fx.mask_literals import op_name
@@ -44,7 +45,8 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     softmaxes = [node for node in graph.nodes if is_softmax(node) and _over_tokens(node, form)]
     if softmaxes:
         split_baddbmm(graph)
-    return [_site(node, form) for node in softmaxes]
+    sites, taken = find_dual_chunk(softmaxes, form)
+    return [*sites, *(_site(node, form) for node in softmaxes if node not in taken)]
 
 
 def is_softmax(node: fx.Node) -> bool:
@@ -85,24 +87,13 @@ class _Walk:
 
     def products(self) -> tuple[Product, str]:
         """q.k: the one matrix product in the scores whose factors have a token dim each."""
-        found: list[tuple[Product, str]] = []
-        pending, seen = [self.scores()], set[fx.Node]()
-        while pending:
-            node = pending.pop()
-            if node in seen or token_dims(node, self.form.num_tokens) < 2 or not value_of(node).is_floating_point():
-                continue  # a mask may be made from scores, too, but holds none
-            seen.add(node)
-            product = product_of(node)
-            if product is not None and all(token_dims(n, self.form.num_tokens) == 1 for n in (product[0].left, product[0].right)):
-                found.append(product)
-            else:
-                pending += node.all_input_nodes
+        found = score_products(self.scores(), self.form.num_tokens)
         if len(found) != 1:
             raise self.refusal(
                 "no matrix product of queries and keys was found" if not found else f"its scores are the sum of {len(found)} products"
             )
-        scores, labels = found[0]
-        if labels != scores.labels:
+        product, labels = found[0]
+        if labels != product.labels:
             raise self.refusal(f"its scores are laid out as {labels}, not with queries and keys as the last two dims")
         return found[0]
 

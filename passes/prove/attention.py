@@ -10,17 +10,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, SdpaScores, WrittenScores
+from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, SdpaScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.prove.bias_family import BiasFamily
-from paged_attn.passes.prove.config_claims import check_declared
+from paged_attn.passes.prove.config_claims import check_declared, check_declared_chunks
+from paged_attn.passes.prove.dual_chunk import DualChunkProbe, DualChunkProof, prove_dual_chunk
 from paged_attn.passes.prove.mask_family import MaskFamily, match_family
 from paged_attn.passes.prove.mask_probe import MaskProbe, as_seen
 from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
 from paged_attn.passes.prove.score_function import ScoreFunction, mixed_heads, prove_score_function
 from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, Recomputable
+from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,18 @@ class Prover:
     def __init__(self, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None) -> None:
         self.form, self.values, self.model = form, values, model
         self._proved: dict[Hashable, MaskProof] = {}
+        self._dual_chunks: dict[Hashable, DualChunkProof] = {}
         self._owned: list[Tensor] = []
 
-    def prove(self, site: AttentionSite) -> AttentionProof:
+    def prove(self, site: AttentionSite) -> AttentionProof | DualChunkProof:
         """Raises:
         Recomputable: its mask or bias is computed from the tokens' hidden states, or it mixes its heads.
         UnsupportedError: the site can not be proved, or contradicts what the model states; the message names the layer.
         CallNotPaged: it depends on an input of this call.
         """
         scores = site.scores
+        if isinstance(scores, DualChunkScores):
+            return self._dual_chunk(site, scores)
         if isinstance(scores, SdpaScores):
             function = ScoreFunction(scores.scale, None)
             mask = self._sdpa_mask(site, scores)
@@ -70,6 +75,14 @@ class Prover:
         query = value_of(site.query)
         bias = mask.bias and mask.bias.for_heads(int(query.shape[1]))
         return AttentionProof(mask.family, function, bias, mask.evidence, declared, query.device, mask.max_tokens)
+
+    def _dual_chunk(self, site: AttentionSite, scores: DualChunkScores) -> DualChunkProof:
+        probe = DualChunkProbe(site, scores, self.form, self.values)
+        key = self._key(probe, None)
+        if key not in self._dual_chunks:
+            self._dual_chunks[key] = prove_dual_chunk(probe)
+        proof = self._dual_chunks[key]
+        return replace(proof, declared=check_declared_chunks(self.model, site.module, proof.chunk))
 
     def _probe_of(self, site: AttentionSite, scores: WrittenScores) -> MaskProbe:
         try:
@@ -88,18 +101,18 @@ class Prover:
         return proof
 
     def _cached(self, probe: MaskProbe, sinks: fx.Node | None) -> MaskProof:
-        key = self._key(probe, sinks)
+        key = (self._key(probe, sinks), probe.first_column)
         if key not in self._proved:
             self._proved[key] = prove(probe, max_positions(self.model))
         return self._proved[key]
 
-    def _key(self, probe: MaskProbe, sinks: fx.Node | None) -> Hashable:
+    def _key(self, probe: SubgraphProbe, sinks: fx.Node | None) -> Hashable:
         """The same for probes that compute the same from equal inputs; sinks are not among a mask's inputs."""
         index = {node: number for number, node in enumerate(probe.nodes)}
         parts: list[Hashable] = []
         for node in probe.nodes:
-            if node is probe.products or node in probe.shapes:
-                parts.append((node is probe.products, str(value_of(node).shape), value_of(node).dtype))
+            if node in probe.stops or node in probe.shapes:
+                parts.append((node in probe.stops, str(value_of(node).shape), value_of(node).dtype))
             elif node.op == "placeholder":
                 value = self.values[node]
                 same = self._same_tensor(value) if isinstance(value, Tensor) and node is not sinks else 0
@@ -107,7 +120,7 @@ class Prover:
             else:
                 args: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"node {index[n]}")
                 parts.append((node.op, str(node.target), repr(args)))
-        return (index[probe.mask], probe.first_column, *parts)
+        return (index[probe.result], *parts)
 
     def _same_tensor(self, value: Tensor) -> int:
         """A number shared by tensors that are equal."""

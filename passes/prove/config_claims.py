@@ -31,9 +31,33 @@ def check_declared(model: nn.Module | None, module: str, family: MaskFamily, has
                 f"{f' (layer type {kind})' if kind else ''}. Trace it with batch.model_inputs() so that masks are built, "
                 "or correct the config."
             )
+    unused = "; its dual_chunk_attention_config is not what this model's code computes" * bool(_dual_chunk_sizes(config))
     if not statements:
-        return "the config says nothing of this layer"
-    return "agrees with the config: " + ", ".join(f"{what} {declared}" for what, _, declared in statements)
+        return "the config says nothing of this layer" + unused
+    return "agrees with the config: " + ", ".join(f"{what} {declared}" for what, _, declared in statements) + unused
+
+
+def check_declared_chunks(model: nn.Module | None, module: str, chunk: int) -> str:
+    """The same for the chunks of dual chunk attention, where config.json has them as Qwen2.5-1M's does."""
+    config = text_config(model)
+    declared = _dual_chunk_sizes(config)
+    if declared is None:
+        return "the model declares nothing" if config is None else "the config says nothing of this layer"
+    words = f"chunk_size {declared[0]} less local_size {declared[1]}"
+    if declared[0] - declared[1] != chunk:
+        raise UnsupportedError(
+            f"layer at {module}: the graph's dual chunk attention has chunks of {chunk}, but the model declares {words}. "
+            "Correct the config."
+        )
+    return f"agrees with the config: {words}"
+
+
+def _dual_chunk_sizes(config: Any) -> tuple[int, int] | None:
+    """chunk_size and local_size, if a config has them."""
+    declared = getattr(config, "dual_chunk_attention_config", None)
+    if not isinstance(declared, dict) or not {"chunk_size", "local_size"} <= declared.keys():
+        return None
+    return declared["chunk_size"], declared["local_size"]
 
 
 def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: MaskFamily) -> list[tuple[str, Any, Any]]:

@@ -12,25 +12,16 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.fx.call_form import CallForm, CallNotPaged
+from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import as_traced, value_of
-from paged_attn.passes.fx.mask_literals import HIDES, hidden_numbers, is_size, scaled_number, scaled_numbers
-from paged_attn.passes.fx.slicing import MAX_NODES, evaluate
+from paged_attn.passes.fx.mask_literals import HIDES
+from paged_attn.passes.fx.slicing import evaluate
 from paged_attn.passes.prove.bias_family import FloatArray
 from paged_attn.passes.prove.mask_family import BoolMatrix, draw
-from paged_attn.passes.prove.score_subgraph import (
-    concrete_shape,
-    needed_for_values,
-    placeholder_value,
-    refuse_hidden_states,
-    without_score_arithmetic,
-    zeros_for,
-)
+from paged_attn.passes.prove.score_subgraph import concrete_shape, zeros_for
+from paged_attn.passes.prove.subgraph_probe import ProbeFailed, SubgraphProbe
 
 SMALLEST_TABLE = 32  # positions that suffice to tell windows and chunks of the scaled sizes apart
-LIMITS = ((97, 127, 149, 173), (101, 131, 151, 179))  # scales that leave every literal longer than the probes: tables, not windows
-# Two ways to scale the large literals (a 4,096 window, an 8,192 chunk) down: what a mask does must follow both.
-SCALES: tuple[tuple[int, ...], ...] = ((7, 13, 18, 23), (10, 16, 21, 27))
 
 
 @dataclass(frozen=True)
@@ -41,66 +32,32 @@ class Seen:
     bias: FloatArray | None = None
 
 
-class ProbeFailed(UnsupportedError):
-    """The mask's own operations fail on a probe: a table in it is too short."""
-
-
-class MaskProbe:
-    """The subgraph behind one mask (or behind the whole scores), ready to be evaluated for a row of packed sequences.
+class MaskProbe(SubgraphProbe):
+    """The subgraph behind one mask (or behind the whole scores).
 
     Args:
         mask: the node given to an attention as its mask; or, with `products`, the scores given to its softmax.
-        user: that attention; until it, the mask may be written in place.
-        values: the real tensor (or number) behind each placeholder.
+        user: that attention.
         products: q.k before anything was done to it; taken as zeros, so that the scores are mask and bias alone.
     """
 
     def __init__(
         self, mask: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str, products: fx.Node | None = None
     ) -> None:
-        self.mask, self.form, self.values, self.where, self.products = mask, form, values, where, products
-        self.scales = SCALES
+        stops = () if products is None else (products,)
+        super().__init__(mask, user, form, values, where, stops=stops, products=stops)
+        self.products = products
         self.table_ends: list[int] = []  # with LIMITS: the longest probes for which the tables suffice
         # Heads only differ by what is added to them: one head of zeros broadcasts, and a probe of many tokens costs that much less.
         self.one_head = products is not None
         self.first_column = 0  # of the keys among the softmax's columns: 1 after a sink
-        self.nodes, self.shapes = needed_for_values(mask, user, products)
-        for node in self.nodes:
-            role = form.roles.get(node, "")
-            if role.startswith("call:"):
-                raise CallNotPaged(f"the mask of {where} is made from {role.removeprefix('call:')}, which belongs to this call")
-        refuse_hidden_states([node for node in self.nodes if node not in self.shapes], form, where)
-        if len(self.nodes) > MAX_NODES:
-            raise UnsupportedError(
-                f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
-            )
-        # Arithmetic on q.k itself is proved by `score_function`; its numbers say nothing about positions.
-        about_positions = self.nodes if products is None else without_score_arithmetic(self.nodes, products)
-        self.literals = scaled_numbers(about_positions)
-        owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned"}
-        self.hidden = hidden_numbers(about_positions, owned)
         # A mask that is read from a stored table (or multiplies weights) shows itself only over that table's length.
-        tables = [v.shape[-1] for v in owned.values() if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
+        tables = [v.shape[-1] for v in self.owned.values() if v.dim() >= 2 and v.shape[-1] == v.shape[-2] > 1]
         self.table_length = min(max(tables, default=0), 4096)
         if 0 < self.table_length < SMALLEST_TABLE:
             raise UnsupportedError(
                 f"{where}: its mask is read from a table of {self.table_length} positions; a proof needs {SMALLEST_TABLE}"
             )
-
-    def images(self, scale: Sequence[int]) -> dict[int, int]:
-        """What each large literal becomes under a scale; literals within 2 of each other keep their difference."""
-        images: dict[int, int] = {}
-        base, slot = None, -1
-        for literal in self.literals:
-            if base is None or literal - base > 2:
-                base, slot = literal, slot + 1
-                if slot >= len(scale):
-                    raise UnsupportedError(
-                        f"{self.where}: its mask uses {len(self.literals)} large numbers {self.literals}; "
-                        f"at most {len(scale)} can be probed"
-                    )
-            images[literal] = scale[slot] + literal - base
-        return images
 
     def run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
         """What is seen on a row of sequences of these lengths; `scale` None leaves literals as they are.
@@ -122,26 +79,11 @@ class MaskProbe:
         return 1 if self.products is None or self.one_head else math.prod(concrete_shape(self.products, self.form, 1)[:-2])
 
     def _run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
-        total = sum(lengths)
-        images = self.images(scale) if scale is not None else {}
-        ids = torch.randint(0, 16, (total,), generator=torch.Generator().manual_seed(seed))
-        inputs = [node for node in self.nodes if node.op == "placeholder"]
-        given = {node: placeholder_value(self.form.roles[node], self.values[node], lengths, ids) for node in inputs}
-        given.update({node: zeros_for(node, self.form, total) for node in self.shapes})
+        total, given = sum(lengths), {}
         if self.products is not None:  # float64, so that probes see no rounding of their own
             zeros = zeros_for(self.products, self.form, total, torch.float64)
             given[self.products] = zeros[tuple(slice(0, 1) for _ in zeros.shape[:-2])] if self.one_head else zeros
-
-        def constant(node: fx.Node, value: Any) -> Any:
-            image = images.get(scaled_number(node, value))  # type: ignore[arg-type]
-            if image is None and self.scales is LIMITS and is_size(node):  # a table that is made of so many entries is shaped so, too
-                image = images.get(value) if type(value) is int else None
-            return value if image is None else type(value)(image if value > 0 else -image)
-
-        try:
-            mask = evaluate(self.nodes, given, self.mask, constant)
-        except (RuntimeError, IndexError) as error:
-            raise ProbeFailed(f"{self.where}: its mask can not be made for {total} tokens: {error}") from error
+        mask = self.evaluate(lengths, scale, seed, given)
         return as_seen(mask if self.products is None else mask[..., self.first_column : self.first_column + total], total, self.where)
 
     def evaluate_as_called(self) -> Tensor:
@@ -150,7 +92,7 @@ class MaskProbe:
         for node in self.shapes:
             value = value_of(node)
             given[node] = torch.zeros([as_traced(size) for size in value.shape], dtype=value.dtype, device=value.device)
-        result: Tensor = evaluate(self.nodes, given, self.mask)
+        result: Tensor = evaluate(self.nodes, given, self.result)
         return result
 
 

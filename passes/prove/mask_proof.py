@@ -10,7 +10,8 @@ import numpy as np
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.prove.bias_family import BiasFamily, FloatArray, equals_bias, match_bias
 from paged_attn.passes.prove.mask_family import BoolMatrix, MaskFamily, draw, match_family, packed_variants
-from paged_attn.passes.prove.mask_probe import LIMITS, SCALES, MaskProbe, ProbeFailed, Seen
+from paged_attn.passes.prove.mask_probe import MaskProbe, Seen
+from paged_attn.passes.prove.subgraph_probe import LIMITS, SCALES, ProbeFailed
 
 MATCH_LENGTHS = (59, 67)
 CHECK_LENGTHS = (41, 83)
@@ -117,17 +118,13 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
 
     def limit(name: str) -> int | None:
         a, b = getattr(first, name), getattr(second, name)
-        if a == b:
-            return a  # type: ignore[no-any-return]
-        images = [probe.images(scale) for scale in probe.scales]
-        fits = {literal + d for literal in probe.literals for d in (-1, 0, 1) if (images[0][literal] + d, images[1][literal] + d) == (a, b)}
-        if len(fits) != 1:
+        if (own := probe.unscaled(a, b)) is None and a is not b:
             raise unproved(
                 probe.where,
                 probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible,
                 f"its {name} is {a} and {b} on two probes, which no number in it explains",
             )
-        return fits.pop()
+        return own
 
     return MaskFamily(first.causal, limit("window"), limit("chunk"), limit("ahead"))
 

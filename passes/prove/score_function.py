@@ -92,7 +92,7 @@ def _region_and_sample(site: AttentionSite, form: CallForm, values: dict[fx.Node
 class _Region:
     def __init__(self, site: AttentionSite, scores: WrittenScores, form: CallForm, values: dict[fx.Node, Any]) -> None:
         self.site, self.scores = site, scores
-        self.nodes, shapes = needed_for_values(scores.weights, scores.output, scores.products)
+        self.nodes, shapes = needed_for_values(scores.weights, scores.output, (scores.products,))
         self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, TOKENS) for node in shapes}
         for node in self.nodes:
             if node.op == "placeholder":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,19 +25,19 @@ _SHAPE_ONLY = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros"
 LOOKUPS = {"embedding", "linear", "matmul", "bmm", "addmm", "conv1d", "index_select", "einsum"}
 
 
-def score_path(nodes: list[fx.Node], products: fx.Node) -> set[fx.Node]:
+def score_path(nodes: list[fx.Node], *products: fx.Node) -> set[fx.Node]:
     """The nodes whose value depends on q.k."""
-    found = {products}
+    found = set(products)
     for node in nodes:
         if any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
 
 
-def without_score_arithmetic(nodes: list[fx.Node], products: fx.Node) -> list[fx.Node]:
+def without_score_arithmetic(nodes: list[fx.Node], products: Collection[fx.Node]) -> list[fx.Node]:
     """`nodes` without plain arithmetic on scores; masks, and anything on scores that may pick positions, stay."""
-    path = score_path(nodes, products)
-    return [node for node in nodes if node not in path or (op_name(node) not in _ARITHMETIC and node is not products)]
+    path = score_path(nodes, *products)
+    return [node for node in nodes if node not in path or (op_name(node) not in _ARITHMETIC and node not in products)]
 
 
 def zeros_for(node: fx.Node, form: CallForm, total: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -105,12 +105,12 @@ def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> No
             )
 
 
-def needed_for_values(result: fx.Node, user: fx.Node, stop: fx.Node | None) -> tuple[list[fx.Node], set[fx.Node]]:
+def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
     """Of all that `result` is made from before `user`: nodes whose numbers it depends on, and tensors of which only the shape matters.
 
-    `stop` is included, but not looked behind.
+    `stops` are included, but not looked behind.
     """
-    nodes = ancestors(result, user, frozenset({stop} if stop is not None else ()))
+    nodes = ancestors(result, user, frozenset(stops))
     inside = set(nodes)
     writers: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
@@ -123,7 +123,7 @@ def needed_for_values(result: fx.Node, user: fx.Node, stop: fx.Node | None) -> t
         if node in inside and node not in needed:
             needed.add(node)
             pending += writers.get(node, ())
-            if node is stop:
+            if node in stops:
                 continue
             pending += [n for n in node.all_input_nodes if op_name(node) not in _SHAPE_ONLY or not isinstance(value_of(n), Tensor)]
     shapes = {n for node in needed if op_name(node) in _SHAPE_ONLY for n in node.all_input_nodes if isinstance(value_of(n), Tensor)}

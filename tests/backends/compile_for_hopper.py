@@ -33,6 +33,7 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "decode_short": ("one", SHORT, {}),
     "decode_features": ("one", LONG, {"sliding_window": 512, "softcap": 30.0, "has_sinks": True}),
     "decode_mha_256": ("one", LONG, {"num_kv_heads": 32, "qk_head_dim": 256, "v_head_dim": 256}),
+    "decode_inter": ("one", LONG, {"chunk": 4096, "chunk_part": "inter", "gives_lse": True}),
     "deterministic": ("all", LONG, {"sliding_window": 512}),
     "extend": ("more", LONG, {}),
     "extend_short": ("more", SHORT, {}),
@@ -51,6 +52,7 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "extend_96": ("more", LONG, {"qk_head_dim": 96, "v_head_dim": 96}),
     "extend_160": ("more", LONG, {"qk_head_dim": 160, "v_head_dim": 160}),
     "extend_all_192_192": ("more", LONG, EVERY | {"qk_head_dim": 192, "v_head_dim": 192}),
+    "extend_successive": ("more", LONG, {"chunk": 4096, "chunk_part": "successive", "gives_lse": True}),
     "extend_alibi": ("more", LONG, {"alibi_slopes": (0.5,) * 32}),
 }
 

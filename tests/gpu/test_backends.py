@@ -161,7 +161,7 @@ def test_every_feature_in_the_kernel_for_hopper(feature: str, dims: tuple[int, i
 def hopper_blocks(case: Case) -> list[int]:
     """Keys in a block of each launch of the kernel for Hopper that the Triton backend plans for the case."""
     plan = instance("triton").plan(case.batch, case.pool)
-    tilings = [plan.shares[index].kind.tiling for index in plan.by_layer[LAYER]]
+    tilings = [plan.shares[index].kind.tiling for index in plan.by_layer[LAYER]["intra"]]
     return [tiling.block_n for tiling in tilings if tiling.hopper]
 
 

@@ -47,7 +47,7 @@ def _scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, b
 @triton.jit
 def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_token_stride, value_token_stride,
           position, scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk,
-          MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+          MASK: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
           HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr, PAGE_SIZE: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Keys [begin, end), a block at a time. MASK: "none", "length" (only `end` bounds) or "all" (causal, window, chunk)."""
@@ -84,8 +84,12 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
                     seen = seen & (key[None, :] <= position[:, None])
                 if HAS_WINDOW:
                     seen = seen & (key[None, :] > position[:, None] - window)
-                if HAS_CHUNK:
+                if CHUNKS == "intra":
                     seen = seen & (key[None, :] // chunk == position[:, None] // chunk)
+                if CHUNKS == "successive":
+                    seen = seen & (key[None, :] // chunk == position[:, None] // chunk - 1)
+                if CHUNKS == "inter":
+                    seen = seen & (key[None, :] // chunk < position[:, None] // chunk - 1)
             s = tl.where(seen, s, NO_KEY)
         m_new = tl.maximum(m, tl.max(s, 1))
         if MASK == "all":  # a row may have seen no key yet
@@ -127,7 +131,7 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
            query_row_stride, query_head_stride, out_row_stride, out_head_stride, new_key_row_stride, new_key_head_stride,
            new_value_row_stride, new_value_head_stride, lse_row_stride, bias_head_stride, bias_width, scale, softcap, window, chunk,
            KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-           ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+           ROWS: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
            HAS_SINKS: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr, HAS_LSE: tl.constexpr, FUSED_WRITE: tl.constexpr,
            ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
            KEEP_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
@@ -146,7 +150,7 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
     dv = tl.arange(0, BLOCK_DV)
     items = 0
     while left > 0:
-        first, last, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, HAS_CHUNK, BLOCK_M, ALIGN)
+        first, last, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, CHUNKS, BLOCK_M, ALIGN)
         blocks = tl.cdiv(high - low, BLOCK_N)
         take = tl.minimum(blocks - block, left)
 
@@ -187,32 +191,38 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
             acc, m, norm = _walk(
                 q, acc, m, norm, begin, end, table, head_keys, head_values, page_stride, key_token_stride, value_token_stride, position,
                 scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk, "length" if ROWS == "one" else "all", CAUSAL,
-                HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_ALIBI, BIAS, PAGE_SIZE, QK_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
+                HAS_WINDOW, CHUNKS, HAS_SOFTCAP, HAS_ALIBI, BIAS, PAGE_SIZE, QK_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
             )  # fmt: skip
         else:
             # Blocks that every row sees whole lie between `clear` and `mixed`; those before and after need the mask.
             clear = begin
-            if HAS_WINDOW or HAS_CHUNK:
+            if HAS_WINDOW or CHUNKS != "none":
                 seen_by_last = low
                 if HAS_WINDOW:
                     seen_by_last = tl.maximum(seen_by_last, last - window + 1)
-                if HAS_CHUNK:
+                if CHUNKS == "intra":
                     seen_by_last = tl.maximum(seen_by_last, last // chunk * chunk)
+                if CHUNKS == "successive":
+                    seen_by_last = tl.maximum(seen_by_last, (last // chunk - 1) * chunk)
                 clear = low + tl.cdiv(seen_by_last - low, BLOCK_N) * BLOCK_N
             mixed = end
             if CAUSAL:
                 mixed = tl.minimum(mixed, first + 1)
-            if HAS_CHUNK:
+            if CHUNKS == "intra":
                 mixed = tl.minimum(mixed, (first // chunk + 1) * chunk)
+            if CHUNKS == "successive":
+                mixed = tl.minimum(mixed, first // chunk * chunk)
+            if CHUNKS == "inter":
+                mixed = tl.minimum(mixed, (first // chunk - 1) * chunk)
             mixed = low + tl.maximum(mixed - low, 0) // BLOCK_N * BLOCK_N
             clear = tl.minimum(tl.maximum(clear, begin), end)
             mixed = tl.minimum(tl.maximum(mixed, clear), end)
             bounds = (begin, clear, mixed, end)
-            for phase in tl.static_range(0 if HAS_WINDOW or HAS_CHUNK else 1, 3):
+            for phase in tl.static_range(0 if HAS_WINDOW or CHUNKS != "none" else 1, 3):
                 acc, m, norm = _walk(
                     q, acc, m, norm, bounds[phase], bounds[phase + 1], table, head_keys, head_values, page_stride, key_token_stride,
                     value_token_stride, position, scale, softcap, slope, bias_rows, bias_width, row_mask, window, chunk,
-                    "none" if phase == 1 else "all", CAUSAL, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, HAS_ALIBI, BIAS, PAGE_SIZE, QK_DIM, V_DIM,
+                    "none" if phase == 1 else "all", CAUSAL, HAS_WINDOW, CHUNKS, HAS_SOFTCAP, HAS_ALIBI, BIAS, PAGE_SIZE, QK_DIM, V_DIM,
                     BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
                 )  # fmt: skip
 

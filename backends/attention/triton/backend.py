@@ -33,8 +33,8 @@ class TritonBackend(AttentionBackend):
         dtypes=_DTYPES,
         kv_dtypes=_DTYPES,
         features=frozenset(
-            {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS, Feature.BIDIRECTIONAL,
-             Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
+            {Feature.WINDOW, Feature.CHUNK, Feature.DUAL_CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.POSITION_BIAS,
+             Feature.BIDIRECTIONAL, Feature.LSE, Feature.MLA, Feature.UNEQUAL_DIMS, Feature.DETERMINISTIC}
         ),
         head_dims=Span(1, 256),
         latent_dims=(Span(1, 512), Span(0, 128)),
@@ -121,7 +121,7 @@ class TritonBackend(AttentionBackend):
             output[: plan.batch.num_tokens] = call.output[: plan.batch.num_tokens]
             return
         launches = self._launches.setdefault(plan.pool, {})
-        for index in plan.by_layer[call.layer_id]:
+        for index in plan.by_layer[call.layer_id][call.spec.chunk_part]:
             shares = plan.shares[index]
             launch = launches.get(key := (call.layer_id, shares.kind, fused_write))
             if launch is None:

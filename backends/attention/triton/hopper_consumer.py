@@ -33,7 +33,7 @@ NO_KEY = gl.constexpr(float("-inf"))
 
 @gluon.jit
 def _softmax(s, m, key, end, position, clear, mixed, first_key, scale, softcap, window, chunk,
-             CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+             CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
              BLOCK_N: gl.constexpr):  # fmt: skip
     """Raw products [64, BLOCK_N] to weights; the new maximum, and what the old sums shrink by. Masks only where a row may not see all."""
     if HAS_SOFTCAP:
@@ -48,7 +48,7 @@ def _softmax(s, m, key, end, position, clear, mixed, first_key, scale, softcap, 
             seen = seen & (key[None, :] <= position[:, None])
         if HAS_WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
-        if HAS_CHUNK:
+        if CHUNKS != "none":
             seen = seen & (key[None, :] // chunk == position[:, None] // chunk)
         s = gl.where(seen, s, NO_KEY)
     m_new = gl.maximum(m, gl.max(s, 1) * factor)
@@ -74,7 +74,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
             q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, out_row_stride, out_head_stride,
             lse_row_stride, scale, softcap, window, chunk,
             KV_HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr,
-            HAS_WINDOW: gl.constexpr, HAS_CHUNK: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+            HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
             BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, QUERY_TILES: gl.constexpr,
             TURNS: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
     HALF_ROWS: gl.constexpr = BLOCK_M // 2
@@ -94,7 +94,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
     turns = 0
     items = 0
     while left > 0:
-        first, last, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, HAS_CHUNK, BLOCK_M, BLOCK_N)
+        first, last, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, CHUNKS, BLOCK_M, BLOCK_N)
         blocks = (high - low + BLOCK_N - 1) // BLOCK_N
         take = gl.minimum(blocks - block, left)
         flat0 = tile * BLOCK_M + half * HALF_ROWS
@@ -107,12 +107,12 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
         clear = low
         if HAS_WINDOW:
             clear = gl.maximum(clear, last - window + 1)
-        if HAS_CHUNK:
+        if CHUNKS != "none":
             clear = gl.maximum(clear, last // chunk * chunk)
         mixed = high
         if CAUSAL:
             mixed = gl.minimum(mixed, first + 1)
-        if HAS_CHUNK:
+        if CHUNKS != "none":
             mixed = gl.minimum(mixed, (first // chunk + 1) * chunk)
         mixed = mixed - BLOCK_N + 1  # the first block that is not whole before it
 
@@ -133,7 +133,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage), count=1)
         p, m, alpha = _softmax(s, m, first_key + key_offset, high, position, clear, mixed, first_key, scale, softcap, window, chunk, CAUSAL,
-                               HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, BLOCK_N)  # fmt: skip
+                               HAS_WINDOW, CHUNKS, HAS_SOFTCAP, BLOCK_N)  # fmt: skip
         norm = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(query.dtype.element_ty), p_layout)
         for _ in range(take - 1):
@@ -156,7 +156,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
             s = warpgroup_mma_wait(len(v_tiles), deps=[s_next])
             mbarrier.arrive(k_empty.index(stage), count=1)
             p, m, alpha = _softmax(s, m, first_key + key_offset, high, position, clear, mixed, first_key, scale, softcap, window, chunk,
-                                   CAUSAL, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, BLOCK_N)  # fmt: skip
+                                   CAUSAL, HAS_WINDOW, CHUNKS, HAS_SOFTCAP, BLOCK_N)  # fmt: skip
             norm = norm * alpha + gl.sum(p, 1)
             sums = finished_sums(issued)
             mbarrier.arrive(v_empty.index(before), count=1)

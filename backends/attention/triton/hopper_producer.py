@@ -77,7 +77,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
             v_full, v_empty, query_row_stride, query_head_stride, table_stride, page_stride, key_stride, key_head_stride, value_stride,
             value_head_stride, window, chunk,
             KV_HEADS: gl.constexpr, GROUP: gl.constexpr, QK_DIM: gl.constexpr, V_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
-            ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_CHUNK: gl.constexpr, BLOCK_M: gl.constexpr,
+            ROWS: gl.constexpr, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, QUERY_TILES: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip
     BEFORE_QUERIES: gl.constexpr = 1 if QUERY_TILES == 1 else 0  # blocks that are copied before an item's queries
     # One thread finds one key's page; shared memory hands the address to the threads that copy its 16-byte parts.
@@ -91,7 +91,7 @@ def produce(query, keys, values, page_table, seq_lens, query_start, work, q_tile
         if not BEFORE_QUERIES:
             _copy_queries(q_tiles, q_full, q_empty, query, items, tile, kv_head, start, query_len, query_row_stride, query_head_stride,
                           GROUP, BLOCK_M, QUERY_TILES, finders)  # fmt: skip
-        _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, HAS_CHUNK, BLOCK_M, BLOCK_N)
+        _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, CHUNKS, BLOCK_M, BLOCK_N)
         blocks = (high - low + BLOCK_N - 1) // BLOCK_N
         take = gl.minimum(blocks - block, left)
         table = page_table + request.to(gl.int64) * table_stride

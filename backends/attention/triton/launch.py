@@ -46,7 +46,7 @@ class LayerLaunch:
         spec, kind, tiling = self.spec, self.kind, self.kind.tiling
         shared = {
             "KV_HEADS": kind.kv_heads, "GROUP": kind.group, "PAGE_SIZE": self.page_size, "ROWS": kind.rows, "CAUSAL": kind.causal,
-            "HAS_WINDOW": kind.window is not None, "HAS_CHUNK": kind.chunk is not None, "HAS_SOFTCAP": spec.softcap is not None,
+            "HAS_WINDOW": kind.window is not None, "CHUNKS": kind.chunks, "HAS_SOFTCAP": spec.softcap is not None,
             "HAS_SINKS": spec.has_sinks, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n,
         }  # fmt: skip
         if tiling.hopper:

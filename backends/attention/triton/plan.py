@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
+from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, machine_of, power_of_2, tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
@@ -18,7 +19,7 @@ from paged_attn.backends.attention.triton.work_partition import PartitionKind, W
 
 @dataclass
 class Plan:
-    """`by_layer` holds, for each layer, the indices in `shares` of its launches.
+    """`by_layer` holds, for each layer and `chunk_part` of it, the indices in `shares` of its launches.
 
     The workspace of partial results, one for all layers: partial [slots * rows * v_dim] and partial_stats [2 * slots * rows], float32.
     """
@@ -26,7 +27,7 @@ class Plan:
     batch: Batch
     pool: KVPool
     shares: list[WorkPartition]
-    by_layer: tuple[tuple[int, ...], ...]
+    by_layer: tuple[dict[ChunkPart, tuple[int, ...]], ...]
     partial: Tensor
     partial_stats: Tensor
 
@@ -50,19 +51,20 @@ class Plan:
         shares = [WorkPartition.allocate(kind, batch, machine.multiprocessors) for kind in indices]
         slots = max((2 * s.programs * kept_rows(s.kind) for s in shares), default=0)
         workspace = torch.empty(slots * (kinds_of_layers.v_dim + 2), dtype=torch.float32, device=batch.slots.device)
-        by_layer = tuple(() if kind is None else by_kind[kind] for kind in kinds_of_layers.by_layer)
+        by_layer = tuple({part: by_kind[kind] for part, kind in parts.items()} for parts in kinds_of_layers.by_layer)
         return cls(batch, pool, shares, by_layer, workspace[2 * slots :], workspace[: 2 * slots])
 
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """The specs of a pool's layers with each kind once, which of them each layer has, and the widest V as a power of two.
+    """The specs of a pool's layers with each kind once, which of them each layer has, by `chunk_part`, and the widest V as a power of two.
 
-    None: a layer that no attention backend computes. `aligned`: all K and V begin at multiples of 16 bytes, which `hopper_kernel` copies.
+    A layer of dual chunk attention has three; one that no attention backend computes has none. `aligned`: all K and V begin at multiples
+    of 16 bytes, which `hopper_kernel` copies.
     """
 
     specs: tuple[AttentionSpec, ...]
-    by_layer: tuple[int | None, ...]
+    by_layer: tuple[dict[ChunkPart, int], ...]
     v_dim: int
     aligned: bool
 
@@ -75,12 +77,20 @@ def layer_kinds(pool: KVPool) -> LayerKinds:
     if pool not in _known:
         indices: dict[AttentionSpec, int] = {}
         by_layer = tuple(
-            indices.setdefault(replace(spec, kv_layer=0, module=""), len(indices)) if spec.by_backend else None for spec in pool.layers
+            {each.chunk_part: indices.setdefault(replace(each, kv_layer=0, module=""), len(indices)) for each in _attentions(spec)}
+            for spec in pool.layers
         )
         addresses = [view(layer).data_ptr() for layer in range(len(by_layer)) for view in (pool.key, pool.value)]
         aligned = all(address % 16 == 0 for address in addresses) and pool.page_elements * pool.dtype.itemsize % 16 == 0
         _known[pool] = LayerKinds(tuple(indices), by_layer, max((power_of_2(max(s.v_head_dim, 16)) for s in indices), default=0), aligned)
     return _known[pool]
+
+
+def _attentions(spec: AttentionSpec) -> tuple[AttentionSpec, ...]:
+    """What a backend's `forward` is called with for a layer."""
+    if isinstance(spec, DualChunkSpec):
+        return spec.parts
+    return (spec,) if spec.by_backend else ()
 
 
 def small_step(pool: KVPool) -> int:

@@ -26,7 +26,7 @@ WORK_COLUMNS = 16
 
 @triton.jit(do_not_specialize=["window", "chunk"])
 def count_units(seq_lens, query_start, units, tile_ends, window, chunk,
-                ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
+                ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PART_BLOCKS: tl.constexpr,
                 ITEM_COST: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """units [requests]: blocks (or parts) of one KV head; tile_ends: their running sum over the request's tiles, from `first_tile` on."""
@@ -39,7 +39,7 @@ def count_units(seq_lens, query_start, units, tile_ends, window, chunk,
     total = 0
     for t in tl.range(0, tiles, BLOCK_T):
         tile = t + tl.arange(0, BLOCK_T)
-        _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, HAS_CHUNK, BLOCK_M, ALIGN)
+        _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, CHUNKS, BLOCK_M, ALIGN)
         count = tl.cdiv(high - low, BLOCK_N)
         count = tl.cdiv(count, PART_BLOCKS) if PART_BLOCKS > 0 else count + ITEM_COST
         count = tl.where(tile < tiles, count, 0)
@@ -51,7 +51,7 @@ def count_units(seq_lens, query_start, units, tile_ends, window, chunk,
 @triton.jit(do_not_specialize=["requests", "programs", "window", "chunk", "search_steps"])
 def deal_work(seq_lens, query_start, units, tile_ends, work, counters, requests, programs, window, chunk, search_steps,
               ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-              HAS_CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PART_BLOCKS: tl.constexpr,
+              CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PART_BLOCKS: tl.constexpr,
               ITEM_COST: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Where each program begins and how many blocks it takes; zeroes `counters` [2 * programs], too."""
     program = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -96,7 +96,7 @@ def deal_work(seq_lens, query_start, units, tile_ends, work, counters, requests,
     earlier = tl.load(ends + tile - 1, mask=active & (tile > 0), other=0)
     in_tile = tl.load(ends + tile, mask=active, other=1) - earlier
     unit -= earlier
-    _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, HAS_CHUNK, BLOCK_M, ALIGN)
+    _, _, low, high = tile_keys(tile, query_len, seq_len, window, chunk, GROUP, CAUSAL, HAS_WINDOW, CHUNKS, BLOCK_M, ALIGN)
     if PART_BLOCKS == 0:
         origin = begin - unit
         block = tl.maximum(unit - ITEM_COST, 0)

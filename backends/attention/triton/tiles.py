@@ -12,11 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def tile_keys(tile, query_len, seq_len, window, chunk,
-              GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
+              GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
               BLOCK_M: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Positions of the tile's first and last query, and the keys [low, high) that any of them sees.
+    """Positions of the tile's first and last query, and the keys [low, high) that any of them sees; perhaps none.
 
-    If ALIGN is not 0, low is rounded down to a multiple of it.
+    CHUNKS: "none", or the chunks that a query sees (`AttentionSpec.chunk_part`). If ALIGN is not 0, low is rounded down to a
+    multiple of it.
     """
     cached = seq_len - query_len
     first = cached + (tile * BLOCK_M) // GROUP
@@ -24,13 +25,19 @@ def tile_keys(tile, query_len, seq_len, window, chunk,
     low = first * 0
     if HAS_WINDOW:
         low = tl.maximum(low, first - window + 1)
-    if HAS_CHUNK:
+    if CHUNKS == "intra":
         low = tl.maximum(low, first // chunk * chunk)
+    if CHUNKS == "successive":
+        low = tl.maximum(low, (first // chunk - 1) * chunk)
     if ALIGN > 0:
         low = low // ALIGN * ALIGN
-    if CAUSAL:
+    if CHUNKS == "successive":
+        high = last // chunk * chunk
+    elif CHUNKS == "inter":
+        high = tl.maximum(last // chunk - 1, 0) * chunk
+    elif CAUSAL:
         high = last + 1
-    elif HAS_CHUNK:
+    elif CHUNKS == "intra":
         high = tl.minimum(seq_len, (last // chunk + 1) * chunk)
     else:
         high = seq_len + last * 0

@@ -122,14 +122,15 @@ def tiling(
 
 
 def in_hopper_kernel(spec: AttentionSpec) -> bool:
-    """Whether `hopper_kernel` is written for a layer, in 16 bits: with every feature but ALiBi and biases.
+    """Whether `hopper_kernel` is written for a layer, in 16 bits: with every feature but ALiBi, biases, and parts of chunks but the own.
 
     Head dims are a power of two from 64 to 256, perhaps with a smaller one of 16 to 64 besides (80, 96, 192, ..), which is a tile of its
     own in shared memory. Values are as wide as keys, or as their first tile (192 with 128), since the queries' memory is the output's, too.
     """
     first = power_of_2(spec.qk_head_dim + 1) // 2
     dims = first in (64, 128, 256) and spec.qk_head_dim - first in (0, 16, 32, 64) and spec.qk_head_dim <= 256
-    return dims and spec.v_head_dim in (spec.qk_head_dim, first) and spec.alibi_slopes is None and spec.bias_index is None
+    plain = spec.alibi_slopes is None and spec.bias_index is None and spec.chunk_part == "intra"
+    return plain and dims and spec.v_head_dim in (spec.qk_head_dim, first)
 
 
 def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:

@@ -27,6 +27,7 @@ class PartitionKind:
     causal: bool
     window: int | None
     chunk: int | None
+    chunks: str
     tiling: Tiling
     _hash: int = field(default=0, compare=False, repr=False)
 
@@ -34,13 +35,14 @@ class PartitionKind:
         return self._hash
 
     def __post_init__(self) -> None:  # hashed once: every layer of every step looks something up by its kind
-        values = (self.rows, self.kv_heads, self.group, self.causal, self.window, self.chunk, self.tiling)
+        values = (self.rows, self.kv_heads, self.group, self.causal, self.window, self.chunk, self.chunks, self.tiling)
         object.__setattr__(self, "_hash", hash(values))
 
     @classmethod
     @cache
     def of(cls, spec: AttentionSpec, rows: RowsKind, tiling: Tiling) -> PartitionKind:
-        return cls(rows, spec.num_kv_heads, spec.group_size, spec.causal, spec.sliding_window, spec.chunk, tiling)
+        chunks = "none" if spec.chunk is None else spec.chunk_part
+        return cls(rows, spec.num_kv_heads, spec.group_size, spec.causal, spec.sliding_window, spec.chunk, chunks, tiling)
 
     @property
     def align(self) -> int:
@@ -75,7 +77,7 @@ class WorkPartition:
         units, tile_ends, work, counters = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device).split(sizes)
         constants: dict[str, object] = {
             "ROWS": kind.rows, "GROUP": kind.group, "CAUSAL": kind.causal, "HAS_WINDOW": kind.window is not None,
-            "HAS_CHUNK": kind.chunk is not None, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align,
+            "CHUNKS": kind.chunks, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align,
             "PART_BLOCKS": tiling.part_blocks, "ITEM_COST": tiling.item_cost,
         }  # fmt: skip
         return cls(kind, programs, most_tiles.bit_length(), units, tile_ends, work, counters, constants)

@@ -182,7 +182,7 @@ def test_tritons_graphs_are_planned_as_the_steps_that_they_serve(layers, dtype, 
     assert len(lengths) == 1 or lengths[0] < width
     captured = backend.plan(replace(batch, seq_lens_host=(lengths[variant],) * requests), pool)
     of_graph, of_step = (
-        [[plan.shares[i].kind.tiling for i in plan.by_layer[layer]] for layer in range(len(layers))]
+        [[plan.shares[i].kind.tiling for i in plan.by_layer[layer]["intra"]] for layer in range(len(layers))]
         for plan in (captured, backend.plan(batch, pool))
     )
     thresholds = {few_keys(spec, dtype, machine_of(pool.device)) for spec in layers}

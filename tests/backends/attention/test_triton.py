@@ -103,7 +103,7 @@ def test_head_dims_that_are_no_power_of_two(head_dim):
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), min_size=1, max_size=6),
-    st.sampled_from(["plain", "window", "chunk", "window_chunk", "bidirectional", "gqa_7"]),
+    st.sampled_from(["plain", "window", "chunk", "window_chunk", "bidirectional", "gqa_7", "successive", "inter"]),
     st.sampled_from([1, 2, 7]),
     st.booleans(),
     st.integers(0, 3),
@@ -113,7 +113,8 @@ def test_the_dealt_shares_cover_all_blocks_once(lengths, feature, multiprocessor
     from paged_attn.backends.attention.triton.plan import Plan
     from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
 
-    case = make(lengths, spec_of(feature), page_size=4)
+    spec = replace(spec_of("chunk"), chunk_part=feature) if feature in ("successive", "inter") else spec_of(feature)
+    case = make(lengths, spec, page_size=4)
     kinds_of_rows = ("all",) if deterministic else ("one", "more")
     for rows in kinds_of_rows:
         chosen = CHOSEN[rows]
@@ -140,9 +141,12 @@ def blocks_of(kind, cached, new, tile):
             return False
         if kind.window is not None and j <= i - kind.window:
             return False
-        return kind.chunk is None or i // kind.chunk == j // kind.chunk
+        back = 0 if kind.chunk is None else i // kind.chunk - j // kind.chunk
+        return {"successive": back == 1, "inter": back > 1}.get(kind.chunks, back == 0)
 
     seen = [j for j in range(length) if any(sees(i, j) for i in range(first, last + 1))]
+    if not seen:
+        return 0
     low = seen[0] // kind.align * kind.align if kind.align else seen[0]
     return -(-(seen[-1] + 1 - low) // kind.tiling.block_n)
 

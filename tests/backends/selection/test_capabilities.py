@@ -253,6 +253,7 @@ def test_built_in_backends_claim_what_the_tests_run(name):
     tested = {
         Feature.WINDOW,
         Feature.CHUNK,
+        Feature.DUAL_CHUNK,
         Feature.SOFTCAP,
         Feature.SINKS,
         Feature.ALIBI,

@@ -13,7 +13,8 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import SdpaScores
 from paged_attn.passes.find.sdpa import find_sdpa
 from paged_attn.passes.prove.mask_family import MaskFamily, draw, packed_variants
-from paged_attn.passes.prove.mask_probe import SCALES, MaskProbe, as_seen
+from paged_attn.passes.prove.mask_probe import MaskProbe, as_seen
+from paged_attn.passes.prove.subgraph_probe import SCALES
 from tests.passes.graphs import Traced, masked, trace
 from tests.passes.prove.test_mask_proof import Mask, segments, window
 

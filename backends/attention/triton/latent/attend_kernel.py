@@ -77,7 +77,7 @@ def attend_latent(query, rows, out, lse, page_table, seq_lens, query_start, work
     e = tl.arange(0, BLOCK_E)
     items = 0
     while left > 0:
-        _, _, _, high = tile_keys(tile, query_len, seq_len, 0, 0, GROUP, True, False, False, BLOCK_M, 0)
+        _, _, _, high = tile_keys(tile, query_len, seq_len, 0, 0, GROUP, True, False, "none", BLOCK_M, 0)
         blocks = tl.cdiv(high, BLOCK_N)
         take = tl.minimum(blocks - block, left)
 

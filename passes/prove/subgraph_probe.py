@@ -1,0 +1,112 @@
+"""Evaluating a part of a graph on small concrete inputs, with large literals scaled down so that they show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.passes.fx.call_form import CallForm, CallNotPaged
+from paged_attn.passes.fx.mask_literals import hidden_numbers, is_size, scaled_number, scaled_numbers
+from paged_attn.passes.fx.slicing import MAX_NODES, evaluate
+from paged_attn.passes.prove.score_subgraph import (
+    needed_for_values,
+    placeholder_value,
+    refuse_hidden_states,
+    without_score_arithmetic,
+    zeros_for,
+)
+
+LIMITS = ((97, 127, 149, 173), (101, 131, 151, 179))  # scales that leave every literal longer than the probes: tables, not windows
+# Two ways to scale the large literals (a 4,096 window, an 8,192 chunk) down: what a mask does must follow both.
+SCALES: tuple[tuple[int, ...], ...] = ((7, 13, 18, 23), (10, 16, 21, 27))
+
+
+class ProbeFailed(UnsupportedError):
+    """The mask's own operations fail on a probe: a table in it is too short."""
+
+
+class SubgraphProbe:
+    """What a value is made from, positions and token ids at the far end, ready to be evaluated for a row of packed sequences.
+
+    Args:
+        result: the value.
+        user: where it is needed; until then what it is made from may be written in place.
+        values: the real tensor (or number) behind each placeholder.
+        stops: nodes that are given to each evaluation, and not looked behind.
+        products: those of them that are q.k: plain arithmetic on them is proved elsewhere, and says nothing about positions.
+    """
+
+    def __init__(
+        self, result: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str, *,
+        stops: Sequence[fx.Node] = (), products: Sequence[fx.Node] = (),
+    ) -> None:  # fmt: skip
+        self.result, self.form, self.values, self.where, self.stops = result, form, values, where, tuple(stops)
+        self.scales = SCALES
+        self.nodes, self.shapes = needed_for_values(result, user, self.stops)
+        for node in self.nodes:
+            role = form.roles.get(node, "")
+            if role.startswith("call:"):
+                raise CallNotPaged(f"the mask of {where} is made from {role.removeprefix('call:')}, which belongs to this call")
+        refuse_hidden_states([node for node in self.nodes if node not in self.shapes], form, where)
+        if len(self.nodes) > MAX_NODES:
+            raise UnsupportedError(
+                f"{where}: its mask is made by {len(self.nodes)} operations, more than the {MAX_NODES} that are evaluated"
+            )
+        about_positions = without_score_arithmetic(self.nodes, products)
+        self.literals = scaled_numbers(about_positions)
+        self.owned = {n: values[n] for n in self.nodes if form.roles.get(n) == "owned"}
+        self.hidden = hidden_numbers(about_positions, self.owned)
+
+    def images(self, scale: Sequence[int]) -> dict[int, int]:
+        """What each large literal becomes under a scale; literals within 2 of each other keep their difference."""
+        images: dict[int, int] = {}
+        base, slot = None, -1
+        for literal in self.literals:
+            if base is None or literal - base > 2:
+                base, slot = literal, slot + 1
+                if slot >= len(scale):
+                    raise UnsupportedError(
+                        f"{self.where}: its mask uses {len(self.literals)} large numbers {self.literals}; "
+                        f"at most {len(scale)} can be probed"
+                    )
+            images[literal] = scale[slot] + literal - base
+        return images
+
+    def unscaled(self, first: int, second: int) -> int | None:
+        """The model's own number that was seen so at the two scales: a small one, or a large literal (plus or minus one); None if neither
+        says it."""
+        if first == second:
+            return first
+        one, other = (self.images(scale) for scale in self.scales)
+        fits = {literal + d for literal in self.literals for d in (-1, 0, 1) if (one[literal] + d, other[literal] + d) == (first, second)}
+        return fits.pop() if len(fits) == 1 else None
+
+    def evaluate(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int, given: Mapping[fx.Node, Tensor]) -> Tensor:
+        """The value for a row of sequences of these lengths; `given` are the stops, `scale` None leaves literals as they are.
+
+        Raises:
+            ProbeFailed: its operations do not run on such a row.
+        """
+        total = sum(lengths)
+        images = self.images(scale) if scale is not None else {}
+        ids = torch.randint(0, 16, (total,), generator=torch.Generator().manual_seed(seed))
+        inputs = [node for node in self.nodes if node.op == "placeholder"]
+        known: dict[fx.Node, Any] = {n: placeholder_value(self.form.roles[n], self.values[n], lengths, ids) for n in inputs}
+        known.update({node: zeros_for(node, self.form, total) for node in self.shapes})
+        known.update(given)
+
+        def constant(node: fx.Node, value: Any) -> Any:
+            image = images.get(scaled_number(node, value))  # type: ignore[arg-type]
+            if image is None and self.scales is LIMITS and is_size(node):  # a table that is made of so many entries is shaped so, too
+                image = images.get(value) if type(value) is int else None
+            return value if image is None else type(value)(image if value > 0 else -image)
+
+        try:
+            result: Tensor = evaluate(self.nodes, known, self.result, constant)
+        except (RuntimeError, IndexError) as error:
+            raise ProbeFailed(f"{self.where}: its mask can not be made for {total} tokens: {error}") from error
+        return result

@@ -1,0 +1,51 @@
+"""Replace an attention with three queries per token by the op that attends to its chunks.
+
+Before: out [1, Hq, T, Dv] of q0, q1, q2 [1, Hq, T, D], repeated k, repeated v, in whatever way the graph makes it
+After:  o = aten.new_empty(q0', [T, Hq, Dv]); dual_chunk_attention_with_output(q0', q1', q2', k', v', o, layer_id); out = o^T[None], with
+        the intra-chunk query first. Products, masks and merges are dead code afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
+from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
+from paged_attn.passes.find.attention_site import AttentionSite
+from paged_attn.passes.fx.graph_tools import shape_of
+from paged_attn.passes.prove.dual_chunk import DualChunkProof
+from paged_attn.passes.replace.attention import converted, use_output
+from paged_attn.passes.replace.kv_heads import KVSource, as_received, head_rows
+
+aten = torch.ops.aten
+
+
+def replace_dual_chunk(
+    site: AttentionSite, queries: list[fx.Node], key: KVSource, value: KVSource, proof: DualChunkProof, layer_id: int, dtype: torch.dtype
+) -> tuple[DualChunkSpec, fx.Node, fx.Node]:
+    """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
+
+    Args:
+        queries: [1, q_heads, T, dim], as the site has them.
+        dtype: of the pool.
+    """
+    graph, (_, heads, _, width) = site.node.graph, shape_of(queries[0])
+    spec = DualChunkSpec(
+        num_q_heads=int(heads), num_kv_heads=key.num_heads, qk_head_dim=int(width), v_head_dim=int(shape_of(site.value)[3]),
+        scale=proof.scale, chunk=proof.chunk, kv_layer=layer_id, module=site.module,
+    )  # fmt: skip
+
+    def plain(function: Any, *args: Argument) -> fx.Node:
+        return graph.call_function(function, args)
+
+    with graph.inserting_before(site.node):
+        sources = (*(as_received(queries[place], spec.num_q_heads) for place in proof.order), key, value)
+        operands = [converted(head_rows(each, plain), each.base, dtype) for each in sources]
+        tokens = graph.call_function(aten.sym_size.int, (queries[0], 2))
+        output = graph.call_function(aten.new_empty.default, (operands[0], [tokens, spec.num_q_heads, spec.v_head_dim]))
+        op = graph.call_function(DUAL_CHUNK_ATTENTION, (*operands, output, layer_id))
+    return spec, op, use_output(site, output, [*operands, op], dtype)
