@@ -20,6 +20,7 @@ from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.compiled.kernels_ahead import compile_experts_ahead
 from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts
 from paged_attn.passes.fx.row_layout import MISFITS
@@ -27,6 +28,7 @@ from paged_attn.passes.fx.row_layout import MISFITS
 logger = logging.getLogger("paged_attn")
 NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # what a module raises that takes something else
 ROWS = 24  # of a proof, beside the number of experts
+CHOSEN = 4  # experts of a token, where nobody says how many
 ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # of a row's length
 
 
@@ -93,13 +95,28 @@ def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
         for layout in layouts_of(module):
             probes: list[Probe] | None = None
             for gating in _fitting_gates(module, layout):
-                probes = _probes(module, layout) if probes is None else probes
                 selection = select_experts(backend, _problem(module, layout, gating))
+                if probes is None:
+                    _compile_ahead(module, layout, gating, selection.name)
+                    probes = _probes(module, layout)
                 for identity in (False, True) if _num_ids(module, layout) > layout.experts else (False,):
                     found = ProvedExperts(layout, gating, identity, selection)
                     if probes and all(apart(expected, found(module, *given)) <= allowed(expected) for given, expected in probes):
                         return found
     return None
+
+
+def _compile_ahead(module: nn.Module, layout: Layout, gating: Gating, backend: str) -> None:
+    """The kernels that the op will need if the module is what it seems to be, while it is proved and traced."""
+    operands, top_k = layout.operands(module), _chosen(module, layout.experts)
+    x = operands[0].new_empty(0, operands[0].shape[2])
+    compile_experts_ahead(backend, x, x.new_empty(0, top_k, dtype=torch.int64), x.new_empty(0, top_k), *operands, gating)
+
+
+def _chosen(module: nn.Module, most: int) -> int:
+    """How many experts a token of a probe gets: any number is right, and with the model's own fewer kernels are compiled."""
+    told = getattr(getattr(module, "config", None), "num_experts_per_tok", CHOSEN)
+    return max(1, min(told if isinstance(told, int) else CHOSEN, most))
 
 
 def _problem(module: nn.Module, layout: Layout, gating: Gating) -> ExpertsProblem:
@@ -162,7 +179,7 @@ def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
         x = torch.randn(rows, hidden, generator=numbers).to(device, w1.dtype)
         chosen = torch.rand(rows, count, generator=numbers)
         chosen[:, : count // 3] *= 0.9  # some are chosen more rarely
-        ids = chosen.topk(min(count, experts, 4), dim=1).indices
+        ids = chosen.topk(min(count, _chosen(module, experts)), dim=1).indices
         weights = torch.rand(ids.shape, generator=numbers).to(device, w1.dtype)
         ids = ids.to(device)
         try:
