@@ -78,7 +78,8 @@ def grouped_experts(
         grouped_first, (num_blocks * triton.cdiv(width, tiling.n),),
         x, pairs, blocks, w1, b1, inner, num_blocks, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0),
         gating.limit, gating.alpha, TOP_K=top_k, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
-        ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0, **how,
+        ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
+        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, **how,
     )  # fmt: skip
     launch(
         grouped_second, (num_blocks * triton.cdiv(hidden, tiling.n),),

@@ -6,6 +6,7 @@ not read off that: gates are tried on numbers, and the module itself is run besi
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -158,10 +159,17 @@ def known_gates(module: Any, gated: bool) -> Iterator[Gating]:
         return
     limits = {0.0} | {float(v) for name in ("limit", "swiglu_limit") if isinstance(v := getattr(module, name, None), int | float)}
     alphas = {float(v) for name in ("alpha", "swiglu_alpha") if isinstance(v := getattr(module, name, None), int | float)}
+    softcaps = [0.0, *_softcaps(module)]
     for limit in limits:
         for interleaved in (False, True):
             yield from (Gating(name, True, interleaved, limit) for name in ACTIVATIONS)
             yield from (Gating("silu", True, interleaved, limit, alpha) for alpha in alphas)
+            yield from (Gating("silu", True, interleaved, limit, 0.0, *pair) for pair in itertools.product(softcaps, repeat=2) if any(pair))
+
+
+def _softcaps(module: nn.Module) -> list[float]:
+    numbers = ((name, value) for part in module.modules() for name, value in vars(part).items() if isinstance(value, int | float))
+    return sorted({float(value) for name, value in numbers if "softcap" in name and value > 0})
 
 
 Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and what the module makes of them
@@ -222,8 +230,14 @@ def _emitter(module: nn.Module, original: Callable[..., Tensor], found: ProvedEx
     return forward
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """What makes two modules compute the same apart from their weights, as far as can be said without running them."""
-    numbers = tuple(sorted((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str)))
+    numbers = tuple(
+        sorted((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items() if _is_plain(value))
+    )
     weights = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in module.named_parameters(recurse=False))
     return type(module), numbers, repr(getattr(module, "act_fn", None)), weights

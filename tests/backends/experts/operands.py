@@ -16,6 +16,8 @@ GATINGS = {
     "relu2 without a gate": Gating("relu2", gated=False),
     "interleaved, clamped, alpha": Gating("silu", True, True, 7.0, 1.702),
     "clamped": Gating("silu", limit=0.5),
+    "soft caps": Gating("silu", gate_softcap=2.0, up_softcap=0.5),
+    "a soft cap of up": Gating("silu", interleaved=True, up_softcap=0.5),
 }
 
 
