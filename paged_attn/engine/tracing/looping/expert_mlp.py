@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart, known_gates
 from paged_attn.engine.tracing.looping.not_proved import NotProved
+from paged_attn.engine.tracing.looping.tape import Tape
 
 SIZES = (0.3, 1.0, 3.0, 10.0)  # of what the activation is given
 ROWS = 24  # of a proof
@@ -55,6 +56,24 @@ class ExpertMLP:
         """The parameters of each operand, in the order in which they lie there."""
         names = ("weight", "bias") if self.spec.has_bias else ("weight",)
         return [[getattr(linear, name) for linear in column] for name in names for column in self.linears(experts)]
+
+    def telling(
+        self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]
+    ) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+        """Forwards of experts that note in `fed` what they are given, and give rows with a one in their place."""
+        hidden = self.spec.hidden
+
+        def teller(expert: int) -> Callable[[Tensor], Tensor]:
+            def forward(rows: Tensor) -> Tensor:
+                with tape.expert() as taken:
+                    fed.append(rows.detach().reshape(-1, hidden).clone())
+                    result = rows.new_zeros((*rows.shape[:-1], hidden))
+                    result[..., expert] = 1.0
+                    return taken(result)
+
+            return forward
+
+        yield from ((expert, teller(index)) for index, expert in enumerate(experts))
 
 
 def expert_mlp(experts: Sequence[nn.Module]) -> ExpertMLP:

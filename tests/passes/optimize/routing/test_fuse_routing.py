@@ -37,7 +37,7 @@ class Experts(nn.Module):
         if self.own is not None:
             first, count = self.own
             ids, w1, w2 = (ids - first).remainder(E), w1[first : first + count], w2[first : first + count]
-        return EXPERTS(x, ids, weights, w1, w2, None, None, "silu", True, False, 0.0, 0.0, "one_by_one")
+        return EXPERTS(x, ids, weights, w1, w2, None, None, "silu", True, False, 0.0, 0.0, 0.0, 0.0, "one_by_one")
 
 
 def softmax_first(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
