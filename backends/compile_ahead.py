@@ -52,11 +52,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None
     kernel[grid](*arguments, **constants)
 
 
-def wait_for_all() -> None:
-    """Until everything that was asked for is compiled."""
-    wait(list(_compiled.values()))
-
-
 def _compile(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], threads: ThreadPoolExecutor,
     device: torch.device,

@@ -37,6 +37,7 @@ class Gating:
         alpha: the activation is gate * sigmoid(alpha * gate), and up is one more (gpt-oss); 0: it is `activation`.
         gate_softcap, up_softcap: before they are multiplied, the factor gate of silu and up are bent to less than this (Inkling 2), in
             float32; the sigmoid is that of gate itself; 0: they are not.
+        up_first: of the two halves, or of each two that take turns, up is the first.
     """
 
     activation: str = "silu"
@@ -46,11 +47,13 @@ class Gating:
     alpha: float = 0.0
     gate_softcap: float = 0.0
     up_softcap: float = 0.0
+    up_first: bool = False
 
     @property
-    def arguments(self) -> tuple[str, bool, bool, float, float, float, float]:
+    def arguments(self) -> tuple[str, bool, bool, float, float, float, float, bool]:
         """As the op takes it."""
-        return self.activation, self.gated, self.interleaved, self.limit, self.alpha, self.gate_softcap, self.up_softcap
+        softcaps = self.gate_softcap, self.up_softcap
+        return self.activation, self.gated, self.interleaved, self.limit, self.alpha, *softcaps, self.up_first
 
     def describe(self) -> str:
         """`silu(gate) * up`, for people."""
@@ -59,7 +62,7 @@ class Gating:
         inner = f"gate * sigmoid({self.alpha:g} * gate) * (up + 1)" if self.alpha else f"{self.activation}(gate) * up"
         limit = f", clamped at {self.limit:g}" if self.limit else ""
         softcaps = f", soft caps {self.gate_softcap:g} and {self.up_softcap:g}" if self.gate_softcap or self.up_softcap else ""
-        return inner + limit + softcaps + ", interleaved" * self.interleaved
+        return inner + limit + softcaps + ", interleaved" * self.interleaved + ", up first" * self.up_first
 
     def __call__(self, first: Tensor) -> Tensor:
         """[..., 2 I] -> [..., I], or [..., I] -> [..., I] where nothing is gated; in the dtype that it is given."""
@@ -67,6 +70,7 @@ class Gating:
         if not self.gated:
             return activation(first)
         gate, up = (first[..., ::2], first[..., 1::2]) if self.interleaved else first.chunk(2, dim=-1)
+        gate, up = (up, gate) if self.up_first else (gate, up)
         if self.limit:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         if self.gate_softcap or self.up_softcap:

@@ -45,7 +45,7 @@ def few_experts(
         x, ids, w1, b1, inner, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0), gating.limit, gating.alpha,
         EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
         ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
-        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap,
+        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first,
         BLOCK_I=tiling.rows, BLOCK_H=min(tiling.columns, triton.next_power_of_2(hidden)), num_warps=tiling.warps,
     )  # fmt: skip
     launch(

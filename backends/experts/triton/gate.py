@@ -36,9 +36,11 @@ def softcapped(x, SOFTCAP: tl.constexpr):
 @triton.jit
 def gated(
     gate, up, limit, alpha, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr,
+    GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
 ):  # fmt: skip
     """float32 gate and up -> their product."""
+    if UP_FIRST:
+        gate, up = up, gate
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

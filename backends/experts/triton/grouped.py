@@ -79,7 +79,7 @@ def grouped_experts(
         x, pairs, blocks, w1, b1, inner, num_blocks, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0),
         gating.limit, gating.alpha, TOP_K=top_k, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
         ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
-        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, **how,
+        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first, **how,
     )  # fmt: skip
     launch(
         grouped_second, (num_blocks * triton.cdiv(hidden, tiling.n),),

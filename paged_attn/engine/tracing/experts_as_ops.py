@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -160,11 +160,12 @@ def known_gates(module: Any, gated: bool) -> Iterator[Gating]:
     limits = {0.0} | {float(v) for name in ("limit", "swiglu_limit") if isinstance(v := getattr(module, name, None), int | float)}
     alphas = {float(v) for name in ("alpha", "swiglu_alpha") if isinstance(v := getattr(module, name, None), int | float)}
     softcaps = [0.0, *_softcaps(module)]
-    for limit in limits:
-        for interleaved in (False, True):
-            yield from (Gating(name, True, interleaved, limit) for name in ACTIVATIONS)
-            yield from (Gating("silu", True, interleaved, limit, alpha) for alpha in alphas)
-            yield from (Gating("silu", True, interleaved, limit, 0.0, *pair) for pair in itertools.product(softcaps, repeat=2) if any(pair))
+    for limit, up_first, interleaved in itertools.product(limits, (False, True), (False, True)):
+        known = [Gating(name, True, interleaved, limit) for name in ACTIVATIONS]
+        known += [Gating("silu", True, interleaved, limit, alpha) for alpha in alphas]
+        pairs = (pair for pair in itertools.product(softcaps, repeat=2) if any(pair))
+        known += [Gating("silu", True, interleaved, limit, gate_softcap=gate, up_softcap=up) for gate, up in pairs]
+        yield from (replace(gating, up_first=up_first) for gating in known)
 
 
 def _softcaps(module: nn.Module) -> list[float]:

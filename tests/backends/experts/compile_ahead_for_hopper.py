@@ -1,10 +1,11 @@
-"""Compiles a layer of experts ahead for SM90 without a GPU, then asks for the kernels of many batches; prints how many were compiled when.
-Run by test_compile_ahead in a process of its own, because a process of the tests runs Triton's interpreter."""
+"""Compiles a layer of experts ahead for SM90 without a GPU, then asks for the kernels of many batches, and of other gates;
+prints what was compiled when. Run by test_compile_ahead in a process of its own, because a process of the tests runs Triton's interpreter."""
 
 from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from paged_attn.backends import compile_ahead
 from paged_attn.backends.experts.triton import few, grouped
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from tests.backends.experts.operands import operands
+
+OTHERS = (Gating("silu", gate_softcap=4.0, up_softcap=25.0), Gating("gelu", up_first=True), Gating("silu", True, True, 0.5, up_first=True))
 
 
 class NoGPU:
@@ -47,7 +50,7 @@ def main() -> None:
     TritonExpertsBackend().compile_ahead(*given)
     asked = time.perf_counter() - started
     TritonExpertsBackend().compile_ahead(*given)  # nothing twice
-    compile_ahead.wait_for_all()
+    wait(compile_ahead._compiled.values())
     ready, ahead = time.perf_counter() - started, sorted(compiled)
 
     def only_compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -56,7 +59,11 @@ def main() -> None:
     few.launch = grouped.launch = only_compiled  # type: ignore[assignment]
     for tokens in (1, 2, 7, 8, 9, 16, 23, 24, 31, 48, 49, 64, 100, 320, 321, 500, 512, 513, 1024, 3000):
         TritonExpertsBackend().forward(*operands(tokens, gating, bias=True, **sizes))  # type: ignore[arg-type]
-    print(json.dumps({"ahead": ahead, "later": compiled[len(ahead) :], "asked": asked, "ready": ready}))
+    later = compiled[len(ahead) :]
+    for other in OTHERS:  # what the interpreter takes, the compiler may not
+        for tokens in (1, 16):
+            TritonExpertsBackend().forward(*operands(tokens, other, **sizes))  # type: ignore[arg-type]
+    print(json.dumps({"ahead": ahead, "later": later, "asked": asked, "ready": ready}))
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ class ExpertMLP:
         yield from ((expert, teller(index)) for index, expert in enumerate(experts))
 
 
-def expert_mlp(experts: Sequence[nn.Module]) -> ExpertMLP:
-    """What experts that are built alike compute, tried on the first of them.
+def expert_mlps(experts: Sequence[nn.Module]) -> list[ExpertMLP]:
+    """What experts that are built alike compute, tried on the first of them: with gate first, then with up first.
 
     It is given random weights in float32 on the CPU, where no setting rounds products.
 
@@ -98,8 +98,11 @@ def expert_mlp(experts: Sequence[nn.Module]) -> ExpertMLP:
     dtype = torch.float64 if next(expert.parameters()).dtype == torch.float64 else torch.float32
     weights = _random_weights(expert, dtype)
     has_bias = any(name.endswith("bias") for name in weights)
+    found: list[ExpertMLP] = []
     for first, second in _orders(linears):
         wide, (hidden, inner) = sum(linears[name].out_features for name in first), linears[second].weight.shape
+        if found and hidden != found[0].spec.hidden:
+            continue  # the other way round
         given = _given(hidden, dtype)
         try:
             expected = torch.func.functional_call(expert, weights, (given.clone(),))
@@ -111,8 +114,11 @@ def expert_mlp(experts: Sequence[nn.Module]) -> ExpertMLP:
         for gating in known_gates(expert, wide == 2 * inner):
             inside = gating(made)
             if apart(expected, F.linear(inside, weights[f"{second}.weight"], weights.get(f"{second}.bias"))) <= allowed(expected):
-                return ExpertMLP(first, second, gating, ExpertsSpec(len(experts), hidden, inner, gating, has_bias))
-    raise NotProved(f"its experts ({type(expert).__name__}) compute nothing that is known of {', '.join(linears)}")
+                found.append(ExpertMLP(first, second, gating, ExpertsSpec(len(experts), hidden, inner, gating, has_bias)))
+                break
+    if not found:
+        raise NotProved(f"its experts ({type(expert).__name__}) compute nothing that is known of {', '.join(linears)}")
+    return sorted(found, key=lambda mlp: mlp.gating.up_first)
 
 
 def _orders(linears: dict[str, nn.Linear]) -> Iterator[tuple[tuple[str, ...], str]]:

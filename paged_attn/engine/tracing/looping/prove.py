@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
@@ -19,7 +20,7 @@ from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart
 from paged_attn.engine.tracing.looping.branches import refuse_other_branches
 from paged_attn.engine.tracing.looping.calls import BlockCall
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
-from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlp
+from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlps
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
 from paged_attn.engine.tracing.looping.program import ExpertsSite, Program, evaluated, program_of
@@ -48,15 +49,17 @@ def proved_block(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall
     Raises:
         NotProved: it is not known what the block computes.
     """
-    reason = NotProved("nothing is known that its experts may compute")
+    reason: NotProved | UnsupportedError | None = None
     with torch.no_grad():
         kinds: list[ExpertMLP | StackedPair] = [*stacked_pairs(block, experts)]
-        for mlp in kinds or [expert_mlp(experts)]:
+        for mlp in kinds or expert_mlps(experts):
             try:
                 return _proved_as(mlp, block, experts, call, backend)
-            except NotProved as error:
-                reason = error
-    raise reason
+            except (NotProved, UnsupportedError) as error:  # the latter: its backend wants gate and up in the other order
+                if isinstance(error, NotProved) and not kinds:
+                    raise
+                reason = reason or error
+    raise reason or NotProved("nothing is known that its experts may compute")
 
 
 def _proved_as(mlp: ExpertMLP | StackedPair, block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, backend: str) -> ProvedBlock:
