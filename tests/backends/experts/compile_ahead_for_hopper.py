@@ -1,5 +1,6 @@
 """Compiles a layer of experts ahead for SM90 without a GPU, then asks for the kernels of many batches, and of other gates;
-prints what was compiled when. Run by test_compile_ahead in a process of its own, because a process of the tests runs Triton's interpreter."""
+prints what was compiled when. Run by test_compile_ahead in a process of its own, because a process of the tests runs Triton's
+interpreter."""
 
 from __future__ import annotations
 
