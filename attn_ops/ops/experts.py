@@ -45,9 +45,10 @@ def experts_one_by_one(
 
 def _run(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
-    activation: str, gated: bool, interleaved: bool, limit: float, alpha: float, backend: str,
+    activation: str, gated: bool, interleaved: bool, limit: float, alpha: float, gate_softcap: float, up_softcap: float, up_first: bool,
+    backend: str,
 ) -> Tensor:  # fmt: skip
-    gating = Gating(activation, gated, interleaved, limit, alpha)
+    gating = Gating(activation, gated, interleaved, limit, alpha, gate_softcap, up_softcap, up_first)
     if backend == ONE_BY_ONE:
         return experts_one_by_one(x, ids, weights, w1, w2, b1, b2, gating)
     if _backends is None:
@@ -64,7 +65,7 @@ def _fake(x: Tensor, *_: object) -> Tensor:
 # taken when the graph was made, so that the graph says what computes it.
 EXPERTS = define_op(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, "
-    "bool interleaved, float limit, float alpha, str backend) -> Tensor",
+    "bool interleaved, float limit, float alpha, float gate_softcap, float up_softcap, bool up_first, str backend) -> Tensor",
     _run,
     _fake,
 )

@@ -20,6 +20,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def softcapped(x: Tensor, softcap: float) -> Tensor:
+    """Between minus `softcap` and that, nearly x where x is small; x itself for 0."""
+    return torch.tanh(x / softcap) * softcap if softcap else x
+
+
 @dataclass(frozen=True)
 class Gating:
     """What stands between an expert's two products.
@@ -30,6 +35,9 @@ class Gating:
         interleaved: gate and up take turns, instead of all of gate first.
         limit: gate is at most this, and up between minus this and this, before anything else; 0: no limit.
         alpha: the activation is gate * sigmoid(alpha * gate), and up is one more (gpt-oss); 0: it is `activation`.
+        gate_softcap, up_softcap: before they are multiplied, the factor gate of silu and up are bent to less than this (Inkling 2), in
+            float32; the sigmoid is that of gate itself; 0: they are not.
+        up_first: of the two halves, or of each two that take turns, up is the first.
     """
 
     activation: str = "silu"
@@ -37,11 +45,15 @@ class Gating:
     interleaved: bool = False
     limit: float = 0.0
     alpha: float = 0.0
+    gate_softcap: float = 0.0
+    up_softcap: float = 0.0
+    up_first: bool = False
 
     @property
-    def arguments(self) -> tuple[str, bool, bool, float, float]:
+    def arguments(self) -> tuple[str, bool, bool, float, float, float, float, bool]:
         """As the op takes it."""
-        return self.activation, self.gated, self.interleaved, self.limit, self.alpha
+        softcaps = self.gate_softcap, self.up_softcap
+        return self.activation, self.gated, self.interleaved, self.limit, self.alpha, *softcaps, self.up_first
 
     def describe(self) -> str:
         """`silu(gate) * up`, for people."""
@@ -49,7 +61,8 @@ class Gating:
             return self.activation
         inner = f"gate * sigmoid({self.alpha:g} * gate) * (up + 1)" if self.alpha else f"{self.activation}(gate) * up"
         limit = f", clamped at {self.limit:g}" if self.limit else ""
-        return inner + limit + ", interleaved" * self.interleaved
+        softcaps = f", soft caps {self.gate_softcap:g} and {self.up_softcap:g}" if self.gate_softcap or self.up_softcap else ""
+        return inner + limit + softcaps + ", interleaved" * self.interleaved + ", up first" * self.up_first
 
     def __call__(self, first: Tensor) -> Tensor:
         """[..., 2 I] -> [..., I], or [..., I] -> [..., I] where nothing is gated; in the dtype that it is given."""
@@ -57,8 +70,12 @@ class Gating:
         if not self.gated:
             return activation(first)
         gate, up = (first[..., ::2], first[..., 1::2]) if self.interleaved else first.chunk(2, dim=-1)
+        gate, up = (up, gate) if self.up_first else (gate, up)
         if self.limit:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self.gate_softcap or self.up_softcap:
+            gate, up = gate.float(), up.float()
+            return (softcapped(gate, self.gate_softcap) * torch.sigmoid(gate) * softcapped(up, self.up_softcap)).to(first.dtype)
         if self.alpha:
             return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
         return activation(gate) * up

@@ -16,17 +16,22 @@ from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
 
 @dataclass(frozen=True)
 class ExpertsProblem:
-    """A layer of experts on a device: a word of `device_word`, and 90 for SM90, None off CUDA."""
+    """A layer of experts on a device: a word of `device_word`, and 90 for SM90, None off CUDA.
+
+    Attributes:
+        in_rows: w1 [E, n, H] and w2 [E, H, I] lie as they are written, and are no views of transposed ones.
+    """
 
     spec: ExpertsSpec
     dtype: torch.dtype
     device: str
     architecture: int | None = None
+    in_rows: bool = True
 
     @classmethod
     def of(cls, spec: ExpertsSpec, weight: Tensor) -> ExpertsProblem:
         """A layer with such weights, where they lie."""
-        return cls(spec, weight.dtype, device_word(weight.device), architecture_of(weight.device))
+        return cls(spec, weight.dtype, device_word(weight.device), architecture_of(weight.device), weight.is_contiguous())
 
 
 class ExpertsBackend(ABC):
@@ -57,4 +62,12 @@ class ExpertsBackend(ABC):
 
         Returns:
             [T, H] in x's dtype.
+        """
+
+    def compile_ahead(  # noqa: B027 (a hook)
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+    ) -> None:
+        """Begin, in other threads, to compile what `forward` of any number of such rows needs; by default nothing.
+
+        The tensors may be fake: their types and strides are read, and how many columns they have.
         """

@@ -17,9 +17,10 @@ BUILT_IN = {
     "triton": "paged_attn.backends.experts.triton.backend:TritonExpertsBackend",
     "grouped_mm": "paged_attn.backends.experts.grouped_mm:GroupedMmBackend",
     "one_by_one": "paged_attn.backends.experts.one_by_one:OneByOneBackend",
+    "flashinfer": "paged_attn.backends.experts.flashinfer:FlashInferExpertsBackend",
 }
 # "auto" takes the first that fits. On a CPU torch's grouped products are a loop of its own, over all experts.
-ORDER = {"cpu": ("one_by_one", "grouped_mm"), "": tuple(BUILT_IN)}
+ORDER = {"cpu": ("one_by_one", "grouped_mm"), "": ("triton", "grouped_mm", "one_by_one")}
 
 
 @dataclass(frozen=True)

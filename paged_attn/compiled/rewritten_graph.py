@@ -20,6 +20,7 @@ from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces
 from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.graph_inputs import GraphInputs
+from paged_attn.compiled.kernels_ahead import compile_graph_ahead
 from paged_attn.compiled.lora_graph import LoraGraph
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.hashing.code_files import traced_files
@@ -97,6 +98,7 @@ class RewrittenGraph:
         if found.gm is None:
             logger.info("this call runs as written and not paged: %s", found.not_paged)
         else:
+            compile_graph_ahead(found.gm.graph)
             split = split_graph(found.gm, split_ops())
             if wants_inductor(options, example_inputs):
                 traced = [value_of(node) for node in found.gm.graph.nodes if node.op == "placeholder"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -19,10 +20,9 @@ def ancestors(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset
     `user` is where the value is needed: a mask may be filled in place after it was made. Nodes in `stop` are included but not
     looked behind.
     """
-    order = {other: index for index, other in enumerate(node.graph.nodes)}
     writers: dict[fx.Node, list[fx.Node]] = {}
-    for other in node.graph.nodes:
-        for value in written_values(other) if order[other] < order[user] and writes_in_place(other) else ():
+    for other in takewhile(lambda other: other is not user, node.graph.nodes):
+        for value in written_values(other) if writes_in_place(other) else ():
             writers.setdefault(value, []).append(other)
     found, pending = {node}, [node]
     while pending:

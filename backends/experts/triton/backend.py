@@ -32,3 +32,14 @@ class TritonExpertsBackend(ExpertsBackend):
         given = (x if x.stride(1) == 1 else x.contiguous()).to(w1.dtype)
         kernel = few_experts if len(x) <= FEW_TOKENS and w1.stride(2) == 1 and w2.stride(2) == 1 else grouped_experts
         return kernel(given, ids.contiguous(), weights.contiguous(), w1, w2, b1, b2, gating).to(x.dtype)
+
+    def compile_ahead(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+    ) -> None:
+        from paged_attn.backends.compile_ahead import compiling_ahead
+        from paged_attn.backends.experts.triton.grouped import token_counts
+
+        with compiling_ahead(w1.device):
+            for tokens in token_counts(w1.shape[0], ids.shape[1]):
+                rows, chosen, by = (torch.empty(tokens, each.shape[1], dtype=each.dtype, device=w1.device) for each in (x, ids, weights))
+                self.forward(rows, chosen, by, w1, w2, b1, b2, gating)

@@ -19,6 +19,7 @@ def few_first(
     x, ids, w1, b1, inner, x_stride, expert_stride, row_stride, column_stride, bias_stride, limit, alpha,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """inner [T k, I] of x [T, H], ids [T, k], w1 [E, rows, H]; rows: all gates, then all ups; or in turns."""
@@ -43,7 +44,7 @@ def few_first(
             if HAS_BIAS:
                 bias += WIDTH
             up = _rows(row, ups, bias, i, row_stride, column_stride, WIDTH, H, HAS_BIAS, BLOCK_I, BLOCK_H)
-        result = gated(gate, up, limit, alpha, ACTIVATION, HAS_LIMIT, HAS_ALPHA)
+        result = gated(gate, up, limit, alpha, ACTIVATION, HAS_LIMIT, HAS_ALPHA, GATE_SOFTCAP, UP_SOFTCAP, UP_FIRST)
     else:
         value = _rows(row, weight, bias, i, row_stride, column_stride, WIDTH, H, HAS_BIAS, BLOCK_I, BLOCK_H)
         result = activated(value, ACTIVATION)

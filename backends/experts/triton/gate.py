@@ -27,12 +27,26 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, limit, alpha, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr):
+def softcapped(x, SOFTCAP: tl.constexpr):
+    if SOFTCAP > 0.0:
+        x = SOFTCAP * (2.0 * tl.sigmoid(2.0 / SOFTCAP * x) - 1.0)  # SOFTCAP tanh(x / SOFTCAP)
+    return x
+
+
+@triton.jit
+def gated(
+    gate, up, limit, alpha, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
+):  # fmt: skip
     """float32 gate and up -> their product."""
+    if UP_FIRST:
+        gate, up = up, gate
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-    if HAS_ALPHA:
+    if GATE_SOFTCAP + UP_SOFTCAP > 0.0:
+        result = softcapped(gate, GATE_SOFTCAP) * tl.sigmoid(gate) * softcapped(up, UP_SOFTCAP)
+    elif HAS_ALPHA:
         result = gate * tl.sigmoid(alpha * gate) * (up + 1.0)
     else:
         result = activated(gate, ACTIVATION) * up

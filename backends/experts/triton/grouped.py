@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.experts.triton.grouped_kernel import grouped_first, grouped_second, sum_parts
 from paged_attn.backends.experts.triton.sort_kernel import count_pairs, sort_few_pairs, sort_pairs
 
@@ -37,6 +40,16 @@ def tiling_for(pairs_of_an_expert: float) -> GroupedTiling:
     return GroupedTiling(64, 256, 64, warps=8) if pairs_of_an_expert <= 160 else GroupedTiling(128, 128, 64, warps=8, stages=4)
 
 
+def token_counts(experts: int, top_k: int) -> Iterator[int]:
+    """Numbers of tokens that together need every kernel that any number needs."""
+    tokens, largest = 1, tiling_for(math.inf)
+    while True:
+        yield tokens
+        if tokens * top_k > ONE_PROGRAM and tiling_for(tokens * top_k / experts) == largest:
+            return
+        tokens += max(1, tokens // 4)
+
+
 def grouped_experts(
     x: Tensor,
     ids: Tensor,
@@ -61,16 +74,19 @@ def grouped_experts(
         "EXPERTS": experts, "H": hidden, "WIDTH": width, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "BLOCK_K": tiling.k, "num_warps": tiling.warps, "num_stages": tiling.stages,
     }  # fmt: skip
-    grouped_first[(num_blocks * triton.cdiv(width, tiling.n),)](
+    launch(
+        grouped_first, (num_blocks * triton.cdiv(width, tiling.n),),
         x, pairs, blocks, w1, b1, inner, num_blocks, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0),
         gating.limit, gating.alpha, TOP_K=top_k, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
-        ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0, **how,
+        ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
+        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first, **how,
     )  # fmt: skip
-    grouped_second[(num_blocks * triton.cdiv(hidden, tiling.n),)](
+    launch(
+        grouped_second, (num_blocks * triton.cdiv(hidden, tiling.n),),
         inner, pairs, blocks, weights, w2, b2, parts, num_blocks, *w2.stride(), 0 if b2 is None else b2.stride(0),
         HAS_BIAS=b2 is not None, **how,
     )  # fmt: skip
-    sum_parts[(tokens, triton.cdiv(hidden, 1024))](parts, ids, output, EXPERTS=experts, TOP_K=top_k, H=hidden, BLOCK=1024)
+    launch(sum_parts, (tokens, triton.cdiv(hidden, 1024)), parts, ids, output, EXPERTS=experts, TOP_K=top_k, H=hidden, BLOCK=1024)
     return output
 
 
@@ -82,10 +98,11 @@ def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]
     how = {"EXPERTS": experts, "E": padded, "BLOCK_M": block, "BLOCK": SORTED_AT_ONCE}
     if num_pairs <= ONE_PROGRAM:
         counts, pairs = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in (2 * padded, num_pairs))
-        sort_few_pairs[(1,)](ids, counts, pairs, blocks, num_pairs, num_blocks, **how)
+        launch(sort_few_pairs, (1,), ids, counts, pairs, blocks, num_pairs, num_blocks, **how)
         return pairs, blocks
     counts = torch.zeros(padded, dtype=torch.int32, device=ids.device)
-    ranks, pairs = torch.empty((2, num_pairs), dtype=torch.int32, device=ids.device)
-    count_pairs[(triton.cdiv(num_pairs, SORTED_AT_ONCE),)](ids, counts, ranks, num_pairs, EXPERTS=experts, BLOCK=SORTED_AT_ONCE)
-    sort_pairs[(triton.cdiv(num_pairs, SORTED_AT_ONCE),)](ids, counts, ranks, pairs, blocks, num_pairs, num_blocks, **how)
+    # Not as halves of one tensor: the second would lie at any multiple of 4 bytes, for which Triton compiles the kernels anew.
+    ranks, pairs = (torch.empty(num_pairs, dtype=torch.int32, device=ids.device) for _ in range(2))
+    launch(count_pairs, (triton.cdiv(num_pairs, SORTED_AT_ONCE),), ids, counts, ranks, num_pairs, EXPERTS=experts, BLOCK=SORTED_AT_ONCE)
+    launch(sort_pairs, (triton.cdiv(num_pairs, SORTED_AT_ONCE),), ids, counts, ranks, pairs, blocks, num_pairs, num_blocks, **how)
     return pairs, blocks

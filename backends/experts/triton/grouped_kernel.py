@@ -15,6 +15,7 @@ def grouped_first(
     x, pairs, blocks, w1, b1, inner, num_blocks, x_stride, expert_stride, row_stride, column_stride, bias_stride, limit, alpha,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """inner [T k, I], by pair, of x [T, H] and w1 [E, rows, H]; rows as in `few_first`."""
@@ -55,7 +56,7 @@ def grouped_first(
             if HAS_BIAS:
                 gate += tl.load(bias + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
                 up += tl.load(bias + WIDTH + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-        result = gated(gate, up, limit, alpha, ACTIVATION, HAS_LIMIT, HAS_ALPHA)
+        result = gated(gate, up, limit, alpha, ACTIVATION, HAS_LIMIT, HAS_ALPHA, GATE_SOFTCAP, UP_SOFTCAP, UP_FIRST)
     else:
         value = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, H, BLOCK_K):

@@ -6,10 +6,11 @@ not read off that: gates are tried on numbers, and the module itself is run besi
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.compiled.kernels_ahead import compile_experts_ahead
 from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts
 from paged_attn.passes.fx.row_layout import MISFITS
@@ -27,6 +29,7 @@ from paged_attn.passes.fx.row_layout import MISFITS
 logger = logging.getLogger("paged_attn")
 NOT_EXPERTS = (*MISFITS, AssertionError, AttributeError, KeyError)  # what a module raises that takes something else
 ROWS = 24  # of a proof, beside the number of experts
+CHOSEN = 4  # experts of a token, where nobody says how many
 ALLOWED = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 0.03, torch.float16: 0.004}  # of a row's length
 
 
@@ -93,13 +96,28 @@ def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
         for layout in layouts_of(module):
             probes: list[Probe] | None = None
             for gating in _fitting_gates(module, layout):
-                probes = _probes(module, layout) if probes is None else probes
                 selection = select_experts(backend, _problem(module, layout, gating))
+                if probes is None:
+                    _compile_ahead(module, layout, gating, selection.name)
+                    probes = _probes(module, layout)
                 for identity in (False, True) if _num_ids(module, layout) > layout.experts else (False,):
                     found = ProvedExperts(layout, gating, identity, selection)
                     if probes and all(apart(expected, found(module, *given)) <= allowed(expected) for given, expected in probes):
                         return found
     return None
+
+
+def _compile_ahead(module: nn.Module, layout: Layout, gating: Gating, backend: str) -> None:
+    """The kernels that the op will need if the module is what it seems to be, while it is proved and traced."""
+    operands, top_k = layout.operands(module), _chosen(module, layout.experts)
+    x = operands[0].new_empty(0, operands[0].shape[2])
+    compile_experts_ahead(backend, x, x.new_empty(0, top_k, dtype=torch.int64), x.new_empty(0, top_k), *operands, gating)
+
+
+def _chosen(module: nn.Module, most: int) -> int:
+    """How many experts a token of a probe gets: any number is right, and with the model's own fewer kernels are compiled."""
+    told = getattr(getattr(module, "config", None), "num_experts_per_tok", CHOSEN)
+    return max(1, min(told if isinstance(told, int) else CHOSEN, most))
 
 
 def _problem(module: nn.Module, layout: Layout, gating: Gating) -> ExpertsProblem:
@@ -141,10 +159,18 @@ def known_gates(module: Any, gated: bool) -> Iterator[Gating]:
         return
     limits = {0.0} | {float(v) for name in ("limit", "swiglu_limit") if isinstance(v := getattr(module, name, None), int | float)}
     alphas = {float(v) for name in ("alpha", "swiglu_alpha") if isinstance(v := getattr(module, name, None), int | float)}
-    for limit in limits:
-        for interleaved in (False, True):
-            yield from (Gating(name, True, interleaved, limit) for name in ACTIVATIONS)
-            yield from (Gating("silu", True, interleaved, limit, alpha) for alpha in alphas)
+    softcaps = [0.0, *_softcaps(module)]
+    for limit, up_first, interleaved in itertools.product(limits, (False, True), (False, True)):
+        known = [Gating(name, True, interleaved, limit) for name in ACTIVATIONS]
+        known += [Gating("silu", True, interleaved, limit, alpha) for alpha in alphas]
+        pairs = (pair for pair in itertools.product(softcaps, repeat=2) if any(pair))
+        known += [Gating("silu", True, interleaved, limit, gate_softcap=gate, up_softcap=up) for gate, up in pairs]
+        yield from (replace(gating, up_first=up_first) for gating in known)
+
+
+def _softcaps(module: nn.Module) -> list[float]:
+    numbers = ((name, value) for part in module.modules() for name, value in vars(part).items() if isinstance(value, int | float))
+    return sorted({float(value) for name, value in numbers if "softcap" in name and value > 0})
 
 
 Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and what the module makes of them
@@ -162,7 +188,7 @@ def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
         x = torch.randn(rows, hidden, generator=numbers).to(device, w1.dtype)
         chosen = torch.rand(rows, count, generator=numbers)
         chosen[:, : count // 3] *= 0.9  # some are chosen more rarely
-        ids = chosen.topk(min(count, experts, 4), dim=1).indices
+        ids = chosen.topk(min(count, _chosen(module, experts)), dim=1).indices
         weights = torch.rand(ids.shape, generator=numbers).to(device, w1.dtype)
         ids = ids.to(device)
         try:
@@ -205,8 +231,14 @@ def _emitter(module: nn.Module, original: Callable[..., Tensor], found: ProvedEx
     return forward
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """What makes two modules compute the same apart from their weights, as far as can be said without running them."""
-    numbers = tuple(sorted((name, value) for name, value in vars(module).items() if isinstance(value, bool | int | float | str)))
+    numbers = tuple(
+        sorted((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items() if _is_plain(value))
+    )
     weights = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in module.named_parameters(recurse=False))
     return type(module), numbers, repr(getattr(module, "act_fn", None)), weights

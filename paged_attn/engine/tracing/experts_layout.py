@@ -50,7 +50,7 @@ def layouts_of(module: nn.Module) -> list[Layout]:
 
 def _by_flags(module: Any) -> list[Layout]:
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    if not all(_is_stacked(getattr(module, name, None)) for name in (first, "down_proj")):
+    if not all(is_stacked(getattr(module, name, None)) for name in (first, "down_proj")):
         return []
     biases = (f"{first}_bias", "down_proj_bias") if module.has_bias else None
     return [Layout(first, "down_proj", biases, bool(module.is_transposed), len(module.down_proj))]
@@ -58,7 +58,7 @@ def _by_flags(module: Any) -> list[Layout]:
 
 def _by_shapes(module: nn.Module) -> list[Layout]:
     own = dict(module.named_parameters(recurse=False))
-    stacked = [name for name, weight in own.items() if _is_stacked(weight)]
+    stacked = [name for name, weight in own.items() if is_stacked(weight)]
     biases = [name for name, weight in own.items() if weight.dim() == 2]
     if len(stacked) != 2 or len(biases) not in (0, 2) or len(own) != 2 + len(biases) or _num_arguments(module) != 3:
         return []
@@ -76,7 +76,8 @@ def _by_shapes(module: nn.Module) -> list[Layout]:
     return found
 
 
-def _is_stacked(weight: Any) -> bool:
+def is_stacked(weight: Any) -> bool:
+    """Whether it is a dense parameter with a matrix for each expert, in a type that backends compute in."""
     return type(weight) is nn.Parameter and weight.dim() == 3 and weight.is_floating_point() and weight.dtype in _DTYPES
 
 

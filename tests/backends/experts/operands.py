@@ -16,6 +16,10 @@ GATINGS = {
     "relu2 without a gate": Gating("relu2", gated=False),
     "interleaved, clamped, alpha": Gating("silu", True, True, 7.0, 1.702),
     "clamped": Gating("silu", limit=0.5),
+    "up first": Gating("gelu", up_first=True),
+    "up first, interleaved, clamped": Gating("silu", True, True, 0.5, 1.702, up_first=True),
+    "soft caps": Gating("silu", gate_softcap=2.0, up_softcap=0.5),
+    "a soft cap of up": Gating("silu", interleaved=True, up_softcap=0.5),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, proved_experts
+from paged_attn.engine.tracing.experts_as_ops import experts_as_ops, is_experts, kind_of, proved_experts
 from tests.oracle import greedy, random_prompts
 from tests.zoo.build import build
 
@@ -22,7 +22,11 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("model_type", "gating"),
-    [("qwen3_moe", Gating()), ("gpt_oss", Gating("silu", True, True, 7.0, 1.702))],
+    [
+        ("qwen3_moe", Gating()),
+        ("gpt_oss", Gating("silu", True, True, 7.0, 1.702)),
+        ("inkling2_text", Gating("silu", gate_softcap=4.0, up_softcap=25.0)),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_module_computes_is_found_on_numbers(model_type: str, gating: Gating, dtype: torch.dtype) -> None:
@@ -53,7 +57,7 @@ def test_a_module_that_computes_something_else_is_left_alone(change: str) -> Non
         assert count == 0
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v2"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "deepseek_v2", "inkling2_text"])
 def test_the_models_own_tokens_through_one_op_a_layer(model_type: str) -> None:
     model, prompts = build(model_type), random_prompts((1, 5, 17))
     before = [module.forward for module in experts_of(model)]
@@ -138,3 +142,12 @@ def test_the_last_layers_experts_run_for_the_wanted_rows_only() -> None:
         calls = [node for node in report.gm.graph.nodes if node.target is EXPERTS]
         rows = [node.meta["example_value"].shape[0] for node in calls]
     assert len({str(size) for size in rows}) == 2 and str(rows[-1]) != str(rows[0])
+
+
+def test_equal_modules_with_other_numbers_inside_are_proved_apart() -> None:
+    model = build("inkling2_text")
+    *_, last = experts_of(model)
+    last.act_fn.up_softcap.softcap = 0.5
+    assert kind_of(last) != kind_of(experts_of(model)[0])
+    found = proved_experts(last)
+    assert found is not None and found.gating == Gating("silu", gate_softcap=4.0, up_softcap=0.5)

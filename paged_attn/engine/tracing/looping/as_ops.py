@@ -17,6 +17,7 @@ from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP
 from paged_attn.engine.tracing.looping.find import blocks_of, hooked_within, kind_within
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.prove import ProvedBlock, proved_block
+from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, holds_one_stack
 from paged_attn.hashing.code_files import made_of
 from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 
@@ -50,17 +51,20 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
                     raise NotProved(call)
                 if hooked := hooked_within(block):
                     raise NotProved(f"{hooked} has hooks or a forward of its own")
-                weights.check_kind(experts)
+                lie_stacked = all(map(holds_one_stack, experts))
+                if not lie_stacked:
+                    weights.check_kind(experts)
                 key = (kind_within(block), call)
                 known = proved.get(key)
                 if known is None:
                     known = proved[key] = _attempt(block, experts, call, backend)
                     if isinstance(known, ProvedBlock):
-                        gate, by = known.mlp.gating.describe(), known.backend.describe()
-                        logger.info("%s (%s) is an op of %d experts: %s, by %s", name, type(block).__name__, len(experts), gate, by)
+                        what, by = known.mlp.spec.describe(), known.backend.describe()
+                        logger.info("%s (%s) is an op of %s, by %s", name, type(block).__name__, what, by)
                 if isinstance(known, NotProved):
                     raise known
-                weights.check(experts, known.mlp)
+                if not lie_stacked:
+                    weights.check(experts, known.mlp)
             except NotProved as reason:
                 logger.info("%s (%s) stays as it is: %s", name, type(block).__name__, reason)
                 continue
@@ -93,7 +97,7 @@ class _Weights:
             kind = f"{type(other).__name__} {list(other.shape)} of {other.dtype}"
             raise NotProved(f"a weight of its experts is a {kind}; known are dense parameters with rows of a multiple of 16 bytes together")
 
-    def check(self, experts: Sequence[nn.Module], mlp: ExpertMLP) -> None:
+    def check(self, experts: Sequence[nn.Module], mlp: ExpertMLP | StackedPair) -> None:
         """Raises NotProved for weights that somebody else has, too."""
         for column in mlp.columns(experts):
             single = all(self._owners[id(weight)] == 1 for weight in column)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart, known_gates
 from paged_attn.engine.tracing.looping.not_proved import NotProved
+from paged_attn.engine.tracing.looping.tape import Tape
 
 SIZES = (0.3, 1.0, 3.0, 10.0)  # of what the activation is given
 ROWS = 24  # of a proof
@@ -56,9 +57,27 @@ class ExpertMLP:
         names = ("weight", "bias") if self.spec.has_bias else ("weight",)
         return [[getattr(linear, name) for linear in column] for name in names for column in self.linears(experts)]
 
+    def telling(
+        self, experts: Sequence[nn.Module], tape: Tape, fed: list[Tensor]
+    ) -> Iterator[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+        """Forwards of experts that note in `fed` what they are given, and give rows with a one in their place."""
+        hidden = self.spec.hidden
 
-def expert_mlp(experts: Sequence[nn.Module]) -> ExpertMLP:
-    """What experts that are built alike compute, tried on the first of them.
+        def teller(expert: int) -> Callable[[Tensor], Tensor]:
+            def forward(rows: Tensor) -> Tensor:
+                with tape.expert() as taken:
+                    fed.append(rows.detach().reshape(-1, hidden).clone())
+                    result = rows.new_zeros((*rows.shape[:-1], hidden))
+                    result[..., expert] = 1.0
+                    return taken(result)
+
+            return forward
+
+        yield from ((expert, teller(index)) for index, expert in enumerate(experts))
+
+
+def expert_mlps(experts: Sequence[nn.Module]) -> list[ExpertMLP]:
+    """What experts that are built alike compute, tried on the first of them: with gate first, then with up first.
 
     It is given random weights in float32 on the CPU, where no setting rounds products.
 
@@ -79,8 +98,11 @@ def expert_mlp(experts: Sequence[nn.Module]) -> ExpertMLP:
     dtype = torch.float64 if next(expert.parameters()).dtype == torch.float64 else torch.float32
     weights = _random_weights(expert, dtype)
     has_bias = any(name.endswith("bias") for name in weights)
+    found: list[ExpertMLP] = []
     for first, second in _orders(linears):
         wide, (hidden, inner) = sum(linears[name].out_features for name in first), linears[second].weight.shape
+        if found and hidden != found[0].spec.hidden:
+            continue  # the other way round
         given = _given(hidden, dtype)
         try:
             expected = torch.func.functional_call(expert, weights, (given.clone(),))
@@ -92,8 +114,11 @@ def expert_mlp(experts: Sequence[nn.Module]) -> ExpertMLP:
         for gating in known_gates(expert, wide == 2 * inner):
             inside = gating(made)
             if apart(expected, F.linear(inside, weights[f"{second}.weight"], weights.get(f"{second}.bias"))) <= allowed(expected):
-                return ExpertMLP(first, second, gating, ExpertsSpec(len(experts), hidden, inner, gating, has_bias))
-    raise NotProved(f"its experts ({type(expert).__name__}) compute nothing that is known of {', '.join(linears)}")
+                found.append(ExpertMLP(first, second, gating, ExpertsSpec(len(experts), hidden, inner, gating, has_bias)))
+                break
+    if not found:
+        raise NotProved(f"its experts ({type(expert).__name__}) compute nothing that is known of {', '.join(linears)}")
+    return sorted(found, key=lambda mlp: mlp.gating.up_first)
 
 
 def _orders(linears: dict[str, nn.Linear]) -> Iterator[tuple[tuple[str, ...], str]]:

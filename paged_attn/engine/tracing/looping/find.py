@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from paged_attn.engine.tracing.experts_as_ops import kind_of
+from paged_attn.engine.tracing.looping.stacked_pair import pair_within
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -15,7 +16,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
     """Paths, blocks and their experts: two or more modules that are built alike, of two or three linear layers and nothing else.
 
-    A list that is called itself is the block; else it is the module that has the list.
+    A list that is called itself is the block; else it is the module that has the list. Or two modules with a stacked weight each.
     """
     for name, module in model.named_modules():
         if name and isinstance(module, _LISTS) and type(module) not in _LISTS:
@@ -27,6 +28,8 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Modul
         lists = [experts for experts in lists if _may_be_experts(experts)]
         if len(lists) == 1:
             yield name, module, lists[0]
+        elif not lists and (pair := pair_within(module)) is not None:
+            yield name, module, pair
 
 
 def _may_be_experts(modules: Sequence[nn.Module]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
@@ -19,10 +20,11 @@ from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart
 from paged_attn.engine.tracing.looping.branches import refuse_other_branches
 from paged_attn.engine.tracing.looping.calls import BlockCall
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
-from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlp
+from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlps
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
 from paged_attn.engine.tracing.looping.program import ExpertsSite, Program, evaluated, program_of
+from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs
 from paged_attn.engine.tracing.looping.tape import Slot, Tape, mapped
 from paged_attn.engine.tracing.no_collections import no_collections
 from paged_attn.hashing.code_files import executed_files
@@ -35,7 +37,7 @@ MOST_TRIED = 24  # sites of one block
 class ProvedBlock:
     """What a block computes, and which backend computes its experts; `files`: whose code ran when that was found."""
 
-    mlp: ExpertMLP
+    mlp: ExpertMLP | StackedPair
     program: Program
     backend: ExpertsSelection
     files: frozenset[str]
@@ -47,18 +49,31 @@ def proved_block(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall
     Raises:
         NotProved: it is not known what the block computes.
     """
+    reason: NotProved | UnsupportedError | None = None
     with torch.no_grad():
-        mlp = expert_mlp(experts)
-        operands = mlp.stacked(*mlp.linears(experts))
-        selection = select_experts(backend, ExpertsProblem.of(mlp.spec, operands[0]))
+        kinds: list[ExpertMLP | StackedPair] = [*stacked_pairs(block, experts)]
+        for mlp in kinds or expert_mlps(experts):
+            try:
+                return _proved_as(mlp, block, experts, call, backend)
+            except (NotProved, UnsupportedError) as error:  # the latter: its backend wants gate and up in the other order
+                if isinstance(error, NotProved) and not kinds:
+                    raise
+                reason = reason or error
+    raise reason or NotProved("nothing is known that its experts may compute")
+
+
+def _proved_as(mlp: ExpertMLP | StackedPair, block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, backend: str) -> ProvedBlock:
+    operands = mlp.stacked(*mlp.linears(experts))
+    selection = select_experts(backend, ExpertsProblem.of(mlp.spec, operands[0]))
+    if isinstance(mlp, ExpertMLP):
         _check_each(experts, mlp, operands, selection.name)
-        if len(experts) > mlp.spec.hidden:
-            raise NotProved(f"it has {len(experts)} experts of rows of {mlp.spec.hidden}; known are at most as many as a row is wide")
-        try:
-            proof = _Proof(block, experts, call, mlp, operands, selection.name)
-            return ProvedBlock(mlp, proof.program(), selection, frozenset(proof.files))
-        except NOT_EXPERTS as error:
-            raise NotProved(f"it can not be called on rows alone: {_first_line(error)}") from error
+    if mlp.spec.experts > mlp.spec.hidden:
+        raise NotProved(f"it has {mlp.spec.experts} experts of rows of {mlp.spec.hidden}; known are at most as many as a row is wide")
+    try:
+        proof = _Proof(block, experts, call, mlp, operands, selection.name)
+        return ProvedBlock(mlp, proof.program(), selection, frozenset(proof.files))
+    except NOT_EXPERTS as error:
+        raise NotProved(f"it can not be called on rows alone: {_first_line(error)}") from error
 
 
 def _check_each(experts: Sequence[nn.Module], mlp: ExpertMLP, operands: Operands, backend: str) -> None:
@@ -74,8 +89,9 @@ def _check_each(experts: Sequence[nn.Module], mlp: ExpertMLP, operands: Operands
 
 class _Proof:
     def __init__(
-        self, block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, mlp: ExpertMLP, operands: Operands, backend: str
-    ) -> None:
+        self, block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, mlp: ExpertMLP | StackedPair, operands: Operands,
+        backend: str,
+    ) -> None:  # fmt: skip
         self.block, self.experts, self.call, self.mlp, self.operands, self.backend = block, experts, call, mlp, operands, backend
         self.device = operands[0].device
         self.own: dict[str, Tensor] = {**dict(block.named_parameters()), **dict(block.named_buffers())}
@@ -100,7 +116,7 @@ class _Proof:
                 break
             try:
                 refuse_other_branches(tapes[0], site)
-                program = program_of(tapes[0], common, site, self.given, self.call.tensors[0].axis, output, len(self.experts), op)
+                program = program_of(tapes[0], common, site, self.given, self.call.tensors[0].axis, output, self.mlp.spec.experts, op)
                 self._check(program, tapes[0])
             except NotProved as error:
                 reason = error
@@ -112,29 +128,17 @@ class _Proof:
         """A tape with experts that give rows with a one in their place, what the block returns, and the rows that experts were given."""
         given = self._given(tokens, seed=tokens)
         fed: list[Tensor] = []
-        hidden = self.mlp.spec.hidden
-        tape = Tape({**dict(zip(self.given, given, strict=True)), **self.own}, watched=tokens * hidden)
-
-        def recorder(expert: int) -> Callable[[Tensor], Tensor]:
-            def forward(rows: Tensor) -> Tensor:
-                with tape.expert() as taken:
-                    fed.append(rows.detach().reshape(-1, hidden).clone())
-                    result = rows.new_zeros((*rows.shape[:-1], hidden))
-                    result[..., expert] = 1.0
-                    return taken(result)
-
-            return forward
-
+        tape = Tape({**dict(zip(self.given, given, strict=True)), **self.own}, watched=tokens * self.mlp.spec.hidden)
         with ExitStack() as undo:
-            for index, expert in enumerate(self.experts):
-                undo.enter_context(replaced_forward(expert, recorder(index)))
+            for module, forward in self.mlp.telling(self.experts, tape, fed):
+                undo.enter_context(replaced_forward(module, forward))
             with tape:
                 output = self.call.call(self.block, given)
         return tape, mapped(_plain(output), lambda value: tape.slot_of(value) if isinstance(value, Tensor) else value), fed
 
     def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
         """Where experts may stand, the last sum first."""
-        tokens, count = TOKENS[0], len(self.experts)
+        tokens, count = TOKENS[0], self.mlp.spec.experts
         fixed = [(Slot(index), value) for index, value in enumerate(tape.values) if Slot(index) not in tape.tainted]
         rows = [(slot, _rows(value, tokens)) for slot, value in fixed if tape.origin[slot.index] is not None]
         x = next((slot for slot, value in rows if value is not None and _holds(value, fed)), None)
@@ -165,7 +169,7 @@ class _Proof:
         assert slot is not None
         like = tape.values[slot.index]
         for tokens in ROWS:
-            for logits in logits_of(tokens, len(self.experts)):
+            for logits in logits_of(tokens, self.mlp.spec.experts):
                 shaped = logits.reshape([tokens if size == TOKENS[0] else size for size in like.shape]).to(like)
                 self._compare(program, self._given(tokens, seed=tokens + 1), shaped, index)
 
@@ -185,7 +189,7 @@ class _Proof:
                 raise NotProved(f"it gives other numbers than its experts' rows by the weights that its router shows ({rows} rows)")
 
     def _given(self, tokens: int, seed: int) -> list[Tensor]:
-        return given_tensors(self.call, tokens, self.mlp.spec.hidden, len(self.experts), self.device, seed)
+        return given_tensors(self.call, tokens, self.mlp.spec.hidden, self.mlp.spec.experts, self.device, seed)
 
 
 def _rows(value: Tensor, tokens: int) -> Tensor | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
-from paged_attn.engine.tracing.looping.expert_mlp import expert_mlp
+from paged_attn.engine.tracing.looping.expert_mlp import expert_mlps
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from tests.engine.tracing.looping.blocks import HIDDEN, INNER, Fused, Gated, Plain
 
@@ -28,13 +28,13 @@ KNOWN: dict[str, tuple[Any, tuple[tuple[str, ...], str], ExpertsSpec]] = {
 def test_what_an_expert_computes_is_found_whatever_its_dtype(kind: str, dtype: torch.dtype) -> None:
     make, where, spec = KNOWN[kind]
     experts = [make().eval().to(dtype) for _ in range(3)]
-    found = expert_mlp(experts)
+    found, *_ = expert_mlps(experts)
     assert (found.first, found.second) == where and found.spec == spec and found.gating == spec.gating
 
 
 def test_operands_are_the_weights_one_expert_behind_the_other() -> None:
     experts = [Gated(bias=True) for _ in range(3)]
-    found = expert_mlp(experts)
+    found, *_ = expert_mlps(experts)
     w1, w2, b1, b2 = found.stacked(*found.linears(experts))
     assert b1 is not None and b2 is not None
     for index, expert in enumerate(experts):
@@ -53,7 +53,7 @@ class Swapped(Gated):
 
 
 def test_gate_and_up_are_told_apart_by_numbers() -> None:
-    assert expert_mlp([Swapped() for _ in range(2)]).first == ("w3", "w1")
+    assert expert_mlps([Swapped() for _ in range(2)])[0].first == ("w3", "w1")
 
 
 class Residual(Gated):
@@ -78,4 +78,4 @@ class OneBias(Gated):
 )
 def test_others_are_refused_with_the_reason(make: Any, words: str) -> None:
     with pytest.raises(NotProved, match=words):
-        expert_mlp([make().eval() for _ in range(2)])
+        expert_mlps([make().eval() for _ in range(2)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.engine.tracing.looping.branches import refuse_other_branches
 from paged_attn.engine.tracing.looping.common_steps import Times, TwoTapes
 from paged_attn.engine.tracing.looping.not_proved import NotProved
@@ -93,7 +94,7 @@ def test_a_program_holds_for_any_number_of_tokens() -> None:
     step = next(step for step, slot, _ in reversed(tapes[0].states) if slot == parts[0][3])
     common = TwoTapes((tapes[0], tapes[1]), (7, 11)).common()
     found = ExpertsSite(*parts[0][:3], False, parts[0][3], step)
-    program = program_of(tapes[0], common, found, ["x"], 0, parts[0][4], 4, ("identity", False, False, 0.0, 0.0, "one_by_one"))
+    program = program_of(tapes[0], common, found, ["x"], 0, parts[0][4], 4, (*Gating("identity", False).arguments, "one_by_one"))
     x = torch.randn(5, 4)
     doubling = (torch.eye(4) * 2).expand(4, 4, 4)
     got = program.gm(x, doubling, torch.eye(4).expand(4, 4, 4), None, None)

@@ -110,7 +110,7 @@ def test_it_gives_the_same_numbers(between: Between, halves: int, gating: Gating
     count, graph, given, expected = both(Dense(sigmoid_of_the_best(k), between, halves, dtype))
     assert count == 1 and not called(graph, "bmm") and not called(graph, "repeat")
     (node,) = [node for node in graph.nodes if node.target is EXPERTS]
-    assert node.args[7:] == (gating.activation, gating.gated, gating.interleaved, 0.0, 0.0, "one_by_one")
+    assert node.args[7:] == (*gating.arguments, "one_by_one")
     assert (given - expected).abs().max() <= (1e-5 if dtype == torch.float32 else 0.05) * expected.abs().max()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.routing import ROUTE
+from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.attn_ops.specs.routing import Routing
 from paged_attn.passes.optimize.routing.fuse import fuse_routing
 from tests.passes.graphs import VOCAB, Traced, copied, trace
@@ -37,7 +38,7 @@ class Experts(nn.Module):
         if self.own is not None:
             first, count = self.own
             ids, w1, w2 = (ids - first).remainder(E), w1[first : first + count], w2[first : first + count]
-        return EXPERTS(x, ids, weights, w1, w2, None, None, "silu", True, False, 0.0, 0.0, "one_by_one")
+        return EXPERTS(x, ids, weights, w1, w2, None, None, *Gating().arguments, "one_by_one")
 
 
 def softmax_first(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

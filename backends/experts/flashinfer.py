@@ -1,0 +1,83 @@
+"""Experts by FlashInfer's `cutlass_fused_moe`: CUTLASS products of sorted rows, two for a layer, as TensorRT-LLM has them.
+
+Facts of FlashInfer 0.6.8: ids int32, weights float32, biases in the output's type; of gated experts the first product has up before
+gate; ids beyond the experts are for sharded models alone. The kernels are compiled by nvcc on their first use, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.install_line import install_line
+from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
+from paged_attn.backends.needs import Needs, Requirement
+
+# Of FlashInfer's ActivationType, by our activations.
+GATED = {"silu": "Swiglu", "gelu_tanh": "Geglu"}
+PLAIN = {"gelu_tanh": "Gelu", "relu": "Relu", "silu": "Silu", "relu2": "Relu2", "identity": "Identity"}
+ALIGNMENT = 16  # bytes, of a row
+
+
+class FlashInferExpertsBackend(ExpertsBackend):
+    name = "flashinfer"
+    needs: ClassVar[Needs] = Needs(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        architectures=frozenset({90, 100, 103}),
+        requirements=(Requirement("flashinfer", "0.6.8", install_line("flashinfer")),),
+        note="never taken by itself: nvcc compiles it for minutes; gated experts with up before gate, or lists of them",
+    )
+
+    def unmet(self, problem: ExpertsProblem) -> list[str]:
+        reasons, spec, gating = super().unmet(problem), problem.spec, problem.spec.gating
+        if gating.gated and not gating.up_first:
+            reasons.append("its kernels take up before gate, the weights of this layer have gate first")
+        if gating.interleaved:
+            reasons.append("gate and up take turns in the weights of this layer")
+        if gating.gate_softcap or gating.up_softcap:
+            reasons.append("it has no soft caps")
+        known = GATED if gating.gated else PLAIN
+        if gating.activation not in known or ((gating.alpha or gating.limit) and gating.activation != "silu"):
+            reasons.append(f"it has no {gating.describe()}, only {', '.join(known)}")
+        if not problem.in_rows:
+            reasons.append("the weights of this layer lie transposed")
+        odd = [width for width in (spec.hidden, spec.inner) if width * problem.dtype.itemsize % ALIGNMENT]
+        return reasons + [f"a width of {width} is no multiple of {ALIGNMENT // problem.dtype.itemsize}" for width in odd]
+
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+    ) -> Tensor:
+        function, activations = _package()
+        given = x.to(w1.dtype).contiguous()
+        output, none = torch.empty_like(given), ids >= w1.shape[0]
+        chosen, scales = ids.clamp(max=w1.shape[0] - 1).to(torch.int32), weights.float().masked_fill(none, 0.0)
+        function(
+            given, chosen.contiguous(), scales.contiguous(), w1, w2, w1.dtype, [], fc1_expert_biases=b1,
+            fc2_expert_biases=b2, output=output, activation_type=activations[(GATED if gating.gated else PLAIN)[gating.activation]],
+            **_swiglu(gating, w1.shape[0], w1.device),
+        )  # fmt: skip
+        return output.to(x.dtype)
+
+
+@cache
+def _package() -> tuple[Any, Any]:
+    return importlib.import_module("flashinfer.fused_moe").cutlass_fused_moe, importlib.import_module(
+        "flashinfer.tllm_enums"
+    ).ActivationType
+
+
+@cache
+def _swiglu(gating: Gating, experts: int, device: torch.device) -> dict[str, Tensor]:
+    """The numbers of a gate that is more than silu, one for each expert; kept, so that captured graphs find them."""
+    if not gating.gated or not (gating.alpha or gating.limit):
+        return {}
+    numbers = {"swiglu_alpha": gating.alpha or 1.0, "swiglu_beta": 1.0 if gating.alpha else 0.0}
+    if gating.limit:
+        numbers["swiglu_limit"] = gating.limit
+    return {name: torch.full((experts,), value, dtype=torch.float32, device=device) for name, value in numbers.items()}

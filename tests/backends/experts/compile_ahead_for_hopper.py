@@ -1,0 +1,71 @@
+"""Compiles a layer of experts ahead for SM90 without a GPU, then asks for the kernels of many batches, and of other gates;
+prints what was compiled when. Run by test_compile_ahead in a process of its own, because a process of the tests runs Triton's
+interpreter."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import wait
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends import compile_ahead
+from paged_attn.backends.experts.triton import few, grouped
+from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
+from tests.backends.experts.operands import operands
+
+OTHERS = (Gating("silu", gate_softcap=4.0, up_softcap=25.0), Gating("gelu", up_first=True), Gating("silu", True, True, 0.5, up_first=True))
+
+
+class NoGPU:
+    """As much of Triton's driver as compiling needs."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def main() -> None:
+    driver.set_active(NoGPU())  # type: ignore[arg-type]
+    compiled: list[str] = []
+    original = JITFunction._do_compile
+
+    def counted(self: Any, *args: Any) -> Any:
+        compiled.append(self.__name__)
+        return original(self, *args)
+
+    JITFunction._do_compile = counted  # type: ignore[method-assign]
+    gating, sizes = Gating("silu", True, True, 7.0, 1.702), {"experts": 4, "top_k": 2, "hidden": 64, "width": 32, "dtype": torch.bfloat16}
+    given = operands(3, gating, bias=True, **sizes)  # type: ignore[arg-type]
+    started = time.perf_counter()
+    TritonExpertsBackend().compile_ahead(*given)
+    asked = time.perf_counter() - started
+    TritonExpertsBackend().compile_ahead(*given)  # nothing twice
+    wait(compile_ahead._compiled.values())
+    ready, ahead = time.perf_counter() - started, sorted(compiled)
+
+    def only_compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        kernel.warmup(*arguments, grid=grid, **constants)
+
+    few.launch = grouped.launch = only_compiled  # type: ignore[assignment]
+    for tokens in (1, 2, 7, 8, 9, 16, 23, 24, 31, 48, 49, 64, 100, 320, 321, 500, 512, 513, 1024, 3000):
+        TritonExpertsBackend().forward(*operands(tokens, gating, bias=True, **sizes))  # type: ignore[arg-type]
+    later = compiled[len(ahead) :]
+    for other in OTHERS:  # what the interpreter takes, the compiler may not
+        for tokens in (1, 16):
+            TritonExpertsBackend().forward(*operands(tokens, other, **sizes))  # type: ignore[arg-type]
+    print(json.dumps({"ahead": ahead, "later": later, "asked": asked, "ready": ready}))
+
+
+if __name__ == "__main__":
+    main()
