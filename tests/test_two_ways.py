@@ -79,7 +79,7 @@ def by_hook(model: PreTrainedModel) -> tuple[tuple[AttentionSpec, ...], list[Ten
 
 def by_graph(model: PreTrainedModel) -> tuple[tuple[AttentionSpec, ...], list[Tensor]]:
     runner = ModelRunner(model, CompileOptions(inductor=False, self_check=False))
-    rewritten = runner.compiled.eager_paged
+    rewritten = runner.compiled.rewrite.gm
     assert rewritten is not None
 
     def logits(batch: Batch) -> Tensor:

@@ -36,7 +36,6 @@ from paged_attn.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
 Tell = Callable[[TokenEvent], None]
-TellChat = Callable[[ChatEvent], None]
 STOP_SECONDS = 10.0
 
 

@@ -68,7 +68,6 @@ class RewrittenGraph:
         self.recurrent: tuple[RecurrentLayer, ...] | None = None
         self._model = None if traced_from is None else weakref.ref(traced_from)
         self.compiled_by = "eager pieces" if self.pieces is None else "Inductor pieces"
-        self.eager_paged: fx.GraphModule | None = self.rewrite.gm
 
     @classmethod
     def of_trace(

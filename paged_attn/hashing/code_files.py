@@ -14,8 +14,9 @@ from torch._guards import TracingContext
 from paged_attn.hashing.code_text import versioned
 from paged_attn.hashing.stable_hasher import Indescribable, StableHasher
 
-# The installed packages, which the key lists; transformers keeps them in an order that changes from process to process.
-_IN_THE_KEY = frozenset({"PACKAGE_DISTRIBUTION_MAPPING"})
+# Of transformers: the installed packages, which the key lists, in an order that changes from process to process; and what each class of
+# model that this process has made can record, which the class's own file says.
+_NOT_EVIDENCE = frozenset({"PACKAGE_DISTRIBUTION_MAPPING", "_CAN_RECORD_REGISTRY"})
 _GENERATED = "<string>"  # a dataclass's methods: made from the class, which lies in one of the files
 
 
@@ -75,6 +76,6 @@ def module_digest(name: str) -> str | None:
         return None
     hasher = StableHasher({}, strict=False, inside=name)
     # Names with two underscores are Python's own, and those that Dynamo puts there while it traces.
-    names = [key for key in sorted(vars(module)) if not key.startswith("__") and key not in _IN_THE_KEY]
+    names = [key for key in sorted(vars(module)) if not key.startswith("__") and key not in _NOT_EVIDENCE]
     lines = [f"{key}={hasher.text(vars(module)[key])}" for key in names]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -88,10 +88,6 @@ class PagedCache(Cache):
         """Pages of the pool that any cache holds."""
         return self.table.pages.num_used
 
-    @property
-    def pool_bytes(self) -> int:
-        return self.table.pages.pool.nbytes
-
     def advance(self, new: int) -> None:
         """`new` tokens of every layer were written into pages that `table.prepare` made ready."""
         self.steps_in_place += 1

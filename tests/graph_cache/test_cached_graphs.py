@@ -96,6 +96,12 @@ def test_it_gives_the_models_own_tokens(cache: Path, monkeypatch: pytest.MonkeyP
     assert [completion.token_ids for completion in got] == expected
 
 
+def test_a_class_of_models_that_is_made_meanwhile_changes_nothing(cache: Path) -> None:
+    model = mistral()
+    type("Another", (type(model),), {})(model.config)  # transformers notes what it can record
+    assert is_found(model)
+
+
 def test_another_process_finds_it(tmp_path: Path) -> None:
     """Two processes of their own: this one's modules may have been changed by other tests, and that would be seen."""
     code = (

@@ -111,6 +111,7 @@ def test_the_first_call_of_all_is_on_pages_but_for_its_prompt() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_anew")
 def test_a_second_model_of_the_same_class_finds_its_own_pages() -> None:
     """Dynamo runs the first one's graph for it, and asks no backend."""
     found = []

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from paged_attn.calling.hf_configs import attention_configs
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_TABLES = ("_modules", "_parameters", "_buffers")
 # Training among them, which no engine follows, and what is kept with a model or calls it, and is not part of it.
 _NOT_LOOKED_AT = frozenset(vars(nn.Module())) | {"_output_capturing_hooks_installed", "_compiled_call_impl", "_paged_attn_engine"}
 _RECORDING = "transformers.utils.output_capturing"  # hooks of this module do nothing unless a caller asks for what they record

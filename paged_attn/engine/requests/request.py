@@ -208,11 +208,6 @@ class Request:
         return self.num_tokens - self.num_cached
 
     @property
-    def has_all_tokens(self) -> bool:
-        """Whether the last token that the request may have was chosen, be it known or not."""
-        return self.num_tokens - self.num_prompt >= self.max_new_tokens
-
-    @property
     def num_sampled(self) -> int:
         """New tokens that the host knows."""
         return max(len(self.tokens) - len(self.prompt_token_ids), 0)

@@ -44,21 +44,6 @@ def bind_merged(args: Sequence[Any], merges: Sequence[Merge]) -> list[Any]:
     return bound
 
 
-def moved_since(args: Sequence[Any], bound: Sequence[Any], merges: Sequence[Merge]) -> tuple[int, ...]:
-    """Indices of the parameters in `args` that left the merged tensors in `bound` (`model.to(...)`, `weight.data = ...`, another engine).
-
-    The graph does not see what they hold now.
-    """
-    gone = []
-    for merge in merges:
-        merged: Tensor = bound[merge.inputs[0]]
-        for index, part in zip(merge.inputs, merged.split(merge.rows), strict=True):
-            parameter = args[index]
-            if parameter.data_ptr() != part.data_ptr() or parameter.dtype != part.dtype or parameter.stride() != part.stride():
-                gone.append(index)
-    return tuple(gone)
-
-
 def _parameters(args: Sequence[Any], merge: Merge) -> list[nn.Parameter]:
     parameters = [args[index] for index in merge.inputs]
     for index, parameter, rows in zip(merge.inputs, parameters, merge.rows, strict=True):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.runners.merged_weights import bind_merged, moved_since
+from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.optimize.linears.mergeable_weights import lie_in_a_row
 from tests.engine.models import oracle, random_prompts
@@ -259,19 +259,6 @@ def test_tied_weights_stay_tied() -> None:
     assert generated(llm) == want
     first, second = (model.model.layers[i].self_attn.v_proj.weight for i in (0, 1))
     assert first.data_ptr() == second.data_ptr()
-
-
-def test_parameters_that_left_are_named() -> None:
-    parameters: list[Any] = [nn.Parameter(torch.randn(4, 8)) for _ in range(4)]
-    merges = [Merge((0, 1), (4, 4)), Merge((2, 3), (4, 4))]
-    bound = bind_merged(parameters, merges)
-    assert moved_since(parameters, bound, merges) == ()
-    with torch.no_grad():
-        parameters[1].add_(1)
-    assert moved_since(parameters, bound, merges) == ()
-    parameters[1].data = parameters[1].data.clone()
-    parameters[2].data = parameters[2].data.view(torch.bfloat16)
-    assert moved_since(parameters, bound, merges) == (1, 2)
 
 
 @pytest.mark.parametrize("wrong", [torch.randn(4, 8), nn.Parameter(torch.randn(5, 8)), nn.Parameter(torch.randn(8, 4).t()), 3])

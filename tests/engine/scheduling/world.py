@@ -188,7 +188,8 @@ class World:
         assert sum(s.count for s in scheduled) <= self.config.step_tokens and all(s.count > 0 for s in scheduled)
         for s in scheduled:
             assert len(s.request.pages) * self.page_size >= s.request.num_cached + s.count
-            assert s.samples == (s.count == s.request.num_remaining) and not s.request.has_all_tokens
+            assert s.samples == (s.count == s.request.num_remaining)
+            assert s.request.num_tokens - s.request.num_prompt < s.request.max_new_tokens
 
     def check(self) -> None:
         """Every page and slot has one owner, and every request one place."""

@@ -95,10 +95,11 @@ def test_the_last_mlp_sees_as_many_rows_as_are_sampled_from(monkeypatch: pytest.
         return linear(x, weight, bias)
 
     llm = LLM(model, page_size=4, num_pages=200, max_batch_tokens=64)
-    graph = llm.engine.runner.compiled.eager_paged.graph  # type: ignore[union-attr]
-    for node in graph.nodes:
+    gm = llm.engine.runner.compiled.rewrite.gm
+    assert gm is not None
+    for node in gm.graph.nodes:
         node.target = counting if node.target is linear else node.target
-    llm.engine.runner.compiled._run_paged = fx.GraphModule(llm.engine.runner.compiled.eager_paged, graph).forward  # type: ignore[arg-type]
+    llm.engine.runner.compiled._run_paged = fx.GraphModule(gm, gm.graph).forward
     llm.generate([PROMPTS[1], PROMPTS[3]], SamplingParams(max_new_tokens=1))
     rows = [rows for rows, width in seen if width == 48]
     assert rows == [47, 47] * 2 + [2, 2], "gate and up of three layers, for two prompts of 30 and 17 tokens"
