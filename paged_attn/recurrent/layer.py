@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
-from paged_attn.recurrent.attributes import call_with_attributes
 from paged_attn.recurrent.cache_state import CacheTemplate
+from paged_attn.recurrent.kept_attributes import call_with_attributes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ class RecurrentLayer:
         outputs: what it returns per token; several are joined, each flattened to [batch, n, width].
         output_length: how long the tuple is that it returns.
         template: makes its caches.
+        state_at: which element of its result is the state after it; None: it is in the cache.
         chunks: whether it takes several tokens at once when it has a state already; else they are fed one by one.
         batches: whether several requests can take a step as one batch; else each steps alone.
         own_error: what its own forward gives for all tokens at once is off from what it gives one after another, of a row's length.
@@ -70,6 +71,7 @@ class RecurrentLayer:
     output_length: int
     output_dtype: torch.dtype
     template: CacheTemplate
+    state_at: int | None = None
     chunks: bool = True
     batches: bool = True
     own_error: float = 0.0
@@ -96,13 +98,15 @@ class RecurrentLayer:
         Returns the output [batch, n, ...] and the states after it. `states` may be overwritten.
         """
         cache = self.template.make(states)
-        return self._called(inputs, cache), self.template.read(cache)
+        result = self._called(inputs, cache)
+        after = self.template.read(cache if self.state_at is None else result[self.state_at])
+        return self._rows(result), [state.to(spec.dtype) for state, spec in zip(after, self.spec.states, strict=True)]
 
     def run_without_cache(self, inputs: Sequence[Tensor]) -> Tensor:
         """The output [1, T, ...] of a call as it is traced: `inputs` are all that the module is given."""
-        return self._called(inputs, None)
+        return self._rows(self._called(inputs, None))
 
-    def _called(self, inputs: Sequence[Tensor], cache: Any) -> Tensor:
+    def _called(self, inputs: Sequence[Tensor], cache: Any) -> Any:
         arguments = dict(self.arguments)
         if self.cache_name:
             arguments[self.cache_name] = cache
@@ -114,9 +118,10 @@ class RecurrentLayer:
                 parts[operand.at] = value
                 arguments[operand.name] = tuple(parts)
         if self.cache_name:
-            result = self.module(**arguments)
-        else:
-            result = call_with_attributes(self.module, arguments, self.template.make(None) if cache is None else cache)
+            return self.module(**arguments)
+        return call_with_attributes(self.module, arguments, self.template.make(None) if cache is None else cache)
+
+    def _rows(self, result: Any) -> Tensor:
         parts = [result if output.at is None else result[output.at] for output in self.outputs]
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten(2) for part in parts], -1)
 

@@ -113,10 +113,10 @@ class ModelRunner:
             raise
 
     def _refuse_state_outside_layers(self, where: str, refusal: UnsupportedError) -> None:
-        if where:
+        if where and not self.recurrent:
             raise UnsupportedError(
-                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers "
-                "and in attributes, which can be kept for each request. Nothing was generated."
+                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, "
+                "in attributes, and those that a module is given and gives back: these can be kept for each request. Nothing was generated."
             ) from refusal
 
     def _refuse_choices(self, num_ids: int) -> None:
