@@ -132,12 +132,17 @@ def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
 def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
     where, states = call.name, _states(call.changed, short, long)
     few, many = leaves_of(short.cache), leaves_of(long.cache)
+    growing = sorted(name_of(path) for path in call.changed - {*states} if isinstance(many.get(path), Tensor))
+    if growing:
+        raise refused(
+            where,
+            f"it keeps {' and '.join(growing)}, which grow with the tokens, besides its state. A request has a slot for what is of one "
+            "size, and pages for the keys and values that attention reads; this is neither",
+        )
     for path in call.changed:
         if path in states:
             if many[path].shape[0] != 1:
                 raise refused(where, f"its state {name_of(path)} has shape {tuple(many[path].shape)}; known is [batch, ...]")
-        elif isinstance(many.get(path), Tensor):
-            raise refused(where, f"it keeps {name_of(path)}, which grows with the tokens, besides its state")
         elif few.get(path) != many.get(path):
             raise refused(where, f"it counts in {name_of(path)}: {few.get(path)!r} after {SHORT} tokens, {many.get(path)!r} after {LONG}")
     earlier = next(c for c in short.calls if c.name == where)
