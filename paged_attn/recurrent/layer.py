@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
+from paged_attn.backends.scans.base import Kernels
+from paged_attn.backends.selection.scans import ScanSelection, kernels_of
 from paged_attn.recurrent.cache_state import CacheTemplate
 from paged_attn.recurrent.kept_attributes import call_with_attributes
 
@@ -59,6 +62,7 @@ class RecurrentLayer:
         unused: tensors that it is given and does not read.
         ops: by name, those that take the place of all that its forward does with its states; none: its forward runs, outside the graph.
         why_no_ops: in words, where that was asked for.
+        scans: what computes each of `ops`, in their order.
     """
 
     spec: RecurrentSpec
@@ -78,6 +82,12 @@ class RecurrentLayer:
     unused: frozenset[str] = frozenset()
     ops: tuple[str, ...] = ()
     why_no_ops: str = ""
+    scans: tuple[ScanSelection, ...] = ()
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """What computes its ops in place of the functions of `attn_ops/scans/`."""
+        return kernels_of(self.scans)
 
     @property
     def takes_chunks(self) -> bool:

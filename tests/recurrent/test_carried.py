@@ -86,7 +86,11 @@ def test_a_model_that_prepares_its_weights_does_so_once() -> None:
 
 def test_explain_and_the_roads_without_state() -> None:
     text = paged_attn.explain(make_llm(served("rwkv"), page_size=1, num_pages=400, max_batch_tokens=16))
-    assert "state[1][:, :, 0] 32 float32" in text and "by its own forward" in text
+    assert (
+        "5 recurrent layers  rwkv.blocks.{0..4}.attention" in text
+        and "state[1][:, :, i] 32 float32" in text
+        and "by its own forward" in text
+    )
     with pytest.raises(UnsupportedError, match=r"keeps recurrent state in rwkv\.blocks\.0\.attention \(and 9 more like it\)"):
         refuse_recurrent(served("rwkv"), "torch.compile")
 
@@ -193,16 +197,16 @@ def inputs_of(length: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "shape"), [(Cell, "state", (6,)), (Named, "state['h']", (6, 1)), (Stacked, "state[0][:, {}]", (6,))]
+    ("kind", "name", "shape"), [(Cell, "state", (6,)), (Named, "state['h']", (6, 1)), (Stacked, "state[0][:, i]", (6,))]
 )
 def test_a_ragged_batch_equals_each_prompt_alone(kind: type[Cell], name: str, shape: tuple[int, ...]) -> None:
     """Chunks, decode rows, a fresh request, states kept on the way, and padding, on slots in any order among NaN."""
     toy = Toy(kind)
     assert recurrent_modules(toy, inputs_of) == [f"cells.{index}.inner" for index in range(3)]
     layers = find_recurrent_layers(toy, inputs_of)
-    for index, layer in enumerate(layers):
+    for layer in layers:
         (state,) = layer.spec.states
-        assert (state.name, state.shape, layer.chunks, layer.batches) == (name.format(index), shape, True, True)
+        assert (state.name, state.shape, layer.chunks, layer.batches) == (name, shape, True, True)
         prompts, slots, done = [torch.randn(n, 6) for n in (9, 4, 6, 1)], [4, 1, 5, 2], [0] * 4
         runner = RecurrentRunner([layer], StatePool([layer.spec], 7))
         runner.pool.fill(float("nan"))

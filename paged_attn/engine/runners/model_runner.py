@@ -130,7 +130,7 @@ class ModelRunner:
         with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
             if options.passes.scans:
-                self.recurrent = with_ops(self.recurrent)
+                self.recurrent = with_ops(self.recurrent, options.scans_backend)
             if self.state_in_attributes:
                 self.recurrent += find_attribute_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
         with replaced_by_ops(self.recurrent), as_served(self.model):

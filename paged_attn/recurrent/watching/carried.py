@@ -165,5 +165,5 @@ def _layer(cell: _Cell, earlier: _Cell, cells: list[_Cell]) -> RecurrentLayer:
 
 
 def _told(column: Column | None) -> str:
-    """`[:, :, 3]`"""
-    return "" if column is None else f"[{', '.join([':'] * column[0] + [str(column[1])])}]"
+    """`[:, :, i]`, whatever i, so that layers that are alike read alike."""
+    return "" if column is None else f"[{', '.join([':'] * column[0] + ['i'])}]"
