@@ -58,22 +58,23 @@ def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
         UnsupportedError: the named one knows the op, and can not compute this one; the message holds every reason.
     """
     asked = name != "auto" and problem.op in scans_backend(name).ops
-    if asked and (reasons := _reasons_against(name, problem)):
+    if asked and (reasons := reasons_against(name, problem)):
         raise UnsupportedError(
             f"scans_backend={name!r} can not compute {problem.describe()}: {'; '.join(reasons)}. Try scans_backend='auto'."
         )
-    first = next(each for each in ORDER if not _reasons_against(each, problem))
+    first = next(each for each in ORDER if not reasons_against(each, problem))
     taken = name if asked else first
     rejected = {}
     for other in BUILT_IN:
         if other == taken or problem.op not in scans_backend(other).ops:
             continue
         ranked = f"ranked after {taken}" if other in ORDER else NOT_MEASURED.format(other)
-        rejected[other] = "; ".join(_reasons_against(other, problem)) or ("asked for another by name" if asked else ranked)
+        rejected[other] = "; ".join(reasons_against(other, problem)) or ("asked for another by name" if asked else ranked)
     return ScanSelection(problem.op, taken, taken if taken in ORDER else first, rejected)
 
 
-def _reasons_against(name: str, problem: ScanProblem) -> list[str]:
+def reasons_against(name: str, problem: ScanProblem) -> list[str]:
+    """Everything that speaks against a backend, missing packages included; empty if it fits."""
     backend = scans_backend(name)
     return [*backend.unmet(problem), *filter(None, map(unmet_requirement, backend.needs.requirements))]
 

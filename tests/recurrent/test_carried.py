@@ -87,7 +87,7 @@ def test_a_model_that_prepares_its_weights_does_so_once() -> None:
 def test_explain_and_the_roads_without_state() -> None:
     text = paged_attn.explain(make_llm(served("rwkv"), page_size=1, num_pages=400, max_batch_tokens=16))
     assert (
-        "5 recurrent layers  rwkv.blocks.{0..4}.attention" in text
+        "5 recurrent layers  rwkv.blocks.{0-4}.attention" in text
         and "state[1][:, :, i] 32 float32" in text
         and "by its own forward" in text
     )
