@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +118,7 @@ def row_of(shape: Shape, lengths: Sequence[int], decode: int, dtype: torch.dtype
     for name, function in functions(shape, not lengths, dtype, device).items():
         output = given[5]
         after = states.clone()
-        call = lambda f=function, s=after: f(*given, *limits, s, where if lengths else decoding)
+        call = partial(function, *given, *limits, after, where if lengths else decoding)
         call()
         outputs[name] = (output.clone().float(), after.clone())
         found[f"{name} us"] = microseconds(call, device)
