@@ -1,4 +1,5 @@
-"""Finding a model's recurrent layers: modules that write tensors of a fixed size into the cache, whatever the number of tokens.
+"""Finding a model's recurrent layers: modules that write tensors of a fixed size into the cache, whatever the number of tokens, or that are
+given and give back such tensors where there is no cache.
 
 Keys and values grow with the tokens and are attention's; a state does not. The model is run on two lengths to tell them apart, and
 every layer that is found is then run by itself to see in which calls it can be trusted (`verify.py`).
@@ -36,7 +37,7 @@ _PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attention
 
 
 def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
-    """The recurrent layers of a model in evaluation mode, in execution order; none if it makes no transformers cache.
+    """The recurrent layers of a model in evaluation mode, in execution order.
 
     Args:
         inputs_of: the keyword arguments of a call on so many tokens, in the form in which the model is captured.
@@ -68,7 +69,7 @@ def find_attribute_layers(model: nn.Module, inputs_of: Callable[[int], dict[str,
 
 
 def recurrent_modules(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> list[str]:
-    """The paths of the modules that keep recurrent state in a cache, whether they can be driven or not."""
+    """The paths of the modules that keep recurrent state in a cache, whether they can be driven or not, or that give it back."""
     watched = _both_lengths(model, inputs_of)
     if watched is None:
         return []
