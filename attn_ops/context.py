@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +44,8 @@ class Recurrent(Protocol):
     def forward(self, plan: Any, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None: ...
 
     def state(self, layer_id: int, state_id: int) -> Tensor: ...
+
+    def kernels(self, layer_id: int) -> Mapping[Callable[..., None], Callable[..., bool]]: ...
 
 
 class ForwardContext:

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delt
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+from paged_attn.backends.devices import architecture_of, device_word
+from paged_attn.backends.scans.base import ScanProblem
+from paged_attn.backends.selection.scans import BUILT_IN, reasons_against, scans_backend
 
 PROMPTS = ("8192", "2048,2048,2048,2048", "512", "16," * 63 + "16")
 DECODE = (1, 8, 32, 128)
@@ -69,18 +73,19 @@ def operands(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) 
     return [of(channels), of(channels).abs(), rates, of(n), of(n), of(channels)]
 
 
-def functions(kind: str, device: torch.device) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
-    """By name: of prompts, and of decoding rows."""
-    truths = {
-        "gated_delta": (gated_delta_extend, gated_delta_step), "mamba2": (mamba2_extend, mamba2_step),
-        "mamba1": (mamba1_extend, mamba1_step),
-    }  # fmt: skip
-    found: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"truth": truths[kind]}
-    if device.type == "cuda":
-        from paged_attn.backends.scans.triton import prompts, steps
+OPS = {
+    "gated_delta": ("gated_delta_rule", gated_delta_extend, gated_delta_step), "mamba2": ("mamba2_scan", mamba2_extend, mamba2_step),
+    "mamba1": ("mamba1_scan", mamba1_extend, mamba1_step),
+}  # fmt: skip
 
-        found["triton"] = (getattr(prompts, kind), getattr(steps, kind))
-    return found
+
+def functions(shape: Shape, decode: bool, dtype: torch.dtype, device: torch.device) -> dict[str, Callable[..., Any]]:
+    """By name: the truth, and that of each backend that has one and runs here."""
+    op, *truths = OPS[shape.kind]
+    truth = truths[decode]
+    problem = ScanProblem(op, shape.state, dtype, device_word(device), architecture_of(device))
+    fitting = {name: scans_backend(name).kernels() for name in BUILT_IN if not reasons_against(name, problem)}
+    return {"truth": truth, **{name: kernels[truth] for name, kernels in fitting.items() if truth in kernels}}
 
 
 def microseconds(run: Callable[[], Any], device: torch.device) -> float:
@@ -110,16 +115,16 @@ def row_of(shape: Shape, lengths: Sequence[int], decode: int, dtype: torch.dtype
     decoding = StateRows(None, torch.tensor(slots, dtype=torch.int32, device=device), None)
     limits = (0.0, INFINITE) if shape.kind == "mamba2" and lengths else ()
     outputs, found = {}, dict[str, Any]()
-    for name, (extend, step) in functions(shape.kind, device).items():
+    for name, function in functions(shape, not lengths, dtype, device).items():
         output = given[5]
         after = states.clone()
-        call = (lambda f=extend, s=after: f(*given, *limits, s, where)) if lengths else (lambda f=step, s=after: f(*given, s, decoding))
+        call = partial(function, *given, *limits, after, where if lengths else decoding)
         call()
         outputs[name] = (output.clone().float(), after.clone())
         found[f"{name} us"] = microseconds(call, device)
-    if "triton" in outputs:
-        pairs = zip(outputs["triton"], outputs["truth"], strict=True)
-        found["error"] = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
+    for name in outputs.keys() - {"truth"}:
+        pairs = zip(outputs[name], outputs["truth"], strict=True)
+        found[f"{name} error"] = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
     read = sum(each.nbytes for each in given if isinstance(each, Tensor)) + states[1:].nbytes + states[1 : requests + 1].nbytes
     return {**found, "read once us": read / HBM * 1e6}
 

@@ -18,6 +18,24 @@ from paged_attn.attn_ops.scans.segments import ChunkBounds, Segments
 
 
 @dataclass(frozen=True)
+class Wave:
+    """N segments, each of another request, as sequences one after another.
+
+    Attributes:
+        rows: [R] int64, their rows of the batch.
+        ends: [N + 1] int64, the running sum of their lengths, from 0; `ends_on_host`: the same.
+        owners: [N] int64, which of the extending requests each is of.
+        targets: [N] int64, the slot for the state after each.
+    """
+
+    rows: Tensor
+    ends: Tensor
+    ends_on_host: Tensor
+    owners: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
 class Extends:
     """Requests of several new tokens, or of a first one: rows `starts[i]` to `starts[i] + lengths[i]` continue the state in `slots[i]`, or
     begin one where `fresh[i]`. At least one. What `checkpoints[i]` names is kept on the way."""
@@ -62,6 +80,20 @@ class Extends:
     def continues(self) -> Tensor:
         """[E] bool: there is a state in the slot."""
         return torch.tensor([not fresh for fresh in self.fresh]).to(self.device, non_blocking=True)
+
+    @cached_property
+    def waves(self) -> Sequence[Wave]:
+        """The first segments of all requests, then the second ones of those that have so many, and so on."""
+        segments, waves = self.segments, []
+        first, counts = segments.by_request(np.ones_like(segments.lengths))
+        for turn in range(counts.max()):
+            now = first[counts > turn] + turn
+            lengths = segments.lengths[now]
+            ends = np.add.accumulate(np.insert(lengths, 0, 0))
+            rows = (segments.starts[now] - ends[:-1]).repeat(lengths) + np.arange(ends[-1])
+            parts = map(self._on_device, (segments.owners[now], segments.slots[now]))
+            waves.append(Wave(self._on_device(rows), self._on_device(ends), torch.from_numpy(ends), *parts))
+        return waves
 
     def before(self, states: Tensor) -> Tensor:
         """The states [E, ...] that the requests start from: zeros for a fresh one, whatever lies in its slot."""

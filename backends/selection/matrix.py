@@ -1,4 +1,4 @@
-"""The support matrix: what each backend of attention and of experts can run, generated from what it says of itself."""
+"""The support matrix: what each backend of attention, of experts and of scans can run, generated from what it says of itself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass, fields
 
 from paged_attn.backends.attention.capabilities import ANY_SIZE, PHASES, Capabilities, Feature
 from paged_attn.backends.devices import devices_here
-from paged_attn.backends.needs import Needs, architecture_words, short_dtype
+from paged_attn.backends.needs import Needs, Requirement, architecture_words, short_dtype
+from paged_attn.backends.scans.base import OPS
 from paged_attn.backends.selection.experts import BUILT_IN as EXPERTS
 from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.packages import requirement_words, what_is_lacking
 from paged_attn.backends.selection.registry import backend_class, backend_names
+from paged_attn.backends.selection.scans import BUILT_IN as SCANS
+from paged_attn.backends.selection.scans import scans_backend
 from paged_attn.backends.selection.table import markdown_table, text_table
 
 HEADERS = (
@@ -19,6 +22,7 @@ HEADERS = (
     "Here",
 )  # fmt: skip
 EXPERTS_HEADERS = ("Backend", "Devices", "Dtypes", "Needs", "Note", "Here")
+SCANS_HEADERS = ("Backend", "Ops", *EXPERTS_HEADERS[1:])
 PAIRS = "Two names are one backend for prefill and one for decode: backend='fa3,flashinfer'."
 
 
@@ -106,7 +110,11 @@ def matrix_text(width: int = 100) -> str:
         tables.append(text_table(names, [[row[i] for i in columns] for row in rows], width))
     legend = "\n".join(f"  {word:<15}{meaning}" for word, meaning in _legend())
     experts = text_table(EXPERTS_HEADERS, experts_cells(), width)
+    found = scans_cells()
+    halves = ([0, 1, 3, 4], [0, 2, 5, 6])  # side by side they are too wide
+    scans = "\n\n".join(text_table([SCANS_HEADERS[i] for i in part], [[row[i] for i in part] for row in found], width) for part in halves)
     parts = [*tables, f"Features:\n{legend}", PAIRS, f"Experts, by experts_backend:\n\n{experts}"]
+    parts.append(f"Recurrences, by scans_backend:\n\n{scans}")
     if lines := _install_lines():
         parts.append("\n".join(["To install:", *lines]))
     return "\n\n".join(parts)
@@ -121,17 +129,29 @@ def matrix_markdown() -> str:
 
 def experts_cells() -> list[list[str]]:
     """The backends for experts: a cell per column of EXPERTS_HEADERS."""
-    rows = []
-    for name in EXPERTS:
-        needs = experts_backend(name).needs
-        dtypes, words = _listed(map(short_dtype, needs.dtypes)), ", ".join(map(requirement_words, needs.requirements)) or "nothing"
-        rows.append([name, _listed(needs.devices), dtypes, words, needs.note, available_here(needs)])
-    return rows
+    return [[name, *_needs_cells(experts_backend(name).needs)] for name in EXPERTS]
+
+
+def scans_cells() -> list[list[str]]:
+    """The backends for scans: a cell per column of SCANS_HEADERS."""
+    backends = [(name, scans_backend(name)) for name in SCANS]
+    return [[name, "all" if each.ops == OPS else _listed(each.ops), *_needs_cells(each.needs)] for name, each in backends]
+
+
+def _needs_cells(needs: Needs) -> list[str]:
+    dtypes, words = _listed(map(short_dtype, needs.dtypes)), ", ".join(map(requirement_words, needs.requirements)) or "nothing"
+    devices = _listed(needs.devices) + (f" ({architecture_words(needs.architectures)})" if needs.architectures else "")
+    return [devices, dtypes, words, needs.note, available_here(needs)]
 
 
 def experts_markdown() -> str:
     """For the documentation, without the column "Here"."""
     return markdown_table(EXPERTS_HEADERS[:-1], [row[:-1] for row in experts_cells()])
+
+
+def scans_markdown() -> str:
+    """As `experts_markdown`."""
+    return markdown_table(SCANS_HEADERS[:-1], [row[:-1] for row in scans_cells()])
 
 
 def available_here(capabilities: Needs) -> str:
@@ -158,14 +178,16 @@ def feature_word(feature: Feature) -> str:
 
 def _install_lines() -> list[str]:
     """`  fa2, fa3: pip install ...` for each package that backends need and that is not here, or too old."""
-    names: dict[str, list[str]] = {}
+    names, needed = dict[str, list[str]](), list[tuple[str, tuple[Requirement, ...]]]()
     for name in backend_names():
         try:
-            needs = backend_class(name).capabilities.requirements
+            needed.append((name, backend_class(name).capabilities.requirements))
         except ImportError:
             continue
+    needed += [(name, scans_backend(name).needs.requirements) for name in SCANS]
+    for name, needs in needed:
         for need in needs:
-            if what_is_lacking(need):
+            if what_is_lacking(need) and name not in names.get(need.install, ()):
                 names.setdefault(need.install, []).append(name)
     return [f"  {', '.join(found)}: {line}" for line, found in names.items()]
 

@@ -48,6 +48,7 @@ PACKAGES = (
         install_line("sgl"),
         True,
     ),
+    OptionalPackage("fla", ("fla-core", "flash-linear-attention"), "kernels for linear attention (CUDA)", install_line("fla")),
     OptionalPackage("flash_attn", ("flash-attn",), "FlashAttention 2 with pages (CUDA)", install_line("flash-attn"), True),
     OptionalPackage("matplotlib", ("matplotlib",), "plots of the benchmarks", install_line("bench")),
     OptionalPackage("fastapi", ("fastapi",), "the HTTP server", install_line("serve")),

@@ -27,16 +27,25 @@ class Changes:
 def left_as_it_was(model: nn.Module) -> Iterator[Changes]:
     """Inside, the model may be called; afterwards every attribute, buffer, submodule and hook is the one that it had.
 
-    What was written into its tensors in place stays.
+    What was written into its tensors in place stays. Where that is a parameter (RWKV divides some by powers of two in the first call that
+    evaluates), so do the numbers and flags that modules keep: one of them says that it is done.
     """
     changes = Changes()
     before = [(name, module, dict(vars(module)), _tables(module)) for name, module in model.named_modules()]
+    versions = _versions(model)
     try:
         yield changes
     finally:
+        prepared = _versions(model) != versions
         for name, module, attributes, tables in reversed(before):
             _set_tables_back(name, module, tables, changes)
+            if prepared:
+                attributes |= {key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str)}
             _set_attributes_back(name, module, attributes, changes)
+
+
+def _versions(model: nn.Module) -> list[int]:
+    return [0 if parameter.is_inference() else parameter._version for parameter in model.parameters()]
 
 
 def _tables(module: nn.Module) -> dict[str, dict[str, Any]]:

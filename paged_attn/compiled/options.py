@@ -20,7 +20,7 @@ class CompileOptions:
         pdl: for engines only, as it pays in graphs: see `paged_attn.capture.inductor.pdl`.
         max_loras, max_lora_rank: for engines only: room for so many adapters of such a rank, and a graph with them beside that without.
         passes: for engines only, as whoever calls the graph must merge weights, and give the rows whose logits are wanted as a tensor.
-        experts_backend: for engines only: "auto" or a name of `paged_attn.backends.selection.experts`.
+        experts_backend, scans_backend: for engines only: "auto" or a name of `paged_attn.backends.selection.experts`, or `.scans`.
     """
 
     inductor: bool | None = None
@@ -28,6 +28,7 @@ class CompileOptions:
     pdl: bool = False
     passes: OptionalPasses = NO_PASSES
     experts_backend: str = "auto"
+    scans_backend: str = "auto"
     max_loras: int = 0
     max_lora_rank: int = 0
 
@@ -35,7 +36,7 @@ class CompileOptions:
     def parse(cls, given: Mapping[str, Any] | None) -> CompileOptions:
         """Raises ValueError for an unknown option, listing the known ones, and TypeError for a wrong type."""
         allowed = {field.name: (bool, type(None)) if field.name == "inductor" else (bool,) for field in fields(cls)}
-        for name in ("pdl", "passes", "experts_backend", "max_loras", "max_lora_rank"):
+        for name in ("pdl", "passes", "experts_backend", "scans_backend", "max_loras", "max_lora_rank"):
             del allowed[name]
         for name, value in (given or {}).items():
             if name not in allowed:

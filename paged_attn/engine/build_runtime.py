@@ -48,6 +48,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
     """Trace and rewrite the model, or hook its attention, as `config.compile` says; the config is resolved."""
     options = CompileOptions(
         inductor=config.inductor, self_check=config.self_check, experts_backend=config.experts_backend,
+        scans_backend=config.scans_backend,
         max_loras=config.max_loras, max_lora_rank=config.max_lora_rank if config.max_loras else 0,
     )  # fmt: skip
     with served_locally(model) as ranks:
@@ -64,11 +65,9 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
         if only_device(model).type == "cuda" and has_triton():
             from paged_attn.backends.experts.triton.route import route
             from paged_attn.backends.linear.gemv import one_row_linear
-            from paged_attn.backends.scans.on_gpu import use_scans_on_gpu
 
             use_one_row_kernel(one_row_linear)
             use_route(route)
-            use_scans_on_gpu()
             if config.max_loras:
                 from paged_attn.backends.lora.on_gpu import lora_on_gpu, lora_up_on_gpu
 

@@ -66,6 +66,7 @@ class EngineConfig:
     prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")
     backend: str = _setting("auto", "attention backend: auto, a name that `paged-attn backends` lists, or two as prefill,decode")
     experts_backend: str = _advanced("auto", "what computes layers of experts: auto, or a name that `paged-attn backends` lists for them")
+    scans_backend: str = _advanced("auto", "what computes recurrences: auto, or a name that `paged-attn backends` lists for them")
     speculative_backend: str = _advanced(
         "prefill", "which of two backends runs the verifying and drafting steps of speculative decoding", choices=("prefill", "decode")
     )

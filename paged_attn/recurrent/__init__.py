@@ -2,6 +2,6 @@
 model; what they do with it runs by ops on slots of a pool where that is proved, else each layer by one op.
 
 In: a model. Out: `RecurrentLayer`s, and for the time of a trace ops in their places. `discover.py` finds them, `by_ops.py` proves ops,
-`attributes.py` is for state that is in no cache, `functions.py` is the table of functions that have one,
+`watching/` sees where state is, `functions.py` is the table of functions that have one,
 `run.py` holds the states of a step.
 """

@@ -14,10 +14,21 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
 from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.backends.devices import architecture_of, device_word
+from paged_attn.backends.scans.base import ScanProblem
+from paged_attn.backends.selection.scans import scans_backend, select_scan
 from paged_attn.calling.evaluating import evaluating
-from paged_attn.recurrent.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
+from paged_attn.recurrent.functions import (
+    FUNCTIONS,
+    NoOpFits,
+    layer_of_ops,
+    ops_that_ran,
+    replaced_functions,
+    states_that_were_taken,
+)
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts
@@ -32,17 +43,53 @@ PADDING, PAGE = 2, 4096
 _INDICES = ("layer_idx", "layer_id")  # which of its kind a layer is
 
 
-def with_ops(layers: Sequence[RecurrentLayer]) -> tuple[RecurrentLayer, ...]:
-    """The layers, those whose ops are proved with `ops`, the others with `why_no_ops`."""
+def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[RecurrentLayer, ...]:
+    """The layers, those whose ops are proved with `ops`, the others with `why_no_ops`; `backend`: "auto", or a name of
+    `paged_attn.backends.selection.scans`.
+
+    Raises:
+        ValueError: an unknown backend.
+        UnsupportedError: the backend can not compute one of these ops, gives other numbers, or knows none of them.
+    """
+    if backend != "auto":
+        scans_backend(backend)
     known: dict[tuple[Any, ...], RecurrentLayer] = {}
     found = []
     for layer in layers:
         kind = _kind(layer)
         if kind not in known:
-            known[kind] = _tried(layer)
+            known[kind] = _computed(_tried(layer), backend)
             logger.info("%s (%s) runs %s", layer.spec.module, type(layer.module).__name__, known[kind].describe())
-        found.append(dataclasses.replace(layer, ops=known[kind].ops, why_no_ops=known[kind].why_no_ops))
+        like = known[kind]
+        found.append(dataclasses.replace(layer, ops=like.ops, why_no_ops=like.why_no_ops, scans=like.scans))
+    if layers and backend != "auto" and not any(each.name == backend for layer in found for each in layer.scans):
+        have = ", ".join(sorted({op for layer in found for op in layer.ops})) or "none that is an op"
+        raise UnsupportedError(
+            f"scans_backend={backend!r} computes {', '.join(sorted(scans_backend(backend).ops))}; this model's layers with recurrent state "
+            f"have {have}. Leave scans_backend out."
+        )
     return tuple(found)
+
+
+def _computed(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
+    """A layer whose ops are proved, with what computes them, and that proved as well."""
+    if not layer.ops:
+        return layer
+    device, dtype = _device(layer), layer.operands[0].of(layer.arguments).dtype
+    shapes = [layer.spec.states[state].shape for state in states_that_were_taken()]
+    where = (dtype, device_word(device), architecture_of(device))
+    scans = tuple(select_scan(backend, ScanProblem(op, shape, *where)) for op, shape in zip(layer.ops, shapes, strict=True))
+    chosen = dataclasses.replace(layer, scans=scans)
+    if not chosen.kernels:
+        return chosen
+    with torch.no_grad(), evaluating(layer.module):
+        error = _apart(chosen, scopes_of([layer.module]))
+    if error <= _limit(layer):
+        return chosen
+    why = f"{', '.join(each.describe() for each in scans)} is off by {error:.2g} of its size, allowed is {_limit(layer):.2g}"
+    if any(each.name == backend for each in scans):
+        raise UnsupportedError(f"{layer.spec.module} with scans_backend={backend!r}: {why}. Try scans_backend='auto'.")
+    return dataclasses.replace(layer, ops=(), why_no_ops=why)
 
 
 def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ empty cache and one that has seen tokens is found by comparing the two, and a ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ Step = tuple[str, Any]
 Path = tuple[Step, ...]
 Tree = dict[Step, Any]
 Snapshot = dict[Path, tuple[Any, int]]
+Column = tuple[int, int]  # of a tensor: a dimension, and an index in it
 _LENGTH: Step = ("length", None)
 
 
@@ -79,11 +80,16 @@ class CacheTemplate:
         present: a cache that has seen tokens.
         changed: the paths in which the module made them differ.
         states: those of them that hold the module's state tensors [batch, ...].
+        columns: of these tensors, in an empty cache, too, the part that is the module's: (dimension, index).
     """
 
-    def __init__(self, fresh: Any, present: Any, changed: Iterable[Path], states: Sequence[Path]) -> None:
+    def __init__(
+        self, fresh: Any, present: Any, changed: Iterable[Path], states: Sequence[Path], columns: Mapping[Path, Column] | None = None
+    ) -> None:
         self.fresh, self.present = fresh, present
-        self.state_paths = tuple(states)
+        self.state_paths, self._columns = tuple(states), dict(columns or {})
+        leaves = leaves_of(fresh)
+        self._start: dict[Path, Tensor] = {path: leaves[path] for path in states if isinstance(leaves.get(path), Tensor)}
         self._tree: Tree = {}
         for path in changed:
             branch = self._tree
@@ -93,18 +99,28 @@ class CacheTemplate:
     def make(self, states: Sequence[Tensor] | None) -> Any:
         """A cache of its own: an empty one for None, else one that holds `states` [batch, ...] in the order of `state_paths`."""
         if states is None:
-            return _copy_along(self.fresh, self._tree, (), {})
-        return _copy_along(self.present, self._tree, (), dict(zip(self.state_paths, states, strict=True)))
+            return _copy_along(self.fresh, self._tree, (), {path: value.clone() for path, value in self._start.items()})
+        kept = {path: self._whole(path, state) for path, state in zip(self.state_paths, states, strict=True)}
+        return _copy_along(self.present, self._tree, (), kept)
+
+    def _whole(self, path: Path, state: Tensor) -> Tensor:
+        """The tensor that the model keeps, of which the state may be a column."""
+        if path not in self._columns:
+            return state
+        start = self._start[path]
+        whole = start.expand(len(state), *start.shape[1:]).clone()
+        whole.select(*self._columns[path]).copy_(state)
+        return whole
 
     def read(self, cache: Any) -> list[Tensor]:
-        """The states in a cache that the module was called with."""
+        """The states in a cache that the module was called with, or gave back."""
         states = []
         for path in self.state_paths:
             value = cache
             for kind, key in path:
                 value = getattr(value, key) if kind == "attribute" else value[key]
             assert isinstance(value, torch.Tensor), f"{name_of(path)} holds a {type(value).__name__} after a call"
-            states.append(value)
+            states.append(value.select(*self._columns[path]) if path in self._columns else value)
         return states
 
 

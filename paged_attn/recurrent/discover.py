@@ -1,4 +1,5 @@
-"""Finding a model's recurrent layers: modules that write tensors of a fixed size into the cache, whatever the number of tokens.
+"""Finding a model's recurrent layers: modules that write tensors of a fixed size into the cache, whatever the number of tokens, or that are
+given and give back such tensors where there is no cache.
 
 Keys and values grow with the tokens and are attention's; a state does not. The model is run on two lengths to tell them apart, and
 every layer that is found is then run by itself to see in which calls it can be trusted (`verify.py`).
@@ -11,33 +12,32 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec, slot_bytes
 from paged_attn.calling.left_as_it_was import left_as_it_was
-from paged_attn.recurrent.attributes import (
-    KeptAttributes,
+from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
+from paged_attn.recurrent.kept_attributes import KeptAttributes, call_with_attributes
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.verify import verified
+from paged_attn.recurrent.watching.attributes import (
     attribute_states,
     attributes_after,
-    call_with_attributes,
     calls_of,
     owners_of,
     without_unused,
 )
-from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
-from paged_attn.recurrent.layer import Operand, Output, RecurrentLayer
-from paged_attn.recurrent.verify import verified
-from paged_attn.recurrent.watch import Call, Watched, positional_names, watch
+from paged_attn.recurrent.watching.call_parts import LONG, SHORT, operands_of, outputs_of, refused
+from paged_attn.recurrent.watching.carried import carried_layers
+from paged_attn.recurrent.watching.watch import Call, Watched, positional_names, watch
 
 logger = logging.getLogger("paged_attn")
-SHORT, LONG = 3, 11
 _PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attentions")
 
 
 def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
-    """The recurrent layers of a model in evaluation mode, in execution order; none if it makes no transformers cache.
+    """The recurrent layers of a model in evaluation mode, in execution order.
 
     Args:
         inputs_of: the keyword arguments of a call on so many tokens, in the form in which the model is captured.
@@ -48,10 +48,13 @@ def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str,
     watched = _both_lengths(model, inputs_of)
     if watched is None:
         return ()
-    layers = [verified(_layer(call, *watched)) for call in _recurrent_calls(*watched)]
+    layers = [_layer(call, *watched) for call in _recurrent_calls(*watched)]
+    if watched[1].cache is None:
+        layers = carried_layers(model, inputs_of)
+    layers = [verified(layer) for layer in layers]
     repeated = [layer.spec.module for layer in layers if sum(other.module is layer.module for other in layers) > 1]
     if repeated:
-        raise _refused(repeated[0], "it runs more than once in one call of the model, each time on another state")
+        raise refused(repeated[0], "it runs more than once in one call of the model, each time on another state")
     if layers:
         total = slot_bytes([layer.spec for layer in layers])
         logger.info("%d recurrent layers, %.1f KiB of state per request", len(layers), total / 2**10)
@@ -66,9 +69,13 @@ def find_attribute_layers(model: nn.Module, inputs_of: Callable[[int], dict[str,
 
 
 def recurrent_modules(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> list[str]:
-    """The paths of the modules that keep recurrent state in a cache, whether they can be driven or not."""
+    """The paths of the modules that keep recurrent state in a cache, whether they can be driven or not, or that give it back."""
     watched = _both_lengths(model, inputs_of)
-    return [] if watched is None else [call.name for call in _recurrent_calls(*watched)]
+    if watched is None:
+        return []
+    if watched[1].cache is None:
+        return [layer.spec.module for layer in carried_layers(model, inputs_of)]
+    return [call.name for call in _recurrent_calls(*watched)]
 
 
 def state_outside_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> str:
@@ -125,20 +132,23 @@ def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
 
 def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
     where, states = call.name, _states(call.changed, short, long)
-    few, many, fresh = leaves_of(short.cache), leaves_of(long.cache), leaves_of(long.fresh)
+    few, many = leaves_of(short.cache), leaves_of(long.cache)
+    growing = sorted(name_of(path) for path in call.changed - {*states} if isinstance(many.get(path), Tensor))
+    if growing:
+        raise refused(
+            where,
+            f"it keeps {' and '.join(growing)}, which grow with the tokens, besides its state. A request has a slot for what is of one "
+            "size, and pages for the keys and values that attention reads; this is neither",
+        )
     for path in call.changed:
         if path in states:
-            if isinstance(fresh.get(path), Tensor):
-                raise _refused(where, f"its state {name_of(path)} is there before the first token, so that an empty one is not known")
             if many[path].shape[0] != 1:
-                raise _refused(where, f"its state {name_of(path)} has shape {tuple(many[path].shape)}; known is [batch, ...]")
-        elif isinstance(many.get(path), Tensor):
-            raise _refused(where, f"it keeps {name_of(path)}, which grows with the tokens, besides its state")
+                raise refused(where, f"its state {name_of(path)} has shape {tuple(many[path].shape)}; known is [batch, ...]")
         elif few.get(path) != many.get(path):
-            raise _refused(where, f"it counts in {name_of(path)}: {few.get(path)!r} after {SHORT} tokens, {many.get(path)!r} after {LONG}")
+            raise refused(where, f"it counts in {name_of(path)}: {few.get(path)!r} after {SHORT} tokens, {many.get(path)!r} after {LONG}")
     earlier = next(c for c in short.calls if c.name == where)
-    operands = _operands(call, earlier)
-    outputs, length, dtype = _outputs(call)
+    operands = operands_of(call, earlier)
+    outputs, length, dtype = outputs_of(call)
     return RecurrentLayer(
         spec=RecurrentSpec(where, tuple(StateSpec(_short_name(p), tuple(many[p].shape[1:]), many[p].dtype) for p in states)),
         module=call.module, positional=positional_names(call.module), arguments=call.arguments, operands=operands,
@@ -149,7 +159,7 @@ def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
 
 def _attribute_layer(name: str, names: list[str], earlier: list[Call], calls: list[Call]) -> RecurrentLayer:
     if len(earlier) != 1 or len(calls) != 1:
-        raise _refused(name, f"it runs {len(calls)} times in one call of the model")
+        raise refused(name, f"it runs {len(calls)} times in one call of the model")
     from transformers.cache_utils import Cache
 
     (call,), paths = calls, [(("attribute", "values"), ("item", each)) for each in names]
@@ -158,60 +168,20 @@ def _attribute_layer(name: str, names: list[str], earlier: list[Call], calls: li
     unused = without_unused(call)
     with left_as_it_was(call.module):
         call.output = call_with_attributes(call.module, call.arguments, after)
-    outputs, length, dtype = _outputs(call)
+    outputs, length, dtype = outputs_of(call)
     states = []
     for each, value in after.values.items():
         if not isinstance(value, Tensor) or value.shape[0] != 1:
-            raise _refused(name, f"its attribute {each} is {type(value).__name__}; known is a tensor [batch, ...]")
+            raise refused(name, f"its attribute {each} is {type(value).__name__}; known is a tensor [batch, ...]")
         states.append(StateSpec(each, tuple(value.shape[1:]), value.dtype))
     return RecurrentLayer(
         spec=RecurrentSpec(name, tuple(states)), module=call.module, positional=positional_names(call.module), arguments=call.arguments,
-        operands=_operands(call, earlier[0]), cache_name="", outputs=outputs, output_length=length, output_dtype=dtype,
+        operands=operands_of(call, earlier[0]), cache_name="", outputs=outputs, output_length=length, output_dtype=dtype,
         template=CacheTemplate(fresh, after, paths, paths), unused=unused,
     )  # fmt: skip
-
-
-def _operands(call: Call, earlier: Call) -> tuple[Operand, ...]:
-    """The tensors that the module is given per token, its hidden states (the first floating one) first."""
-    found: list[Operand] = []
-    for name, value in call.arguments.items():
-        parts = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
-        for index, part in parts:
-            if not isinstance(part, Tensor):
-                continue
-            operand = Operand(name, index)
-            shapes = [tuple(part.shape[:2]), tuple(operand.of(earlier.arguments).shape[:2])]
-            if shapes != [(1, LONG), (1, SHORT)]:
-                raise _refused(call.name, f"it is given {name} of shape {tuple(part.shape)}, which is not one row per token")
-            found.append(operand)
-    floating = [o for o in found if o.of(call.arguments).is_floating_point()]
-    if not found:
-        raise _refused(call.name, "it is given no tensor per token")
-    first = floating[0] if floating else found[0]
-    return (first, *(operand for operand in found if operand != first))
-
-
-def _outputs(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
-    """What a module returns per token [1, n, ...], how many elements its result has, and the dtype."""
-    several = isinstance(call.output, (tuple, list))
-    parts = call.output if several else [call.output]
-    found = {at: part for at, part in enumerate(parts) if isinstance(part, Tensor) and tuple(part.shape[:2]) == (1, LONG)}
-    dtypes = {part.dtype for part in found.values()}
-    if not found:
-        raise _refused(call.name, f"it returns a {type(call.output).__name__} without a tensor [1, tokens, ...]")
-    if len(dtypes) > 1:
-        raise _refused(call.name, f"it returns tensors of {' and '.join(sorted(map(str, dtypes)))}; known is one dtype")
-    outputs = tuple(Output(at if several else None, tuple(part.shape[2:])) for at, part in found.items())
-    return outputs, len(parts), dtypes.pop()
 
 
 def _short_name(path: Path) -> str:
     """The end of a path from its last attribute on: `conv_states[0]`."""
     last = max((i for i, (kind, _) in enumerate(path) if kind == "attribute"), default=0)
     return name_of(path[last:])
-
-
-def _refused(where: str, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{where} keeps recurrent state, and paged_attn can not run it one request at a time: {why}. Nothing was generated."
-    )

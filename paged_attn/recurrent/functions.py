@@ -76,6 +76,11 @@ def ops_that_ran() -> tuple[str, ...]:
     return _running.ops
 
 
+def states_that_were_taken() -> tuple[int, ...]:
+    """By `ops_that_ran`, each one's state."""
+    return _running.taken
+
+
 @contextmanager
 def replaced_functions(scopes: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Inside, the known names in these modules' globals are ops while a layer runs that `enter_layer` named, and else what they were."""

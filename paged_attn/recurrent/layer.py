@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
-from paged_attn.recurrent.attributes import call_with_attributes
+from paged_attn.backends.scans.base import Kernels
+from paged_attn.backends.selection.scans import ScanSelection, kernels_of
 from paged_attn.recurrent.cache_state import CacheTemplate
+from paged_attn.recurrent.kept_attributes import call_with_attributes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +55,14 @@ class RecurrentLayer:
         outputs: what it returns per token; several are joined, each flattened to [batch, n, width].
         output_length: how long the tuple is that it returns.
         template: makes its caches.
+        state_at: which element of its result is the state after it; None: it is in the cache.
         chunks: whether it takes several tokens at once when it has a state already; else they are fed one by one.
         batches: whether several requests can take a step as one batch; else each steps alone.
         own_error: what its own forward gives for all tokens at once is off from what it gives one after another, of a row's length.
         unused: tensors that it is given and does not read.
         ops: by name, those that take the place of all that its forward does with its states; none: its forward runs, outside the graph.
         why_no_ops: in words, where that was asked for.
+        scans: what computes each of `ops`, in their order.
     """
 
     spec: RecurrentSpec
@@ -70,12 +75,19 @@ class RecurrentLayer:
     output_length: int
     output_dtype: torch.dtype
     template: CacheTemplate
+    state_at: int | None = None
     chunks: bool = True
     batches: bool = True
     own_error: float = 0.0
     unused: frozenset[str] = frozenset()
     ops: tuple[str, ...] = ()
     why_no_ops: str = ""
+    scans: tuple[ScanSelection, ...] = ()
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """What computes its ops in place of the functions of `attn_ops/scans/`."""
+        return kernels_of(self.scans)
 
     @property
     def takes_chunks(self) -> bool:
@@ -96,13 +108,15 @@ class RecurrentLayer:
         Returns the output [batch, n, ...] and the states after it. `states` may be overwritten.
         """
         cache = self.template.make(states)
-        return self._called(inputs, cache), self.template.read(cache)
+        result = self._called(inputs, cache)
+        after = self.template.read(cache if self.state_at is None else result[self.state_at])
+        return self._rows(result), [state.to(spec.dtype) for state, spec in zip(after, self.spec.states, strict=True)]
 
     def run_without_cache(self, inputs: Sequence[Tensor]) -> Tensor:
         """The output [1, T, ...] of a call as it is traced: `inputs` are all that the module is given."""
-        return self._called(inputs, None)
+        return self._rows(self._called(inputs, None))
 
-    def _called(self, inputs: Sequence[Tensor], cache: Any) -> Tensor:
+    def _called(self, inputs: Sequence[Tensor], cache: Any) -> Any:
         arguments = dict(self.arguments)
         if self.cache_name:
             arguments[self.cache_name] = cache
@@ -114,9 +128,10 @@ class RecurrentLayer:
                 parts[operand.at] = value
                 arguments[operand.name] = tuple(parts)
         if self.cache_name:
-            result = self.module(**arguments)
-        else:
-            result = call_with_attributes(self.module, arguments, self.template.make(None) if cache is None else cache)
+            return self.module(**arguments)
+        return call_with_attributes(self.module, arguments, self.template.make(None) if cache is None else cache)
+
+    def _rows(self, result: Any) -> Tensor:
         parts = [result if output.at is None else result[output.at] for output in self.outputs]
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten(2) for part in parts], -1)
 

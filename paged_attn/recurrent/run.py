@@ -13,6 +13,7 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.scans.state_rows import Extends, RecurrentPlan, StateRows
+from paged_attn.backends.scans.base import Kernels
 from paged_attn.calling.evaluating import evaluating
 from paged_attn.recurrent.layer import RecurrentLayer
 
@@ -44,6 +45,10 @@ class RecurrentRunner:
     def state(self, layer_id: int, state_id: int) -> Tensor:
         """[num_slots, ...]: the states that an op reads and writes."""
         return self.pool.states(layer_id)[state_id]
+
+    def kernels(self, layer_id: int) -> Kernels:
+        """What computes a layer's ops in place of the functions of `attn_ops/scans/`."""
+        return self.layers[layer_id].kernels
 
     def forward(self, plan: RecurrentPlan, layer_id: int, inputs: Sequence[Tensor], output: Tensor) -> None:
         """By the layer's own forward: each extending request, up to each of its checkpoints and then the rest, and then all decoding ones

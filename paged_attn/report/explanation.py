@@ -46,6 +46,7 @@ class RecurrentGroup:
     states: tuple[str, ...]
     request_bytes: int
     runs: str
+    computed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,12 @@ def layer_lines(group: LayerGroup) -> list[str]:
 
 
 def recurrent_lines(group: RecurrentGroup) -> list[str]:
-    """The three lines of a group of recurrent layers."""
+    """The lines of a group of recurrent layers."""
     return [
         f"  {group.count} recurrent layer{'s' * (group.count > 1)}  {group.modules}",
         f"    state      {', '.join(group.states)}: {group.request_bytes:,} bytes per request in each layer",
         f"    runs       {group.runs}",
+        *(f"    computes   {each}" for each in group.computed),
     ]
 
 
@@ -174,7 +176,7 @@ def group_recurrent(layers: Iterable[RecurrentLayer]) -> tuple[RecurrentGroup, .
     return tuple(
         RecurrentGroup(
             len(group), _modules([layer.spec.module for layer in group]), tuple(s.describe() for s in group[0].spec.states),
-            group[0].spec.nbytes, group[0].describe(),
+            group[0].spec.nbytes, group[0].describe(), tuple(each.describe() for each in group[0].scans),
         )
         for group in members.values()
     )  # fmt: skip

@@ -5,6 +5,7 @@ Triton 3.6 multiplies 16-bit matrices of 16 and 32 columns wrongly on Hopper (tr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend
+from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend
 from paged_attn.attn_ops.scans.state_rows import Extends
+from paged_attn.backends.devices import architecture_of
+from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.scans.triton import conv, prompts
+from paged_attn.backends.selection.scans import reasons_against, scans_backend
 
 LENGTHS = [(1000,), (200, 1, 64, 33), (16,) * 12]
 CLOSE = 2e-2  # of the largest number; the products round to 8 bits
@@ -47,6 +52,33 @@ def test_gated_delta(k_dim: int, v_dim: int, dtype: torch.dtype, lengths: tuple[
     outputs = [torch.empty_like(value) for _ in range(2)]
     assert prompts.gated_delta(query, key, value, decay, learned, outputs[0], True, states[0], where)
     gated_delta_extend(query, key, value, decay, learned, outputs[1], True, states[1], where)
+    assert far(outputs[0], outputs[1]) < CLOSE
+    assert far(states[0], states[1]) < CLOSE
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize(
+    "name, truth",
+    [("fla", gated_delta_extend), ("fla", kda_extend), ("flashinfer", gated_delta_extend)],
+    ids=["fla", "fla kda", "flashinfer"],
+)
+def test_other_packages(name: str, truth: Callable[..., None], lengths: tuple[int, ...]) -> None:
+    """States on the way among them; of what fits here."""
+    torch.manual_seed(0)
+    rows, heads, by_channel = sum(lengths), 32, truth is kda_extend
+    op = "kda" if by_channel else "gated_delta_rule"
+    problem = ScanProblem(op, (heads, 128, 128), torch.bfloat16, "cuda", architecture_of(torch.device("cuda")))
+    if reasons := reasons_against(name, problem):
+        pytest.skip("; ".join(reasons))
+    where = dataclasses.replace(extends(lengths), checkpoints={0: [StateCheckpoint(10, len(lengths) + 1)]})
+    query, key = (random(rows, heads if by_channel else heads // 2, 128) for _ in range(2))
+    decay = -torch.rand(rows, heads, *[128] * by_channel, device="cuda")
+    given = [query, key, random(rows, heads, 128), decay, torch.rand(rows, heads, device="cuda").bfloat16()]
+    states = [torch.randn(len(lengths) + 2, heads, 128, 128, device="cuda")]
+    states.append(states[0].clone())
+    outputs = [torch.zeros_like(given[2]) for _ in range(2)]
+    assert scans_backend(name).kernels()[truth](*given, outputs[0], True, states[0], where)
+    truth(*given, outputs[1], True, states[1], where)
     assert far(outputs[0], outputs[1]) < CLOSE
     assert far(states[0], states[1]) < CLOSE
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from paged_attn.recurrent.attributes import attribute_states, owners_of, without_unused
 from paged_attn.recurrent.discover import find_attribute_layers
-from paged_attn.recurrent.watch import Call
+from paged_attn.recurrent.watching.attributes import attribute_states, owners_of, without_unused
+from paged_attn.recurrent.watching.watch import Call
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import COMMON
 

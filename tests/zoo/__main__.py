@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from tests.zoo.configs import TYPES
-from tests.zoo.report import counts, write_report
+from tests.zoo.report import counts, with_other_rows, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 BAD_BF16 = ("refused", "further")
@@ -58,17 +58,15 @@ def try_type(model_type: str, timeout: float) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("types", nargs="*", help="model types; default: all of them")
+    parser.add_argument("types", nargs="*", help="model types; default: all of them. With --report the rows of others stay as they are")
     parser.add_argument("--report", action="store_true", help="write docs/models.md")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--fresh", action="store_true", help="forget the results of an earlier run")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one type")
-    parser.add_argument("--output", type=Path, help="where --report writes; default: docs/models.md, for all types only")
+    parser.add_argument("--output", type=Path, help="where --report writes; default: docs/models.md")
     options = parser.parse_args()
     if unknown := sorted(set(options.types) - set(TYPES)):
         parser.error(f"no causal-LM types of transformers {transformers.__version__}: {', '.join(unknown)}")
-    if options.report and options.types and not options.output:
-        parser.error("docs/models.md is about all types: name none, or give --output")
     types = tuple(options.types) or TYPES
     folder = results_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +88,7 @@ def main() -> int:
     print(counts(results))
     if options.report:
         path = options.output or ROOT / "docs" / "models.md"
-        write_report(path, results)
+        write_report(path, with_other_rows(path, results) if options.types else results)
         print(f"wrote {path}")
     return int(any(result["result"] in ("wrong", "crash") or result.get("bf16", {}).get("result") in BAD_BF16 for result in results))
 

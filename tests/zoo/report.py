@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,6 +74,30 @@ def bf16_counts(results: Sequence[dict[str, Any]]) -> str:
     ratios = sorted(result["bf16"]["ours"] / result["bf16"]["theirs"] for result in results if result.get("bf16", {}).get("theirs"))
     words = ", ".join(f"{count} {name}" for name, count in found.most_common())
     return f"{words}; ours over theirs is {ratios[len(ratios) // 2]:.2f} in the median and {ratios[-1]:.2f} at most." if ratios else words
+
+
+def with_other_rows(path: Path, results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """These results and, of all other types, those that a report has already, in its order."""
+    new, versions = {result["type"]: result for result in results}, {key: results[0][key] for key in ("torch", "transformers")}
+    rows = [line for line in path.read_text().splitlines() if line.startswith("| ") and not line.startswith("| type")]
+    old = {result["type"]: versions | result for result in map(_read_row, rows)}
+    return [(old | new)[name] for name in sorted(old.keys() | new.keys())]
+
+
+def _read_row(line: str) -> dict[str, Any]:
+    """What `row` was given, as far as it tells."""
+    name, features, found_by, result, bf16, seconds, reason = (
+        words.strip().replace("\\|", "|") for words in re.split(r"(?<!\\)\|", line)[1:-1]
+    )
+    found = {
+        "type": name, "features": [features], "found_by": [found_by], "result": result.replace(" ", "_"), "seconds": float(seconds),
+        "reason": reason,
+    }  # fmt: skip
+    if numbers := re.fullmatch(r"([\d.]+) / ([\d.]+)( further)?", bf16):
+        found["bf16"] = {"result": "further" if numbers[3] else "ok", "ours": float(numbers[1]), "theirs": float(numbers[2])}
+    elif bf16:
+        found["bf16"] = dict(zip(("result", "reason"), bf16.split(": ", 1), strict=True))
+    return found
 
 
 def write_report(path: Path, results: Sequence[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
+from paged_attn.recurrent.layer import RecurrentLayer
 from tests.oracle import random_prompts
 from tests.zoo.build import build
 from tests.zoo.features import module_features, spec_features
@@ -45,11 +46,17 @@ def paged_tokens(model: torch.nn.Module, prompts: Tokens, found: dict[str, Any])
             runner = llm.engine.runner
             layers = runner.compiled.rewrite.layers
             found["features"] = spec_features([layer.spec for layer in layers]) + found["modules"]
-            found["found_by"] = sorted({layer.found_by for layer in layers}) + ["state in the cache"] * bool(runner.recurrent)
+            found["found_by"] = sorted({layer.found_by for layer in layers}) + sorted({where_state_is(layer) for layer in runner.recurrent})
             for cache in ("cold", "warm"):
                 completions = llm.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
                 runs[f"page size {page_size}, {cache} cache"] = [c.token_ids for c in completions]
     return runs
+
+
+def where_state_is(layer: RecurrentLayer) -> str:
+    if not layer.cache_name:
+        return "state in attributes"
+    return "state in the cache" if layer.state_at is None else "state given and given back"
 
 
 def verdict(runs: dict[str, Tokens], truth: Oracle) -> tuple[str, str]:

@@ -31,6 +31,7 @@ RUN = {
     "openai-gpt": "hides by -1e4, which bfloat16 does not have",
     "qwen3_next": "gated delta rule",
     "recurrent_gemma": "state in attributes, and a forward that takes it token by token alone",
+    "rwkv": "state that layers are given and give back, all of one tensor",
     "whisper": "positions of its own, no position_ids",
 }
 SLOW = {
@@ -40,7 +41,6 @@ SLOW = {
 }
 REFUSED = {
     "roberta": "called without position_ids gives other logits",
-    "rwkv": "keeps recurrent state in its output",
 }
 
 

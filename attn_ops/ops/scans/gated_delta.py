@@ -19,16 +19,16 @@ def _run(
 
     `normalise`: queries and keys are divided by their lengths first. Rows past the batch's real tokens are zeroed.
     """
-    states, plan = states_and_plan("gated_delta_rule", value.shape[0], layer_id, state_id)
-    run_scan(gated_delta_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), (), output, states, plan)
+    found = states_and_plan("gated_delta_rule", value.shape[0], layer_id, state_id)
+    run_scan(gated_delta_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), (), output, *found)
 
 
 def _run_by_channel(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
 ) -> None:
     """As `_run`, with g [T, H, K]."""
-    states, plan = states_and_plan("kda", value.shape[0], layer_id, state_id)
-    run_scan(kda_extend, kda_step, (query, key, value, g, beta, output, normalise), (), output, states, plan)
+    found = states_and_plan("kda", value.shape[0], layer_id, state_id)
+    run_scan(kda_extend, kda_step, (query, key, value, g, beta, output, normalise), (), output, *found)
 
 
 GATED_DELTA_RULE = define_op(

@@ -21,15 +21,15 @@ def _run2(
 
     dt is kept between `low` and `high`, but for decoding rows, as models have it. Rows past the batch's real tokens are zeroed.
     """
-    states, plan = states_and_plan("mamba2_scan", x.shape[0], layer_id, state_id)
-    run_scan(mamba2_extend, mamba2_step, (x, dt, a, b, c, output), (low, high), output, states, plan)
+    found = states_and_plan("mamba2_scan", x.shape[0], layer_id, state_id)
+    run_scan(mamba2_extend, mamba2_step, (x, dt, a, b, c, output), (low, high), output, *found)
 
 
 def _run1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, layer_id: int, state_id: int) -> None:
     """x, dt, output [T, channels]; a [channels, N], negative; b, c [T, N]; the state is [channels, N]. Rows past the batch's real tokens
     are zeroed."""
-    states, plan = states_and_plan("mamba1_scan", x.shape[0], layer_id, state_id)
-    run_scan(mamba1_extend, mamba1_step, (x, dt, a, b, c, output), (), output, states, plan)
+    found = states_and_plan("mamba1_scan", x.shape[0], layer_id, state_id)
+    run_scan(mamba1_extend, mamba1_step, (x, dt, a, b, c, output), (), output, *found)
 
 
 MAMBA2_SCAN = define_op(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError
+from paged_attn.attn_ops.ops.scans.kernels import Kernel
 from paged_attn.attn_ops.scans.state_rows import RecurrentPlan
 
 
-def states_and_plan(op: str, rows: int, layer_id: int, state_id: int) -> tuple[Tensor, RecurrentPlan]:
-    """The states [slots, ...] of one layer, and the plan of the step, for an op that was given so many rows.
+def states_and_plan(op: str, rows: int, layer_id: int, state_id: int) -> tuple[Tensor, RecurrentPlan, Mapping[Callable[..., None], Kernel]]:
+    """The states [slots, ...] of one layer, and the plan of the step, and what computes in the layer, for an op that was given so many
+    rows.
 
     Raises:
         ContextError: no forward context, none with recurrent state, or another number of rows than the batch has.
@@ -28,4 +32,4 @@ def states_and_plan(op: str, rows: int, layer_id: int, state_id: int) -> tuple[T
             "call the model with batch.model_inputs()"
         )
     plan: RecurrentPlan = context.recurrent_plan
-    return context.recurrent.state(layer_id, state_id), plan
+    return context.recurrent.state(layer_id, state_id), plan, context.recurrent.kernels(layer_id)

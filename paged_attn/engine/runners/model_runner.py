@@ -113,10 +113,10 @@ class ModelRunner:
             raise
 
     def _refuse_state_outside_layers(self, where: str, refusal: UnsupportedError) -> None:
-        if where:
+        if where and not self.recurrent:
             raise UnsupportedError(
-                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers "
-                "and in attributes, which can be kept for each request. Nothing was generated."
+                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, "
+                "in attributes, and those that a module is given and gives back: these can be kept for each request. Nothing was generated."
             ) from refusal
 
     def _refuse_choices(self, num_ids: int) -> None:
@@ -130,7 +130,7 @@ class ModelRunner:
         with as_served(self.model):
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
             if options.passes.scans:
-                self.recurrent = with_ops(self.recurrent)
+                self.recurrent = with_ops(self.recurrent, options.scans_backend)
             if self.state_in_attributes:
                 self.recurrent += find_attribute_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
         with replaced_by_ops(self.recurrent), as_served(self.model):

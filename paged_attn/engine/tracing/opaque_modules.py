@@ -45,7 +45,7 @@ def modules_as_ops(model: nn.Module, classes: Sequence[type[nn.Module]], inputs:
         inputs: those of a call of so many tokens.
 
     Raises:
-        NotTraced: such a module is given or returns something else than tensors, or its output has no shape of an input's.
+        NotTraced: such a module reads a mask, is given or returns something else than tensors, or its output has no shape of an input's.
     """
     with ExitStack() as undo:
         if classes:
@@ -84,6 +84,11 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
         alike = [
             i for i, value in enumerate(given) if isinstance(value, Tensor) and isinstance(output, Tensor) and value.shape == output.shape
         ]
+        if any(isinstance(value, Tensor) and value.shape[-2:] == (length, length) for value in given):
+            raise NotTraced(
+                f"{type(module).__name__} branches on a mask of every pair of tokens of a call, which a batch of several requests does "
+                "not have: where a mask only goes into attention, it is found and proved."
+            )
         if not all(isinstance(value, Tensor) for value in given) or not alike:
             raise NotTraced(
                 f"{type(module).__name__} can not be traced, and can not be called as one op: it is given "

@@ -27,11 +27,19 @@ OPS = {"short_conv": SHORT_CONV, "gated_delta_rule": GATED_DELTA_RULE, "kda": KD
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+class Truth:
+    """Of a layer what the ops ask it for."""
+
+    kernels: dict[Any, Any] = {}
+
+
 def context(name: str, states: bool = True) -> ForwardContext:
     """A request of three first tokens and one that decodes, in a batch of four rows."""
     batch = Batch.build([BatchRequest([1, 2, 3], [1], state_slot=1), BatchRequest([4], [2], 2, state_slot=2)], 4)
     pool = StatePool([RecurrentSpec("mixer", (StateSpec("state", RECURRENCES[name].state, torch.float32),))], 3)
-    return ForwardContext(batch, KVPool([], 4, 4, torch.float32), TorchNativeBackend(), RecurrentRunner([], pool) if states else None)
+    return ForwardContext(
+        batch, KVPool([], 4, 4, torch.float32), TorchNativeBackend(), RecurrentRunner([Truth()], pool) if states else None
+    )
 
 
 def arguments(name: str, rows: int = 4) -> list[Any]:

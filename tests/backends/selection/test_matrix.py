@@ -22,11 +22,13 @@ from paged_attn.backends.selection.matrix import (
     matrix_markdown,
     matrix_rows,
     matrix_text,
+    scans_markdown,
 )
 from paged_attn.backends.selection.ranking import ROWS
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from paged_attn.backends.selection.table import markdown_table, text_table
 
+SCANS = "<!-- scans -->\n<!-- /scans -->\n"
 EXPERTS = "<!-- experts -->\n<!-- /experts -->\n"
 DOCS = Path(__file__).parents[3] / "docs"
 FAST = Capabilities(
@@ -102,6 +104,7 @@ def test_install_lines_are_whole_below_tables_that_fit(monkeypatch: pytest.Monke
     lacking = dataclasses.replace(FAST, requirements=(Requirement("no_such_package", "2.0", line),))
     monkeypatch.setattr(matrix, "backend_names", lambda: ["fast", "faster"])
     monkeypatch.setattr(matrix, "backend_class", lambda name: SimpleNamespace(capabilities=lacking))
+    monkeypatch.setattr(matrix, "SCANS", {})
     tables, install = matrix_text(90).split("To install:\n")
     assert max(map(len, tables.split("\n"))) <= 90
     assert install == f"  fast, faster: {line}"
@@ -132,7 +135,7 @@ def test_the_documentation_holds_the_tables_as_they_are() -> None:
 def test_make_docs_writes_over_old_tables_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = make_backends()
     headers = "| device | order | order for models that keep latents |\n| --- | --- | --- |"
-    old = f"One\n<!-- orders -->\nOUTDATED\n<!-- /orders -->\ntwo\n<!-- matrix -->\n<!-- /matrix -->\nthree\n{EXPERTS}"
+    old = f"One\n<!-- orders -->\nOUTDATED\n<!-- /orders -->\ntwo\n<!-- matrix -->\n<!-- /matrix -->\nthree\n{EXPERTS}{SCANS}"
     monkeypatch.setattr(script, "PAGE", tmp_path / "backends.md")
     script.PAGE.write_text(old)
     for _ in range(2):
@@ -141,7 +144,7 @@ def test_make_docs_writes_over_old_tables_and_nothing_else(monkeypatch: pytest.M
         assert text.startswith(f"One\n<!-- orders -->\n\n{headers}\n| Hopper (SM90) | fa3, ")
         assert "OUTDATED" not in text
         assert f"\ntwo\n<!-- matrix -->\n\n{matrix_markdown()}\n\n<!-- /matrix -->\nthree\n" in text
-        assert text.endswith(f"<!-- experts -->\n\n{experts_markdown()}\n\n<!-- /experts -->\n")
+        assert text.endswith(f"\n\n{experts_markdown()}\n\n<!-- /experts -->\n<!-- scans -->\n\n{scans_markdown()}\n\n<!-- /scans -->\n")
     with pytest.raises(ValueError, match="must hold <!-- orders --> and <!-- /orders --> once each"):
         script.with_tables("no marks")
 

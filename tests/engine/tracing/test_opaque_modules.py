@@ -48,7 +48,8 @@ class Model(nn.Module):
         q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         weight, choice = self.router(x[0]).softmax(-1).max(-1)
-        return self.head(x + self.experts(x[0], choice, weight=weight, unused=self.passes)[None])
+        passed = self.passes(x[0]) if callable(self.passes) else self.passes
+        return self.head(x + self.experts(x[0], choice, weight=weight, unused=passed)[None])
 
 
 def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
@@ -74,6 +75,12 @@ def test_what_the_op_can_not_pass_on_is_named() -> None:
     with pytest.raises(UnsupportedError, match=r"Experts can not be traced.* given Tensor, Tensor, Tensor, str .* shaped like one") as told:
         LLM(Model(passes="text").eval(), num_pages=16)
     assert "compile=False" not in str(told.value)  # which takes no plain module
+
+
+def test_a_mask_is_nothing_that_a_batch_has() -> None:
+    model = Model(passes=lambda rows: torch.ones(len(rows), len(rows)).tril()).eval()
+    with pytest.raises(UnsupportedError, match="Experts branches on a mask of every pair of tokens of a call, which a batch of several"):
+        LLM(model, num_pages=16)
 
 
 def test_a_module_that_is_gone() -> None:

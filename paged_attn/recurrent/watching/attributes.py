@@ -1,7 +1,4 @@
-"""Recurrent state that modules keep in plain attributes: found by two runs, and kept for each request as if it lay in a cache.
-
-Before a call the attributes are set to a request's states, afterwards its new ones are read off them, and then the module is as it was.
-"""
+"""Recurrent state that modules keep in plain attributes, found by two runs."""
 
 from __future__ import annotations
 
@@ -13,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.calling.left_as_it_was import left_as_it_was
-from paged_attn.recurrent.watch import Call, named_arguments, watch
-
-
-class KeptAttributes:
-    """In place of a cache: `values` of a module's attributes and of those inside it, by path below it."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = values
+from paged_attn.recurrent.watching.watch import Call, named_arguments, watch
 
 
 def attribute_states(short: Mapping[str, Tensor], long: Mapping[str, Tensor]) -> list[str]:
@@ -66,21 +56,6 @@ def without_unused(call: Call) -> frozenset[str]:
             call.arguments = tried
             unused.add(name)
     return frozenset(unused)
-
-
-def call_with_attributes(module: nn.Module, arguments: dict[str, Any], kept: KeptAttributes) -> Any:
-    """What a module returns that starts from these states; `kept` then has those after the call."""
-    owners = {path: (module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in kept.values}
-    before = {path: getattr(owner, name) for path, (owner, name) in owners.items()}
-    try:
-        for path, (owner, name) in owners.items():
-            setattr(owner, name, kept.values[path])
-        result = module(**arguments)
-        kept.values = {path: getattr(owner, name) for path, (owner, name) in owners.items()}
-        return result
-    finally:
-        for path, (owner, name) in owners.items():
-            setattr(owner, name, before[path])
 
 
 def attributes_after(

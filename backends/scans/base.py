@@ -1,0 +1,58 @@
+"""The contract of a backend for scans on slots of state, and what one is asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paged_attn.attn_ops.ops.scans.kernels import Kernel
+from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
+
+# Functions of `attn_ops/scans/`, which say what is right, and what takes their places.
+Kernels = Mapping[Callable[..., None], Kernel]
+OPS = frozenset({"short_conv", "gated_delta_rule", "kda", "mamba2_scan", "mamba1_scan"})
+
+
+@dataclass(frozen=True)
+class ScanProblem:
+    """One op of a layer: its name without `_with_output`, the shape of a request's state, the dtype of its rows, and where it runs: a word
+    of `device_word`, and 90 for SM90, None off CUDA."""
+
+    op: str
+    state: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    architecture: int | None = None
+
+    def describe(self) -> str:
+        """`kda with a state of 4x128x128`"""
+        return f"{self.op} with a state of {'x'.join(map(str, self.state))}"
+
+
+class ScansBackend(ABC):
+    """Computes scans. It keeps nothing, so that one object serves all layers and engines."""
+
+    name: ClassVar[str]
+    needs: ClassVar[Needs]
+    ops: ClassVar[frozenset[str]]
+
+    def unmet(self, problem: ScanProblem) -> list[str]:
+        """Every reason why it can not compute this op, packages apart; empty if it can."""
+        reasons = list(filter(None, [wrong_device(self.needs, problem.device, problem.architecture), self.needs.blocked]))
+        if problem.dtype not in self.needs.dtypes:
+            reasons.append(f"dtype {short_dtype(problem.dtype)} is not among {names_of(map(short_dtype, self.needs.dtypes))}")
+        if problem.op not in self.ops:
+            reasons.append(f"computes {names_of(self.ops)}")
+        return reasons
+
+    @abstractmethod
+    def kernels(self) -> Kernels:
+        """What it computes, of all its ops. A function that it has nothing for is left to the first backend that fits.
+
+        Raises:
+            ImportError: a package that it needs does not load.
+        """

@@ -1,0 +1,41 @@
+"""Our kernels, for any GPU."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.kda import kda_step
+from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
+from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
+from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
+from paged_attn.backends.needs import Needs, Requirement
+from paged_attn.backends.scans.base import OPS, Kernels, ScansBackend
+
+
+class TritonScans(ScansBackend):
+    name = "triton"
+    needs: ClassVar[Needs] = Needs(
+        devices=frozenset({"cuda", "hip"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        requirements=(Requirement("triton", "3.6", "pip install 'triton>=3.6'"),),
+        note="prompts and decoding; prompts of kda, and states of more than 256 keys, are torch's",
+    )
+    ops = OPS
+
+    def kernels(self) -> Kernels:
+        from paged_attn.backends.scans.triton import conv, prompts, steps
+
+        return {
+            short_conv_step: conv.step,
+            short_conv_extend: conv.extend,
+            gated_delta_step: steps.gated_delta,
+            kda_step: steps.gated_delta,
+            mamba2_step: steps.mamba2,
+            mamba1_step: steps.mamba1,
+            gated_delta_extend: prompts.gated_delta,
+            mamba2_extend: prompts.mamba2,
+            mamba1_extend: prompts.mamba1,
+        }

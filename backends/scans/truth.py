@@ -1,0 +1,23 @@
+"""The float32 truth of `attn_ops/scans/` as it is: right everywhere, and what others are compared with."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from paged_attn.backends.needs import Needs
+from paged_attn.backends.scans.base import OPS, Kernels, ScansBackend
+
+
+class TorchScans(ScansBackend):
+    name = "torch"
+    needs: ClassVar[Needs] = Needs(
+        devices=frozenset({"cpu", "cuda", "hip", "npu", "xpu"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        note="plain PyTorch, float32 inside",
+    )
+    ops = OPS
+
+    def kernels(self) -> Kernels:
+        return {}

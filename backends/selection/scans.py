@@ -1,0 +1,88 @@
+"""Which backends for scans exist, and which of them computes an op of a layer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend
+from paged_attn.backends.selection.packages import unmet_requirement
+
+BUILT_IN = {
+    "triton": "paged_attn.backends.scans.triton.backend:TritonScans",
+    "fla": "paged_attn.backends.scans.fla:FlaScans",
+    "flashinfer": "paged_attn.backends.scans.flashinfer:FlashInferScans",
+    "torch": "paged_attn.backends.scans.truth:TorchScans",
+}
+ORDER = ("triton", "torch")  # "auto" takes the first that fits
+NOT_MEASURED = "not measured beside ours yet; scans_backend={!r} takes it"
+
+
+@dataclass(frozen=True)
+class ScanSelection:
+    """The backend that was taken for an op, the one that has what it lacks, and why each other one that knows the op was not taken."""
+
+    op: str
+    name: str
+    rest: str
+    rejected: dict[str, str]
+
+    def describe(self) -> str:
+        """`kda by torch (not taken: fla: ...)`"""
+        others = "; ".join(f"{name}: {why}" for name, why in self.rejected.items())
+        return f"{self.op} by {self.name}" + (f" (not taken: {others})" if others else "")
+
+
+@cache
+def scans_backend(name: str) -> ScansBackend:
+    """The backend of that name.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+    """
+    if name not in BUILT_IN:
+        raise ValueError(f"unknown scans_backend {name!r}; known are 'auto', {', '.join(map(repr, BUILT_IN))}")
+    module, _, cls = BUILT_IN[name].partition(":")
+    backend: ScansBackend = getattr(importlib.import_module(module), cls)()
+    return backend
+
+
+def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
+    """The first that fits with "auto", and where the one that is asked for does not know the op; else that one.
+
+    Raises:
+        ValueError: an unknown name.
+        UnsupportedError: the named one knows the op, and can not compute this one; the message holds every reason.
+    """
+    asked = name != "auto" and problem.op in scans_backend(name).ops
+    if asked and (reasons := reasons_against(name, problem)):
+        raise UnsupportedError(
+            f"scans_backend={name!r} can not compute {problem.describe()}: {'; '.join(reasons)}. Try scans_backend='auto'."
+        )
+    first = next(each for each in ORDER if not reasons_against(each, problem))
+    taken = name if asked else first
+    rejected = {}
+    for other in BUILT_IN:
+        if other == taken or problem.op not in scans_backend(other).ops:
+            continue
+        ranked = f"ranked after {taken}" if other in ORDER else NOT_MEASURED.format(other)
+        rejected[other] = "; ".join(reasons_against(other, problem)) or ("asked for another by name" if asked else ranked)
+    return ScanSelection(problem.op, taken, taken if taken in ORDER else first, rejected)
+
+
+def reasons_against(name: str, problem: ScanProblem) -> list[str]:
+    """Everything that speaks against a backend, missing packages included; empty if it fits."""
+    backend = scans_backend(name)
+    return [*backend.unmet(problem), *filter(None, map(unmet_requirement, backend.needs.requirements))]
+
+
+def kernels_of(selections: Iterable[ScanSelection]) -> Kernels:
+    """What takes the places of the functions of `attn_ops/scans/` in a layer of these ops."""
+    names = {name for each in selections for name in (each.name, each.rest)}
+    found: Kernels = {}
+    for name in sorted(names, key=lambda name: name not in ORDER):  # what knows some ops alone goes over what knows all
+        found = {**found, **scans_backend(name).kernels()}
+    return found

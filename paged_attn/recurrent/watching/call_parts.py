@@ -1,0 +1,53 @@
+"""What a module that keeps state is given and returns per token, told apart by calls on two lengths."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.recurrent.layer import Operand, Output
+from paged_attn.recurrent.watching.watch import Call
+
+SHORT, LONG = 3, 11  # tokens of the two calls
+
+
+def operands_of(call: Call, earlier: Call) -> tuple[Operand, ...]:
+    """The tensors that the module is given per token, its hidden states (the first floating one) first."""
+    found: list[Operand] = []
+    for name, value in call.arguments.items():
+        parts = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
+        for index, part in parts:
+            if not isinstance(part, Tensor):
+                continue
+            operand = Operand(name, index)
+            shapes = [tuple(part.shape[:2]), tuple(operand.of(earlier.arguments).shape[:2])]
+            if shapes != [(1, LONG), (1, SHORT)]:
+                raise refused(call.name, f"it is given {name} of shape {tuple(part.shape)}, which is not one row per token")
+            found.append(operand)
+    floating = [o for o in found if o.of(call.arguments).is_floating_point()]
+    if not found:
+        raise refused(call.name, "it is given no tensor per token")
+    first = floating[0] if floating else found[0]
+    return (first, *(operand for operand in found if operand != first))
+
+
+def outputs_of(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
+    """What a module returns per token [1, n, ...], how many elements its result has, and the dtype."""
+    several = isinstance(call.output, (tuple, list))
+    parts = call.output if several else [call.output]
+    found = {at: part for at, part in enumerate(parts) if isinstance(part, Tensor) and tuple(part.shape[:2]) == (1, LONG)}
+    dtypes = {part.dtype for part in found.values()}
+    if not found:
+        raise refused(call.name, f"it returns a {type(call.output).__name__} without a tensor [1, tokens, ...]")
+    if len(dtypes) > 1:
+        raise refused(call.name, f"it returns tensors of {' and '.join(sorted(map(str, dtypes)))}; known is one dtype")
+    outputs = tuple(Output(at if several else None, tuple(part.shape[2:])) for at, part in found.items())
+    return outputs, len(parts), dtypes.pop()
+
+
+def refused(where: str, why: str) -> UnsupportedError:
+    """The error of a layer that can not be run by itself."""
+    return UnsupportedError(
+        f"{where} keeps recurrent state, and paged_attn can not run it one request at a time: {why}. Nothing was generated."
+    )

@@ -1,0 +1,169 @@
+"""Recurrent state that a module is given and gives back, as a cell of an RNN does: `output, state = module(x, state)`.
+
+No model is known by name: what shows a cell is an argument of fixed size that comes back in the module's result with other numbers. Of a
+tensor that several cells get and change, each keeps the column that it changed (`state[1][:, :, 3]` of a model that stacks its layers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
+from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.recurrent.cache_state import CacheTemplate, Column, Path, leaves_of, name_of
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.watching.call_parts import LONG, SHORT, operands_of, outputs_of, refused
+from paged_attn.recurrent.watching.watch import Call, named_arguments, positional_names
+
+
+@dataclass
+class _Cell:
+    """One call of a module that was given state and gave it back.
+
+    Attributes:
+        call: its `cache_name` is the parameter that received the state.
+        fresh: a copy of the state as it was given.
+        at: which element of the module's result is the state.
+        after: what came back, by path, where its numbers are others.
+        columns: of these the one column that differs, where it is one.
+        own: some of them are not what a module inside left there.
+    """
+
+    call: Call
+    fresh: Any
+    at: int
+    after: dict[Path, Tensor]
+    columns: dict[Path, Column]
+    own: bool = True
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.call.name, self.call.cache_name
+
+    @property
+    def shapes(self) -> dict[Path, torch.Size]:
+        return {path: value.shape for path, value in _tensors(self.fresh).items()}
+
+
+def carried_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> list[RecurrentLayer]:
+    """The innermost modules that change all of their state themselves, in execution order, not yet verified.
+
+    Raises:
+        UnsupportedError: one that can not be run by itself; the message names it and why.
+    """
+    short, long = (_cells(model, {**inputs_of(length), "use_cache": True}) for length in (SHORT, LONG))
+    earlier = {cell.key: cell for cell in short}
+    cells = [cell for cell in long if cell.own and cell.key in earlier and cell.shapes == earlier[cell.key].shapes]
+    return [_layer(cell, earlier[cell.key], cells) for cell in cells]
+
+
+def _cells(model: nn.Module, inputs: dict[str, Any]) -> list[_Cell]:
+    watcher = _Watcher()
+    with left_as_it_was(model), torch.no_grad():
+        for name, module in model.named_modules():
+            if name:
+                watcher.hook(name, module)
+        model(**inputs)
+    return watcher.cells
+
+
+class _Watcher:
+    def __init__(self) -> None:
+        from transformers.cache_utils import Cache
+
+        self.cache_class = Cache
+        self.cells: list[_Cell] = []
+        self._open: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._left: list[tuple[Tensor, int]] = []  # state that cells gave back, with its version then
+
+    def hook(self, name: str, module: nn.Module) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = named_arguments(module, args, kwargs)
+            self._open.append((module, {key: _copied(value) for key, value in arguments.items() if self._is_state(value)}))
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            opened, given = self._open.pop()
+            assert opened is module
+            for key, fresh in given.items() if isinstance(output, tuple) else ():
+                for at, part in enumerate(output):
+                    if changed := _changed(fresh, part):
+                        call = Call(name, module, named_arguments(module, args, kwargs), key, output)
+                        self._add(call, fresh, at, changed)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
+
+    def _add(self, call: Call, fresh: Any, at: int, after: dict[Path, Tensor]) -> None:
+        own = any(all(value is not left or value._version != version for left, version in self._left) for value in after.values())
+        before = _tensors(fresh)
+        columns = {path: column for path, value in after.items() if (column := _column(before[path], value))}
+        self.cells.append(_Cell(call, fresh, at, after, columns, own))
+        self._left += [(value, value._version) for value in after.values()]
+
+    def _is_state(self, value: Any) -> bool:
+        """Tensors [1, ...], at least one; that they are of a fixed size shows when two calls are compared."""
+        tensors = [] if isinstance(value, self.cache_class) else _tensors(value).values()
+        return bool(tensors) and all(each.shape[:1] == (1,) for each in tensors)
+
+
+def _tensors(root: Any) -> dict[Path, Tensor]:
+    return {path: value for path, value in leaves_of(root).items() if isinstance(value, Tensor)}
+
+
+def _copied(root: Any) -> Any:
+    tensors = _tensors(root)
+    return CacheTemplate(root, root, tensors, list(tensors)).make([value.clone() for value in tensors.values()])
+
+
+def _changed(fresh: Any, part: Any) -> dict[Path, Tensor]:
+    """Of what came back in the form of what was given, the tensors with other numbers."""
+    before, now = _tensors(fresh), _tensors(part)
+    if before.keys() != now.keys() or any(value.shape != before[path].shape for path, value in now.items()):
+        return {}
+    return {path: now[path] for path in sorted(now, key=str) if not now[path].equal(before[path])}
+
+
+def _column(before: Tensor, after: Tensor) -> Column | None:
+    """The one index of one dimension in which they differ: (dimension, index)."""
+    differs = before != after
+    for dim in range(differs.dim() - 1, 0, -1):
+        indices = differs.transpose(0, dim).flatten(1).any(1).nonzero().flatten().tolist() if differs.shape[dim] > 1 else []
+        if len(indices) == 1:
+            return dim, indices[0]
+    return None
+
+
+def _layer(cell: _Cell, earlier: _Cell, cells: list[_Cell]) -> RecurrentLayer:
+    call, where, fresh = cell.call, cell.call.name, _tensors(cell.fresh)
+    if cell.after.keys() != earlier.after.keys():
+        raise refused(where, f"it changes other parts of its {call.cache_name} in a call of {SHORT} tokens than in one of {LONG}")
+    columns = {}
+    for path, value in cell.after.items():
+        if any(value is other for each in cells if each is not cell for other in each.after.values()):
+            if path not in cell.columns or cell.columns[path] != earlier.columns.get(path):
+                raise refused(where, f"it changes all of {call.cache_name}{name_of(path)}, which other layers change, too")
+            columns[path] = cell.columns[path]
+    for each in (call, earlier.call):
+        each.arguments = {**each.arguments, call.cache_name: None}
+    call.output = tuple(None if at == cell.at else part for at, part in enumerate(call.output))
+    outputs, length, dtype = outputs_of(call)
+    template = CacheTemplate(cell.fresh, cell.fresh, cell.after, list(cell.after), columns)
+    states = [
+        StateSpec(f"{call.cache_name}{name_of(path)}{_told(columns.get(path))}", tuple(value.shape[1:]), fresh[path].dtype)
+        for path, value in zip(cell.after, template.read(cell.fresh), strict=True)
+    ]
+    return RecurrentLayer(
+        spec=RecurrentSpec(where, tuple(states)), module=call.module, positional=positional_names(call.module), arguments=call.arguments,
+        operands=operands_of(call, earlier.call), cache_name=call.cache_name, outputs=outputs, output_length=length, output_dtype=dtype,
+        template=template, state_at=cell.at,
+    )  # fmt: skip
+
+
+def _told(column: Column | None) -> str:
+    """`[:, :, i]`, whatever i, so that layers that are alike read alike."""
+    return "" if column is None else f"[{', '.join([':'] * column[0] + ['i'])}]"
