@@ -83,10 +83,10 @@ def _computed(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
     if not chosen.kernels:
         return chosen
     with torch.no_grad(), evaluating(layer.module):
-        error = _apart(chosen, scopes_of([layer.module]))
-    if error <= _limit(layer):
+        error, allowed = _compared(chosen, scopes_of([layer.module]))
+    if error <= allowed:
         return chosen
-    why = f"{', '.join(each.describe() for each in scans)} is off by {error:.2g} of its size, allowed is {_limit(layer):.2g}"
+    why = f"{', '.join(each.describe() for each in scans)} is off by {error:.2g} of its size, allowed is {allowed:.2g}"
     if any(each.name == backend for each in scans):
         raise UnsupportedError(f"{layer.spec.module} with scans_backend={backend!r}: {why}. Try scans_backend='auto'.")
     return dataclasses.replace(layer, ops=(), why_no_ops=why)
@@ -105,12 +105,9 @@ def _tried(layer: RecurrentLayer) -> RecurrentLayer:
         return dataclasses.replace(layer, why_no_ops="it calls no function that an op is known for")
     if not all(state.dtype.is_floating_point for state in layer.spec.states):
         return dataclasses.replace(layer, why_no_ops="a state of it is no floating-point tensor")
-    allowed = _limit(layer)
     try:
         with torch.no_grad(), evaluating(layer.module):
-            error = _apart(layer, scopes)
-            if layer.chunks and allowed < error < LIMIT:
-                allowed = min(LIMIT, max(allowed, MULTIPLE * _own_noise(layer)))
+            error, allowed = _compared(layer, scopes)
     except NoOpFits as reason:
         return dataclasses.replace(layer, why_no_ops=str(reason))
     except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:  # of the model's own code
@@ -120,6 +117,14 @@ def _tried(layer: RecurrentLayer) -> RecurrentLayer:
     if not error <= allowed:
         return dataclasses.replace(layer, why_no_ops=f"its ops are off by {error:.2g} of its size, allowed is {allowed:.2g}")
     return dataclasses.replace(layer, ops=ops_that_ran())
+
+
+def _compared(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """The error of the ops, and what it may be."""
+    error, allowed = _apart(layer, scopes), _limit(layer)
+    if layer.chunks and allowed < error < LIMIT:
+        allowed = min(LIMIT, max(allowed, MULTIPLE * _own_noise(layer)))
+    return error, allowed
 
 
 def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:

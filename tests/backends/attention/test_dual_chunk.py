@@ -61,6 +61,7 @@ def test_each_of_the_three_queries_counts(wrong: int) -> None:
 
 
 @interpreted
+@pytest.mark.usefixtures("exact_products")
 def test_a_row_is_bitwise_the_same_however_its_prompt_is_cut() -> None:
     """Alone in one step, and as the last tokens beside others: with one part, with three."""
     backend, length = TritonBackend(deterministic=True), 3 * CHUNK + 2

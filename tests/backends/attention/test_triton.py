@@ -210,6 +210,7 @@ def last_row(length, chunk, place, feature):
 
 
 @pytest.mark.parametrize("feature", ["window", "gqa_7_sinks"])
+@pytest.mark.usefixtures("exact_products")
 def test_a_row_is_bitwise_the_same_in_any_batch_and_chunk(feature):
     expected = last_row(150, 1, None, feature)
     for chunk, place in ((1, 0), (1, 3), (2, 1), (40, None), (150, 2)):

@@ -113,6 +113,7 @@ def attend(case: Case, backend: object) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_a_row_is_bitwise_the_same_in_any_batch_and_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts are cut at the same tokens (here every 64), whatever stands beside it."""
     monkeypatch.setattr("paged_attn.backends.attention.triton.plan.tiling", lambda *given: replace(tiling(*given), part_blocks=4))
