@@ -124,6 +124,11 @@ def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
     return first
 
 
+def _first_seen(position: int, spec: AttentionSpec) -> int:
+    """As `_first_visible`, of a position that the host knows: pages before may be gone."""
+    return int(_first_visible(torch.tensor(position), spec))
+
+
 def _longest_view(length: int, spec: AttentionSpec) -> int:
     """How many keys the last of `length` tokens sees."""
     if spec.sliding_window is not None:
@@ -152,7 +157,7 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
         device = plan.batch.slots.device
         end = plan.batch.seq_lens_host[request]
         position = torch.arange(end - plan.batch.query_lens_host[request], end, device=device)[:, None]
-        seen = torch.arange(end, device=device)
+        seen = torch.arange(_first_seen(end - plan.batch.query_lens_host[request], spec), end, device=device)
         visible = seen >= _first_visible(position, spec)
         if spec.causal:
             visible = visible & (seen <= position)
