@@ -37,12 +37,11 @@ class Retention:
 
     def first(self, position: Position) -> Position:
         """The first token that queries at `position` and after may see."""
-        first = position * 0
-        if self.window is not None:
-            first = np.maximum(first, position - (self.window - 1))
-        if self.chunk is not None:
-            first = np.maximum(first, position // self.chunk * self.chunk)
-        return first if isinstance(position, np.ndarray) else int(first)
+        if isinstance(position, int):
+            behind = 0 if self.window is None else position - (self.window - 1)
+            return max(0, behind, 0 if self.chunk is None else position // self.chunk * self.chunk)
+        behind = position * 0 if self.window is None else np.maximum(position - (self.window - 1), 0)
+        return behind if self.chunk is None else np.maximum(behind, position // self.chunk * self.chunk)
 
     def tokens(self, length: int, step: int = 1) -> int:
         """Of a request of `length` tokens how many are kept at most, while steps of `step` tokens are computed."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
@@ -40,6 +41,11 @@ class GroupedBackend(AttentionBackend):
         self.children, self.places, self.deterministic = tuple(children), places, children[0].deterministic
 
     def plan(self, batch: Batch, pool: KVPool) -> GroupPlan:
+        if len(batch.groups) != len(pool.parts):
+            raise ContextError(
+                f"the pool has {len(pool.parts)} groups of layers, and the batch page tables of {len(batch.groups) or 1}; build it of "
+                "RequestColumns with group_tables, or take a pool without groups"
+            )
         parts = zip(self.children, pool.parts, strict=True)
         return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)], self.places)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.layer_groups import Retention
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature
@@ -124,11 +125,6 @@ def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
     return first
 
 
-def _first_seen(position: int, spec: AttentionSpec) -> int:
-    """As `_first_visible`, of a position that the host knows: pages before may be gone."""
-    return int(_first_visible(torch.tensor(position), spec))
-
-
 def _longest_view(length: int, spec: AttentionSpec) -> int:
     """How many keys the last of `length` tokens sees."""
     if spec.sliding_window is not None:
@@ -157,7 +153,8 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
         device = plan.batch.slots.device
         end = plan.batch.seq_lens_host[request]
         position = torch.arange(end - plan.batch.query_lens_host[request], end, device=device)[:, None]
-        seen = torch.arange(_first_seen(end - plan.batch.query_lens_host[request], spec), end, device=device)
+        begin = Retention(spec.sliding_window, spec.chunk).first(end - plan.batch.query_lens_host[request])  # pages before may be gone
+        seen = torch.arange(begin, end, device=device)
         visible = seen >= _first_visible(position, spec)
         if spec.causal:
             visible = visible & (seen <= position)

@@ -162,7 +162,10 @@ class GroupedKVManager(KVManager):
         """In frames."""
         tokens, had = len(request.tokens), request.num_pages
         more = self.allocator.pages_for(tokens) - had
-        wanted = [min(group.keeps.pages(tokens, self.page_size, self.step_tokens), more) for group in self.groups]
+        wanted = []
+        for keeps in (group.keeps for group in self.groups):
+            kept = had - keeps.first(request.num_cached) // self.page_size  # of the prefix, beside the new pages at first
+            wanted.append(min(keeps.pages(tokens, self.page_size, self.step_tokens) - kept, more))
         ids = self.allocator.num_free_ids + (self.tree.evictable_pages if self.tree else 0)
         if more <= ids and sum(wanted) <= self.allocator.num_free_frames:
             return 0
