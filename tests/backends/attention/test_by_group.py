@@ -37,8 +37,12 @@ def stepped(backend: Any, pool: KVPool, batch: Batch, inputs: list[list[Tensor]]
 
 
 @pytest.mark.parametrize("lengths", [DECODE, MIXED])
-@pytest.mark.parametrize("name", ["triton", "torch_native", "reference", "flex"])
-def test_a_group_reads_its_own_table_and_nothing_that_was_given_back(name: str, lengths: tuple[tuple[int, int], ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "deterministic"), [("triton", False), ("triton", True), ("torch_native", False), ("reference", False), ("flex", False)]
+)
+def test_a_group_reads_its_own_table_and_nothing_that_was_given_back(
+    name: str, deterministic: bool, lengths: tuple[tuple[int, int], ...]
+) -> None:
     generator = torch.Generator().manual_seed(0)
     counts = [-(-(cached + new) // SIZE) for cached, new in lengths]
     starts = np.cumsum([1, *counts])
@@ -68,7 +72,7 @@ def test_a_group_reads_its_own_table_and_nothing_that_was_given_back(name: str, 
     rows = max(2, sum(new for _, new in lengths))
     inputs = [[torch.randn(rows, heads, 16, generator=generator) for heads in (4, 2, 2)] for _ in LAYERS]
     expected = stepped(ReferenceBackend(), whole, Batch.build(requests, SIZE), inputs)
-    backend = by_group(backend_class(name)(), pool)
+    backend = by_group(backend_class(name)(deterministic=deterministic), pool)
     for actual, wanted in zip(stepped(backend, pool, Batch.build(grouped, SIZE), inputs), expected, strict=True):
         close(actual, wanted)
 

@@ -135,10 +135,8 @@ def test_nothing_is_grouped_where_that_saves_nothing(layers: list[AttentionSpec]
 def test_what_is_kept_is_what_the_mask_lets_through(keeps: Retention) -> None:
     """And never more pages than are said to be kept, wherever they begin."""
     for position in range(60):
-        seen = [
-            j for j in range(position + 1)
-            if (keeps.window is None or position - keeps.window < j) and (keeps.chunk is None or position // keeps.chunk == j // keeps.chunk)
-        ]  # fmt: skip
+        window, chunk = keeps.window or 99, keeps.chunk or 99
+        seen = [j for j in range(position + 1) if position - window < j and position // chunk == j // chunk]
         assert keeps.first(position) == seen[0]
         for step in (1, 7):
             end = position + step

@@ -67,7 +67,7 @@ def test_tokens_are_the_models_own_under_a_tight_pool(name: str, overlap: bool) 
     given_back = poison(engine)
     for _ in range(2):
         assert tokens_of(engine, PROMPTS) == [oracle(prompt, NEW, model) for prompt in PROMPTS]
-    assert sum(given_back) and engine.scheduler.num_preemptions
+    assert sum(given_back) and (engine.scheduler.num_preemptions or name == "mistral"), "windows alone do not grow"
     before = engine.stats.cached_tokens
     for _ in range(2):
         assert tokens_of(engine, PROMPTS[:1]) == [oracle(PROMPTS[0], NEW, model)]
