@@ -23,13 +23,15 @@ class GroupedAllocator(PageAllocator):
         num_pages: ids, page 0 included; as many as frames where some group gives nothing back.
 
     Attributes:
-        frames: [num_groups, num_pages] int32, 0 where a page has none; to be read only.
+        frames: [num_groups, num_pages] int32, 0 where a page has none; in_use: [num_groups] how many there are of each group. Both are to
+            be read only.
     """
 
     def __init__(self, num_frames: int, page_size: int, num_groups: int, num_pages: int | None = None) -> None:
         super().__init__(num_frames if num_pages is None else num_pages, page_size)
         self.num_frames, self.num_groups = num_frames, num_groups
         self.frames = np.zeros((num_groups, self.num_pages), np.int32)
+        self.in_use = np.zeros(num_groups, np.int64)
         self._free_frames = list(range(num_frames - 1, 0, -1))
 
     @property
@@ -56,6 +58,7 @@ class GroupedAllocator(PageAllocator):
         if n:
             self.frames[:, pages] = np.array(self._free_frames[split:][::-1], np.int32).reshape(self.num_groups, n)
             del self._free_frames[split:]
+            self.in_use += n
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
@@ -66,8 +69,9 @@ class GroupedAllocator(PageAllocator):
     def give_back(self, pages: Sequence[int] | NDArray[np.int64], groups: Sequence[int]) -> None:
         """Unmap the frames that these pages, all different, have in these groups."""
         at = np.ix_(np.asarray(groups, np.int64), np.asarray(pages, np.int64))
-        frames = self.frames[at].ravel()
+        frames = self.frames[at]
         self._free_frames += frames[frames > 0][::-1].tolist()
+        self.in_use[at[0].ravel()] -= np.count_nonzero(frames, axis=1)
         self.frames[at] = 0
 
     def fill_up(self, page: int, source: int) -> None:

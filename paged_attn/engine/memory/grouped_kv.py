@@ -99,9 +99,11 @@ class GroupedKVManager(KVManager):
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def frames_in_use(self) -> list[int]:
-        """Of each group, how many are mapped."""
-        return np.count_nonzero(self.frames, axis=1).tolist()  # type: ignore[no-any-return]
+    def use_by_retention(self, frame_bytes: int) -> dict[str, tuple[int, int]]:
+        pages: dict[str, int] = {}
+        for group, count in zip(self.groups, self.allocator.in_use.tolist(), strict=True):
+            pages[group.keeps.describe()] = pages.get(group.keeps.describe(), 0) + count
+        return {keeps: (count, count * frame_bytes) for keeps, count in pages.items()}
 
     def adopt_prefix(self, request: Request) -> None:
         self._left_tree[request] = 0

@@ -74,6 +74,10 @@ class KVManager:
         """[groups, pages] where the layers are in groups: see `GroupedAllocator`."""
         return None
 
+    def use_by_retention(self, frame_bytes: int) -> dict[str, tuple[int, int]]:
+        """By what groups of layers keep, in words: pages of the pool that requests and the prefix cache have, and their bytes."""
+        return {}
+
     def shortfall(self, request: Request) -> int:
         """What is lacking for all tokens of a request that has adopted its prefix, in the unit of `gain`; 0 or less: nothing."""
         return self.allocator.pages_for(len(request.tokens)) - request.num_pages - self.num_available

@@ -156,5 +156,6 @@ def test_frames_are_given_back_one_group_at_a_time() -> None:
     (more,) = allocator.allocate(1)
     allocator.fill_up(pages[0], more)
     assert allocator.frames[1, more] == 0 and allocator.frames[:, pages[0]].all()
+    assert allocator.in_use.tolist() == [4, 2]
     allocator.free([*pages, more])
-    assert (allocator.num_free, allocator.num_free_frames) == (3, 6) and not allocator.frames.any()
+    assert (allocator.num_free, allocator.num_free_frames) == (3, 6) and not allocator.frames.any() and not allocator.in_use.any()

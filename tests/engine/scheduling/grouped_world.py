@@ -64,6 +64,7 @@ class GroupedWorld(World):
         allocator = self.kv.allocator
         mapped = allocator.frames[allocator.frames > 0].tolist()
         assert len(set(mapped)) == len(mapped) == allocator.num_frames - 1 - allocator.num_free_frames
+        assert allocator.in_use.tolist() == [int((of_group > 0).sum()) for of_group in allocator.frames]
         assert allocator.num_free_ids + num_held == allocator.num_pages - 1
         assert not any(allocator.frames[:, page].any() for page in allocator._free)
 
