@@ -71,7 +71,7 @@ def build_step(
     num_pages, is_prompt = rows.num_pages[indices], rows.num_tokens[indices] == rows.num_prompt[indices]
     page_table, group_tables = rows.pages.take(indices, axis=0)[:, : num_pages.max(initial=0)], None
     if frames is not None:
-        tables = frames[:, page_table]
+        tables = frames.take(page_table, axis=1)
         page_table, group_tables = tables[0], tables[1:]
     columns = RequestColumns(
         tokens=_tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == under_way),
