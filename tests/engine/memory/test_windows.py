@@ -9,13 +9,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from paged_attn import SamplingParams
+from paged_attn import SamplingParams, explain
+from paged_attn.asynchronous.snapshot import EngineSnapshot
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.memory.grouped_kv import GroupedKVManager
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.steps.step_runner import StepRunner
+from paged_attn.server.logs.metrics import ServerMetrics
 from tests.engine.models import make_engine, make_llm, oracle, random_prompts, run_all, run_past_errors, tiny
 from tests.engine.steps.test_captured_steps import captured_engine, modes_of
 from tests.tiny_models import build
@@ -182,3 +184,20 @@ def test_longer_requests_fit_and_one_that_never_can_is_refused() -> None:
     poison(engine)
     prompt = prompt[:81]
     assert tokens_of(engine, [prompt]) == [oracle(prompt, NEW, model)]
+
+
+def test_explain_and_metrics_tell_what_groups_take() -> None:
+    engine = make_engine(windowed("gemma3_text"), num_pages=40)
+    tokens_of(engine, PROMPTS[:1])
+    kept = 15  # pages of 60 tokens, all cached
+    engine.kv.give_back()  # type: ignore[attr-defined]
+    frame = engine.pool.page_elements * 4
+    now = EngineSnapshot.of(engine)
+    assert engine.pool.parts and now.pages_of["all tokens"] == (kept, kept * frame)
+    windows, nbytes = now.pages_of["window 8"]
+    assert 0 < windows < 2 * kept and nbytes == windows * frame and now.pages_used == 0
+    text = ServerMetrics(lambda: now, lambda: True, 5).text().decode()
+    assert f'paged_attn_kv_group_pages{{keeps="window 8"}} {float(windows)}' in text
+    lines = explain(engine)
+    assert f"layers 2, 5 keep all tokens: {kept} pages" in lines and f"layers 0-1 | 3-4 keep window 8: {windows} pages" in lines
+    assert "a request of 256 tokens takes" in lines
