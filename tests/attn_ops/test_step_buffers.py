@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, ForwardMode
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, ForwardMode, RequestColumns
 from paged_attn.attn_ops.batch.packed_ints import ALIGNMENT
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepBuffers, StepShape
 from paged_attn.attn_ops.context import ForwardContext
@@ -295,3 +295,34 @@ def test_buffers_of_no_size_are_refused(index, name, lowest):
     sizes[index] = lowest - 1
     with pytest.raises(ValueError, match=f"need {name} of {lowest} at least; got {lowest - 1}"):
         StepBuffers(*sizes, "cpu")
+
+
+def test_groups_of_layers_have_slots_and_tables_of_their_own_at_fixed_addresses():
+    """And 0 where a page was given back: of the second group the first one."""
+    fixed, seen = StepBuffers(ROWS, LOGITS, REQUESTS, PAGES, "cpu", num_groups=2), []
+    for cached in (9, 14):
+        columns = RequestColumns.of(some([(cached, 1), (2, 1)]))
+        other = np.where(columns.page_table > 0, columns.page_table + 20, 0)
+        other[0, 0] = 0
+        columns.group_tables = other[None]
+        batch = Batch.build(columns, PAGE_SIZE, shape=StepShape(4, 4, 4), buffers=fixed)
+        first, second = batch.of_group(0), batch.of_group(1)
+        width = columns.page_table.shape[1]
+        assert first.page_table[:2, :width].tolist() == batch.page_table[:2, :width].tolist() == columns.page_table.tolist()
+        assert second.page_table[:2, :width].tolist() == second.page_table_host[:2].tolist() == other.tolist()
+        assert (second.slots - first.slots).tolist() == [20 * PAGE_SIZE] * 2 + [0] * 2
+        assert first.seq_lens is second.seq_lens and not first.groups
+        seen.append([(each.slots.data_ptr(), each.page_table.data_ptr()) for each in batch.groups])
+        assert all(address % ALIGNMENT == 0 for pair in seen[-1] for address in pair[:1])
+    assert seen[0] == seen[1] and [table for _, table in seen[0]] == [table.data_ptr() for table in fixed.page_tables]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_other_groups_than_the_buffers_are_refused(groups):
+    columns = RequestColumns.of(some([(9, 1)]))
+    columns.group_tables = None if groups == 1 else np.stack([columns.page_table] * (groups - 1))
+    fixed = StepBuffers(ROWS, LOGITS, REQUESTS, PAGES, "cpu", num_groups=2)
+    with pytest.raises(
+        ValueError, match="2 groups of layers, and the step has one page table" if groups == 1 else "of 3 groups of layers, but"
+    ):
+        Batch.build(columns, PAGE_SIZE, shape=StepShape(2, 2, 2), buffers=fixed)
