@@ -118,7 +118,7 @@ def test_addresses_and_strides_of_a_decode_step_follow_from_its_shape(steps):
     for requests in steps:
         batch = Batch.build(requests, PAGE_SIZE, shape=shape, buffers=memory)
         found.append((addresses(batch), {name: (t.shape, t.stride()) for name, t in tensors_of(batch).items()}))
-        assert batch.page_table.data_ptr() == memory.page_table.data_ptr() and batch.page_table.stride() == (PAGES, 1)
+        assert batch.page_table.data_ptr() == memory.page_tables[0].data_ptr() and batch.page_table.stride() == (PAGES, 1)
     assert all(one == found[0] for one in found)
 
 
@@ -128,7 +128,7 @@ def test_all_fields_lie_in_the_buffers_and_apart():
     places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors_of(batch).values())
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
     assert len({t.untyped_storage().data_ptr() for t in tensors_of(batch).values()}) == 1
-    assert memory.nbytes == batch.input_ids.untyped_storage().nbytes() + memory.page_table.untyped_storage().nbytes()
+    assert memory.nbytes == batch.input_ids.untyped_storage().nbytes() + memory.page_tables[0].untyped_storage().nbytes()
 
 
 def test_the_largest_step_of_each_kind_fits():
@@ -200,7 +200,7 @@ def test_attention_of_real_rows_is_that_of_the_plain_step(poison, backend):
     for page in set(range(40)) - held:
         pool.key(0)[page] = pool.value(0)[page] = float("nan")
     memory = buffers()
-    memory.page_table.fill_(poison)
+    memory.page_tables[0].fill_(poison)
     rows = {name: torch.randn(6, heads, 8, generator=generator) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
 
     def attend(batch: Batch) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_buffers_too_small_are_refused_and_left_alone(requests, shape, message):
     memory = buffers()
     with pytest.raises(ValueError, match=message):
         Batch.build(requests, PAGE_SIZE, shape=shape, buffers=memory)
-    assert not memory.page_table.any()
+    assert not memory.page_tables[0].any()
 
 
 @pytest.mark.parametrize(
