@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.batch import BatchRequest
+from paged_attn.attn_ops.batch.batch import BatchRequest, RequestColumns
 from paged_attn.engine.engine import Engine
 
 CHUNK = 48  # tokens of a prompt in one step
@@ -21,7 +22,7 @@ def by_engine(engine: Engine, sequences: Sequence[Sequence[int]], decoded: int) 
     counts = [-(-len(tokens) // size) for tokens in sequences]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     tables = [list(range(1 + end - count, 1 + end)) for count, end in zip(counts, ends, strict=True)]
-    assert ends[-1] < engine.pool.num_pages, f"the pool needs {ends[-1] + 1} pages"
+    assert ends[-1] * max(len(engine.pool.groups), 1) < engine.pool.num_pages, f"the pool needs {ends[-1] + 1} pages"
     done, found = [0] * len(sequences), [list[Tensor]() for _ in sequences]
     while any(count < len(tokens) for count, tokens in zip(done, sequences, strict=True)):
         requests, wanted = [], []
@@ -34,10 +35,22 @@ def by_engine(engine: Engine, sequences: Sequence[Sequence[int]], decoded: int) 
             wanted += [i] * (end >= prompt)
             done[i] = end
         with torch.no_grad():
-            logits = engine.steps.run(engine.steps.prepare(requests)).logits
+            logits = engine.steps.run(engine.steps.prepare(_columns(requests, engine))).logits
         for i, row in zip(wanted, logits.float().clone(), strict=True):
             found[i].append(row)
     return [torch.stack(rows) for rows in found]
+
+
+def _columns(requests: Sequence[BatchRequest], engine: Engine) -> RequestColumns:
+    """With layers in groups, a page of a request is a page of the pool in each, and page 0 where no token to come sees it."""
+    columns, groups, size = RequestColumns.of(requests), engine.pool.groups, engine.config.page_size
+    if groups:
+        table, column = columns.page_table, np.arange(columns.page_table.shape[1])
+        tables = np.stack([np.where(table > 0, (table - 1) * len(groups) + index + 1, 0) for index in range(len(groups))])
+        for group, of_group in zip(groups, tables, strict=True):
+            of_group[column < group.keeps.first(columns.num_cached)[:, None] // size] = 0
+        columns.page_table, columns.group_tables = tables[0], tables[1:]
+    return columns
 
 
 def by_model(model: Any, sequences: Sequence[Sequence[int]], decoded: int) -> list[Tensor]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,14 @@ class ForwardMode(enum.Enum):
     DRAFT_EXTEND = "draft_extend"
 
 
+class GroupTable(NamedTuple):
+    """Where a group of layers has the step's tokens: slots [T] int64, page_table [R, max_pages] int32 and its mirror on the host."""
+
+    slots: Tensor
+    page_table: Tensor
+    page_table_host: NDArray[np.int32]
+
+
 @dataclass(frozen=True)
 class Batch:
     """R requests in one row of T tokens; rows at and past `num_tokens` are padding.
@@ -40,6 +48,8 @@ class Batch:
     page_table_host mirrors the columns of page_table that this step fills, where the batch was built here; do not write to it.
     lora_slots [T] and lora_logits_slots [N] int32, of each row and of each row of logits its adapter or -1, where the graph has adapters.
     checkpoints: of requests by index, which of their recurrent states on the way are kept.
+    groups: of a pool with groups of layers, of each its own slots and tables; those of the first are the batch's. A table has page 0 where
+    a page was given back, as no query of the step sees its tokens.
     The last `num_dummies` requests are padding: token 0 at position 0 in slot 0, seq_len 1; `num_tokens` and `num_logits` count them.
     """
 
@@ -64,6 +74,11 @@ class Batch:
     lora_slots: Tensor | None = None
     lora_logits_slots: Tensor | None = None
     checkpoints: Mapping[int, Sequence[StateCheckpoint]] = field(default_factory=dict)
+    groups: tuple[GroupTable, ...] = ()
+
+    def of_group(self, index: int) -> Batch:
+        """The step as the layers of a group see it."""
+        return replace(self, groups=(), **self.groups[index]._asdict())
 
     @property
     def num_requests(self) -> int:
@@ -95,7 +110,7 @@ class Batch:
             shape: pad to this; by default to MIN_ROWS rows and logits. With `shape.requests` every request must be a decode step
                 with one logit, dummies follow, and the batch decodes, even if it is dummies only.
             buffers: where the tensors shall lie, at addresses that follow from the shape; the batch before this one is overwritten.
-                With `shape.requests` page_table is rows of `buffers.page_table`, all its columns.
+                With `shape.requests` page tables are rows of `buffers.page_tables`, all their columns.
 
         Raises:
             ValueError: a request without tokens, with too few pages, with page 0, with a negative `num_cached`, or that wants more
@@ -117,16 +132,25 @@ class Batch:
         shape.check(num_tokens, num_logits, num_real)
 
         width, num_dummies = columns.page_table.shape[1], (shape.requests or num_real) - num_real
-        num_requests = num_real + num_dummies
+        num_requests, others = num_real + num_dummies, columns.group_tables
+        num_groups = (1 if others is None else 1 + len(others)) if buffers is None else buffers.num_groups
         if buffers is None:
-            packed = PackedInts(*fields(shape, num_requests, width), device)
+            packed = PackedInts(*fields(shape, num_requests, width, num_groups), device)
         else:
             packed = buffers.pack(shape, num_requests, width)
-        ids, positions, slots, logits_rows, seq_lens_out, query_lens_out, query_start, state_slots, flat_table = packed.host
-        full_table = flat_table.reshape(num_requests, width)
-        table = full_table[:num_real]
+        ids, positions, logits_rows, *rest = packed.host
+        slots, (seq_lens_out, query_lens_out, query_start, state_slots, *flat_tables) = rest[:num_groups], rest[num_groups:]
+        full_tables = [flat.reshape(num_requests, width) for flat in flat_tables]
+        table = full_tables[0][:num_real]
         ids[:num_tokens], table[:] = columns.tokens, columns.page_table
-        if np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
+        if others is not None:
+            if len(others) != num_groups - 1:
+                raise ValueError(f"the step has page tables of {1 + len(others)} groups of layers, but the buffers {num_groups}")
+            for full_table, other in zip(full_tables[1:], others, strict=True):
+                full_table[:num_real] = other
+        elif num_groups > 1 and num_real:
+            raise ValueError(f"the buffers are for {num_groups} groups of layers, and the step has one page table; give `group_tables`")
+        elif np.count_nonzero(table > 0) < counts.sum() and ((table < 1) & (np.arange(width) < need[:, None])).any():
             refuse(columns.rows(), page_size)
 
         seq_lens_out[:num_real], query_lens_out[:num_real], state_slots[:num_real] = seq_lens, new, columns.state_slots
@@ -141,17 +165,20 @@ class Batch:
             query_start[1:] = ends
         positions[:num_tokens] = position
         page = position // page_size
-        slots[:num_tokens] = (table[owner, page] - page) * page_size + position
+        for group_slots, full_table in zip(slots, full_tables, strict=True):
+            group_slots[:num_tokens] = (full_table[owner, page] - page) * page_size + position
         if num_logits:
             logits_rows[:num_logits] = last
             logits_rows[num_logits:] = last[-1]
         if num_dummies:
             seq_lens_out[num_real:] = query_lens_out[num_real:] = 1
             logits_rows[:] = np.arange(num_requests)
-        input_ids, position_ids, slot_ids, rows, *lengths, flat_pages = packed.to_device()
-        page_table = flat_pages.view(num_requests, width)
+        input_ids, position_ids, rows, *device_rest = packed.to_device()
+        slot_ids, lengths = device_rest[:num_groups], device_rest[num_groups : num_groups + 4]
+        tables = [flat.view(num_requests, width) for flat in device_rest[num_groups + 4 :]]
         if buffers is not None and shape.requests is not None:
-            page_table = buffers.place_table(page_table)
+            tables = [buffers.place_table(each, group) for group, each in enumerate(tables)]
+        groups = tuple(map(GroupTable, slot_ids, tables, full_tables)) if num_groups > 1 else ()
         return cls(
             mode=ForwardMode.DECODE if shape.requests is not None else mode_of(cached, new),
             page_size=page_size,
@@ -159,8 +186,8 @@ class Batch:
             num_logits=num_logits + num_dummies,
             input_ids=input_ids,
             positions=position_ids,
-            slots=slot_ids,
-            page_table=page_table,
+            slots=slot_ids[0],
+            page_table=tables[0],
             seq_lens=lengths[0],
             query_lens=lengths[1],
             query_start=lengths[2],
@@ -169,9 +196,10 @@ class Batch:
             seq_lens_host=(*seq_lens.tolist(), *(1,) * num_dummies),
             query_lens_host=(1,) * num_requests if one_each else tuple(new.tolist()),
             state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),
-            page_table_host=full_table,
+            page_table_host=full_tables[0],
             num_dummies=num_dummies,
             checkpoints=columns.checkpoints,
+            groups=groups,
         )
 
     def model_inputs(self) -> dict[str, Any]:

@@ -49,9 +49,14 @@ class RequestColumns:
         num_pages, num_cached, num_new, num_logits, state_slots: [R] int64.
         lora_slots: [R] int64, of each request its adapter or -1; None if none has any.
         checkpoints: by index, of those requests that have any.
+        group_tables: [groups - 1, R, width] int32, the page tables of the groups of layers after the first; None without groups. Where
+            there are any, `page_table` and these have 0 for pages that were given back, whose tokens no query of the step sees.
     """
 
-    __slots__ = ("checkpoints", "lora_slots", "num_cached", "num_logits", "num_new", "num_pages", "page_table", "state_slots", "tokens")
+    __slots__ = (
+        "checkpoints", "group_tables", "lora_slots", "num_cached", "num_logits", "num_new", "num_pages", "page_table", "state_slots",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -64,10 +69,11 @@ class RequestColumns:
         state_slots: NDArray[np.int64],
         lora_slots: NDArray[np.int64] | None = None,
         checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
+        group_tables: NDArray[np.int32] | None = None,
     ) -> None:
         self.tokens, self.page_table, self.num_pages, self.num_cached = tokens, page_table, num_pages, num_cached
         self.num_new, self.num_logits, self.state_slots, self.lora_slots = num_new, num_logits, state_slots, lora_slots
-        self.checkpoints = checkpoints or {}
+        self.checkpoints, self.group_tables = checkpoints or {}, group_tables
 
     @classmethod
     def of(cls, requests: Sequence[BatchRequest] | RequestColumns) -> RequestColumns:

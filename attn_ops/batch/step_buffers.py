@@ -50,37 +50,40 @@ class StepBuffers:
     """Device memory of steps, whose addresses captured graphs keep. A step overwrites the one before.
 
     Use it on one stream, the one that runs the graphs: nothing else orders the copies after the work that reads them.
-    Every field lies where the step's shape alone puts it; the page table of a step with dummies is rows of `page_table`.
+    Every field lies where the step's shape alone puts it; the page tables of a step with dummies are rows of `page_tables`.
 
     Attributes:
-        page_table: [max_requests, max_pages] int32. Columns past those of a step hold pages of earlier steps.
+        page_tables: of each group of layers [max_requests, max_pages] int32. Columns past those of a step hold pages of earlier steps.
         nbytes: of device memory, all together.
 
     Args:
         max_rows, max_logits: the largest `StepShape.rows` and `.logits`.
         max_requests: of a step, dummies included.
         max_pages: of a request.
+        num_groups: of layers with page tables of their own.
 
     Raises:
         ValueError: a size below 1, or fewer rows or logits than MIN_ROWS.
     """
 
-    def __init__(self, max_rows: int, max_logits: int, max_requests: int, max_pages: int, device: torch.device | str) -> None:
+    def __init__(
+        self, max_rows: int, max_logits: int, max_requests: int, max_pages: int, device: torch.device | str, num_groups: int = 1
+    ) -> None:
         sizes = {"max_rows": max_rows, "max_logits": max_logits, "max_requests": max_requests, "max_pages": max_pages}
         for name, lowest in zip(sizes, (MIN_ROWS, MIN_ROWS, 1, 1), strict=True):
             if sizes[name] < lowest:
                 raise ValueError(f"step buffers need {name} of {lowest} at least; got {sizes[name]}")
         self.max_rows, self.max_logits, self.max_requests, self.max_pages = sizes.values()
-        self._room = max_requests + 1
-        size = words(*fields(StepShape(max_rows, max_logits), max_requests, max_pages), room=self._room)
+        self._room, self.num_groups = max_requests + 1, num_groups
+        size = words(*fields(StepShape(max_rows, max_logits), max_requests, max_pages, num_groups), room=self._room)
         self._ints = IntBuffer(size, device)
         with torch.inference_mode(False):  # as IntBuffer
-            self.page_table = torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device)
-        self._corner = _corners(self.page_table)
+            self.page_tables = [torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device) for _ in range(num_groups)]
+        self._corners = [_corners(table) for table in self.page_tables]
 
     @property
     def nbytes(self) -> int:
-        return self._ints.ints.nbytes + self.page_table.nbytes
+        return self._ints.ints.nbytes + sum(table.nbytes for table in self.page_tables)
 
     def pack(self, shape: StepShape, num_requests: int, num_pages: int) -> PackedInts:
         """Host memory for a step with a page table [num_requests, num_pages], to be copied to these buffers.
@@ -100,11 +103,11 @@ class StepBuffers:
                     f"the step has {got} {what}{per}, but its buffers were made for max_{what}={allowed}; "
                     "make larger StepBuffers, or run this step without them"
                 )
-        return PackedInts(*fields(shape, num_requests, num_pages), into=self._ints, room=self._room)
+        return PackedInts(*fields(shape, num_requests, num_pages, self.num_groups), into=self._ints, room=self._room)
 
-    def place_table(self, table: Tensor) -> Tensor:
-        """Copy `table` [R, width] into the corner of `page_table`, on the device, and return its first R rows."""
-        rows, corner = self._corner(*table.shape)
+    def place_table(self, table: Tensor, group: int = 0) -> Tensor:
+        """Copy `table` [R, width] into the corner of a group's page table, on the device, and return its first R rows."""
+        rows, corner = self._corners[group](*table.shape)
         corner.copy_(table)
         return rows
 
@@ -121,8 +124,9 @@ def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
     return corner
 
 
-def fields(shape: StepShape, num_requests: int, num_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of a step's int64 fields (input_ids, positions, slots, logits_rows) and int32 fields (seq_lens, query_lens,
-    query_start, state_slots, page_table). The table comes last: its width changes from step to step."""
+def fields(shape: StepShape, num_requests: int, num_pages: int, num_groups: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of a step's int64 fields (input_ids, positions, logits_rows, slots of each group) and int32 fields (seq_lens,
+    query_lens, query_start, state_slots, page_table of each group). Tables come last: their width changes from step to step."""
     lengths = (num_requests, num_requests, num_requests + 1, num_requests)
-    return (shape.rows, shape.rows, shape.rows, shape.logits), (*lengths, num_requests * num_pages)
+    wide = (shape.rows, shape.rows, shape.logits, *(shape.rows,) * num_groups)
+    return wide, (*lengths, *(num_requests * num_pages,) * num_groups)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paged_attn.attn_ops.kv.layer_groups import LayerGroup, page_bytes_ratio
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 
@@ -17,11 +18,17 @@ class KVPool:
     A page holds, for each such layer, K [page_size, kv_heads, qk_head_dim] and then V [page_size, kv_heads, v_head_dim]; of a layer with a
     latent one row per token [page_size, 1, qk_head_dim], whose first v_head_dim elements are `value(i)`.
     `key(i)` and `value(i)` are views [num_pages, page_size, kv_heads, head_dim] with the page stride of the whole allocation.
+    With groups of layers a page holds those of any one group, so that layers of different groups lie in the same bytes of different pages.
 
     Args:
         layers: one spec per attention layer, in layer-id order; none for a model that has recurrent layers only, whose pages hold nothing.
         num_pages: page 0 included, so that `num_pages - 1` are usable.
         dtype: KV element type; the model's by default choice of the caller.
+        groups: layers with page tables of their own (`group_layers`); none: one table for all.
+        within: a pool whose memory and pages this one has, for some of its layers.
+
+    Attributes:
+        parts: of each group, a pool of its layers alone, counted from 0, in the same memory.
 
     Raises:
         ValueError: fewer than two pages, a page size below 1, or a layer that shares KV it can not read.
@@ -34,6 +41,8 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        groups: Sequence[LayerGroup] = (),
+        within: KVPool | None = None,
     ) -> None:
         if num_pages < 2 or page_size < 1:
             raise ValueError(
@@ -42,24 +51,39 @@ class KVPool:
             )
         self.layers = tuple(layers)
         self.num_pages, self.page_size = num_pages, page_size
-        self.page_elements = page_elements(self.layers, page_size)
-        self.storage = torch.zeros(num_pages * self.page_elements, dtype=dtype, device=device)
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self.groups = tuple(groups)
+        if within is None:
+            self.page_elements = page_elements(self.layers, page_size, groups)
+            self.storage = torch.zeros(num_pages * self.page_elements, dtype=dtype, device=device)
+        else:
+            self.page_elements, self.storage = within.page_elements, within.storage
+        self.parts = tuple(KVPool(g.specs(self.layers), num_pages, page_size, dtype, device, within=self) for g in self.groups)
+        if self.groups:
+            views = {layer: (part, index) for g, part in zip(groups, self.parts, strict=True) for index, layer in enumerate(g.layers)}
+            self._keys = [views[layer][0].key(views[layer][1]) for layer in range(len(self.layers))]
+            self._values = [views[layer][0].value(views[layer][1]) for layer in range(len(self.layers))]
+        else:
+            self._keys, self._values = self._views()
+
+    def _views(self) -> tuple[list[Tensor], list[Tensor]]:
+        page_size = self.page_size
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         offset = 0
         for index, spec in enumerate(self.layers):
             if spec.kv_layer != index:
                 _check_shared(self.layers, index)
-                self._keys.append(self._keys[spec.kv_layer])
-                self._values.append(self._values[spec.kv_layer])
+                keys.append(keys[spec.kv_layer])
+                values.append(values[spec.kv_layer])
                 continue
             if isinstance(spec, LatentSpec):
-                self._keys.append(self._view(spec.num_kv_heads, spec.qk_head_dim, offset))
-                self._values.append(self._keys[-1][..., : spec.v_head_dim])
+                keys.append(self._view(spec.num_kv_heads, spec.qk_head_dim, offset))
+                values.append(keys[-1][..., : spec.v_head_dim])
             else:
-                self._keys.append(self._view(spec.num_kv_heads, spec.qk_head_dim, offset))
-                self._values.append(self._view(spec.num_kv_heads, spec.v_head_dim, offset + self._keys[-1][0].numel()))
+                keys.append(self._view(spec.num_kv_heads, spec.qk_head_dim, offset))
+                values.append(self._view(spec.num_kv_heads, spec.v_head_dim, offset + keys[-1][0].numel()))
             offset += page_size * spec.kv_elements
+        return keys, values
 
     def _view(self, heads: int, dim: int, offset: int) -> Tensor:
         shape = (self.num_pages, self.page_size, heads, dim)
@@ -86,10 +110,9 @@ class KVPool:
         return self.storage.numel() * self.storage.element_size()
 
 
-def page_elements(layers: Sequence[AttentionSpec], page_size: int) -> int:
-    """Elements in one page over all layers that own KV."""
-    owners = (spec for index, spec in enumerate(layers) if spec.kv_layer == index)
-    return sum(page_size * spec.kv_elements for spec in owners)
+def page_elements(layers: Sequence[AttentionSpec], page_size: int, groups: Sequence[LayerGroup] = ()) -> int:
+    """Elements in one page over all layers that own KV, or over those of the largest group."""
+    return page_size * page_bytes_ratio(layers, groups)[1]
 
 
 def _check_shared(layers: Sequence[AttentionSpec], index: int) -> None:

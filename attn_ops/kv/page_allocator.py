@@ -91,8 +91,8 @@ class PageAllocator:
         """
         if n < 0:
             raise ValueError(f"asked to allocate {n} pages, but the count must be 0 or more; use free() to return pages")
-        if n > len(self._free):
-            raise OutOfPages(n, len(self._free))
+        if n > self.num_free:
+            raise OutOfPages(n, self.num_free)
         split = len(self._free) - n
         pages = self._free[split:][::-1]
         del self._free[split:]

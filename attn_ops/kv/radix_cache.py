@@ -9,7 +9,7 @@ Lock a match before anything that may evict: until then its pages can be freed u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from paged_attn.attn_ops.kv.eviction import DEFAULT_POLICY, EvictionPolicy, EvictionQueue
@@ -103,20 +103,44 @@ class RadixCache:
 
     def num_cached(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None, *, with_payload: bool = False) -> int:
         """How many of the first `limit` tokens `match` would find, or `cut_to_payload` would leave of it; marks nothing as used."""
-        limit = len(tokens) if limit is None else limit
-        node = self._roots.get(namespace)
         position = found = 0
+        for node, shared in self._path(tokens, namespace, len(tokens) if limit is None else limit):
+            position += shared * self.page_size
+            if not with_payload or (shared == len(node.pages) and node.payload is not None):
+                found = position
+        return found
+
+    def peek(self, tokens: list[int], namespace: Hashable = None, limit: int | None = None) -> tuple[list[int], list[int]]:
+        """The pages that `match` would find for the first `limit` tokens, and after how many of them a payload lies; marks nothing."""
+        pages: list[int] = []
+        payloads = []
+        for node, shared in self._path(tokens, namespace, len(tokens) if limit is None else limit):
+            pages += node.pages[:shared]
+            if shared == len(node.pages) and node.payload is not None:
+                payloads.append(len(pages))
+        return pages, payloads
+
+    def _path(self, tokens: list[int], namespace: Hashable, limit: int) -> Iterator[tuple[RadixNode, int]]:
+        """Down from the root, nodes that the first `limit` tokens go through, and how many pages of each."""
+        node, position = self._roots.get(namespace), 0
         while node is not None and position + self.page_size <= limit:
             node = node.children.get(tuple(tokens[position : position + self.page_size]))
-            if node is not None:
-                shared = min(node.shared_pages(tokens, position, self.page_size), (limit - position) // self.page_size)
-                position += shared * self.page_size
-                ends_here = shared == len(node.pages)
-                if not with_payload or (ends_here and node.payload is not None):
-                    found = position
-                if not ends_here:
-                    break
-        return found
+            if node is None:
+                return
+            shared = min(node.shared_pages(tokens, position, self.page_size), (limit - position) // self.page_size)
+            position += shared * self.page_size
+            yield node, shared
+            if shared < len(node.pages):
+                return
+
+    def nodes(self) -> Iterator[tuple[RadixNode, int]]:
+        """All nodes but the roots, in no order, and after how many pages of a prefix each ends."""
+        stack = [(root, 0) for root in self._roots.values()]
+        while stack:
+            node, end = stack.pop()
+            for child in node.children.values():
+                stack.append((child, end + len(child.pages)))
+                yield stack[-1]
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], namespace: Hashable = None) -> Inserted:
         """Caches the whole pages of `tokens`; a partial last page is ignored.

@@ -165,8 +165,10 @@ def _extend_gather(plan: Plan, request: int, spec: AttentionSpec) -> Gather:
     if cached is None:
         device = plan.batch.slots.device
         end = plan.batch.seq_lens_host[request]
-        position = torch.arange(end - plan.batch.query_lens_host[request], end, device=device)[:, None]
-        seen = torch.arange(end, device=device)
+        start = end - plan.batch.query_lens_host[request]
+        position = torch.arange(start, end, device=device)[:, None]
+        begin = int(_first_visible(torch.tensor(start), spec))  # pages before may be gone
+        seen = torch.arange(begin, end, device=device)
         visible = seen >= _first_visible(position, spec)
         if spec.causal:
             visible = visible & (seen <= _last_visible(position, spec))

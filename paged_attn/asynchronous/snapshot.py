@@ -15,6 +15,7 @@ class EngineSnapshot:
     Attributes:
         pages_used: held by requests. pages_cached: held by the prefix cache alone, to be evicted when needed.
         waiting_of: how many of each tenant wait.
+        pages_of: of layers with page tables of their own, by what they keep, pages in use and their bytes.
         snapshots: recurrent states at the ends of cached prefixes; snapshot_bytes: their memory.
         tokens_without_state: prompt tokens that the prefix cache had, of no use as no recurrent state was kept there.
         prompt_tokens: computed; cached_tokens: taken from the prefix cache instead.
@@ -34,10 +35,11 @@ class EngineSnapshot:
     new_tokens: int = 0
     preemptions: int = 0
     waiting_of: Mapping[Hashable, int] = field(default_factory=dict)
+    pages_of: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, engine: Engine) -> EngineSnapshot:
-        kv, stats, scheduler = engine.kv, engine.stats, engine.scheduler
+        kv, stats, scheduler, pool = engine.kv, engine.stats, engine.scheduler, engine.pool
         return cls(
             running=len(scheduler.running), waiting=len(scheduler.waiting), pages_total=kv.num_usable,
             pages_used=kv.num_usable - kv.num_available, pages_cached=kv.num_available - kv.allocator.num_free,
@@ -45,4 +47,5 @@ class EngineSnapshot:
             tokens_without_state=scheduler.stats.prompt_tokens_without_state, steps=stats.steps,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,
             preemptions=scheduler.num_preemptions, waiting_of=dict(scheduler.waiting.count_of),
+            pages_of=kv.use_by_retention(pool.page_elements * pool.dtype.itemsize),
         )  # fmt: skip

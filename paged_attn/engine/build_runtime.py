@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.layer_groups import LayerGroup
 from paged_attn.attn_ops.ops.experts import use_experts
 from paged_attn.attn_ops.ops.linears.linear import use_one_row_kernel
 from paged_attn.attn_ops.ops.linears.lora import use_lora
 from paged_attn.attn_ops.ops.routing import use_route
+from paged_attn.backends.attention.by_group import by_group
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.latents import serves_latents
@@ -26,6 +28,7 @@ from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.lora.lora_check import check_adapters
 from paged_attn.engine.lora.lora_runner import LoraRunner
 from paged_attn.engine.lora.lora_slots import LoraSlots
+from paged_attn.engine.memory.grouped_kv import num_page_ids
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.runners.patched_runner import PatchedRunner
@@ -139,6 +142,7 @@ def ready_to_step(
     num_pages: Callable[[int], int],
     recurrent: RecurrentRunner | None,
     recorder: Recorder | None,
+    groups: Sequence[LayerGroup] = (),
 ) -> tuple[StepRunner, StepRunner | None, KVPool, Selection]:
     """Capture the pieces, measure what full graphs will take, make the pool from what is left, and capture the full graphs on it.
 
@@ -146,6 +150,7 @@ def ready_to_step(
         with_adapters: what runs steps in which a request has an adapter; it gets graphs of its own, under a budget of its own.
         num_pages: how many pages the pool has if so many bytes are kept free.
         recorder: None makes CUDA graphs on a GPU and nothing elsewhere.
+        groups: layers with page tables of their own.
     """
     if recorder is None and runner.device.type == "cuda":
         recorder = CudaRecorder(runner.device)
@@ -158,26 +163,33 @@ def ready_to_step(
     tail = greedy_sample if config.graph_sampling else None
 
     def select(pool: KVPool) -> Selection:
-        return select_for_pool(
+        selection = select_for_pool(
             config.backend, pool, runner.dtype, deterministic=config.deterministic, speculative=config.speculative_backend
         )
+        return replace(selection, backend=by_group(selection.backend, pool))
 
-    settings, max_pages = capture_settings(config, runner.one_row), _max_pages(runner, config, num_pages)
-    steps = StepRunner(runner, settings, recorder, config.page_size, max_pages, recurrent, tail)
+    def make_pool(pages: int) -> KVPool:
+        return KVPool(runner.layers, pages, config.page_size, runner.dtype, runner.device, groups)
+
+    settings, max_pages = capture_settings(config, runner.one_row), _max_pages(runner, config, num_pages, groups)
+    num_groups = max(len(groups), 1)
+    steps = StepRunner(runner, settings, recorder, config.page_size, max_pages, recurrent, tail, num_groups=num_groups)
     lora_steps = None
     if with_adapters is not None:
         settings = capture_settings(config, with_adapters.one_row)
         slots = LoraSlots(max(settings.max_rows, settings.max_requests), settings.max_requests, runner.device)
-        lora_steps = StepRunner(with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, slots)
+        lora_steps = StepRunner(
+            with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, slots, num_groups
+        )
     both = [steps] if lora_steps is None else [steps, lora_steps]
     kept_free = 0
     for each in both:
         if each.graphs is not None:
-            scratch = KVPool(runner.layers, SCRATCH_PAGES, config.page_size, runner.dtype, runner.device)
+            scratch = make_pool(SCRATCH_PAGES)
             each.use(scratch, select(scratch).backend)
             each.capture_pieces(show_progress(each.graphs, "piecewise" if each is steps else "piecewise, with adapters"))
             kept_free += each.full_bytes()
-    pool = KVPool(runner.layers, num_pages(kept_free), config.page_size, runner.dtype, runner.device)
+    pool = make_pool(num_pages(kept_free))
     selection = select(pool)
     if with_adapters is not None and config.self_check:
         check_adapters(with_adapters, pool, selection.backend)
@@ -204,8 +216,8 @@ def capture_settings(config: EngineConfig, one_row: bool) -> CaptureSettings:
     )
 
 
-def _max_pages(runner: Runner, config: EngineConfig, num_pages: Callable[[int], int]) -> int:
+def _max_pages(runner: Runner, config: EngineConfig, num_pages: Callable[[int], int], groups: Sequence[LayerGroup]) -> int:
     """Of one request: as the model's positions allow, or all of the pool."""
     if runner.max_positions is not None:
         return -(-runner.max_positions // config.page_size)
-    return max(num_pages(0) - 1, 1)
+    return max((num_page_ids(groups, num_pages(0)) if groups else num_pages(0)) - 1, 1)

@@ -63,6 +63,9 @@ class EngineConfig:
         "state_snapshots; 0: none",
         0,
     )
+    layer_groups: bool = _advanced(
+        True, "layers with a window or chunks have page tables of their own and give back pages that no token to come sees"
+    )
     prefix_cache: bool = _setting(True, "reuse the KV of shared prefixes")
     backend: str = _setting("auto", "attention backend: auto, a name that `paged-attn backends` lists, or two as prefill,decode")
     experts_backend: str = _advanced("auto", "what computes layers of experts: auto, or a name that `paged-attn backends` lists for them")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import RequestColumns
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.layer_groups import group_layers
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.calling.compiled_calls import uncompiled
@@ -26,7 +27,7 @@ from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
-from paged_attn.engine.memory.kv_manager import KVManager
+from paged_attn.engine.memory.grouped_kv import kv_manager
 from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, pool_pages
 from paged_attn.engine.output_processor import OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
@@ -102,21 +103,23 @@ class Engine:
         self.states = StatePool(recurrent, slots.total, device) if recurrent else None
         states = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
         state_bytes = self.states.nbytes if self.states else 0
+        grouped = self.config.layer_groups and self.pooler is None
+        groups = group_layers(layers, limits.max_positions, self.config.page_size) if grouped else ()
 
         def num_pages(kept_free: int) -> int:
-            return pool_pages(self.config, layers, self.runner.dtype, device, state_bytes, kept_free)
+            return pool_pages(self.config, layers, self.runner.dtype, device, state_bytes, kept_free, groups)
 
         with_adapters = lora_runner(self.runner, self.config)
         self.adapters = None if with_adapters is None else with_adapters.adapters
         self.steps, self.lora_steps, self.pool, self.selection = ready_to_step(
-            self.runner, with_adapters, self.config, num_pages, states, recorder
+            self.runner, with_adapters, self.config, num_pages, states, recorder, groups
         )
         if self.states and self.config.prefix_cache and not slots.snapshots:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         interval = self.config.snapshot_interval if takes_chunks else 0  # else all that follows one runs token by token
-        self.kv = KVManager(self.pool.num_pages, self.config.page_size, self.config.prefix_cache, slots, self.states, interval)
+        self.kv = kv_manager(self.config, groups, self.pool.num_pages, slots, self.states, interval)
         self.input_processor = InputProcessor(
-            limits, self.kv.num_usable, self.config.page_size, tokenizer, self.states is not None, defaults,
+            limits, self.kv.longest, self.config.page_size, tokenizer, self.states is not None, defaults,
             None if self.is_causal else self.config.step_tokens,
         )  # fmt: skip
         width = limits.vocab_size if self.pooler is None else self.pooler.body.width
@@ -345,7 +348,9 @@ class Engine:
         running, requests = self.scheduler.running, scheduled.requests
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
         checkpoints = self.kv.take_checkpoints(requests, scheduled.counts.tolist()) if self.states is not None else {}
-        parts, columns = build_step(scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None, checkpoints)
+        parts, columns = build_step(
+            scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None, checkpoints, self.kv.frames
+        )
         self.last_scheduled = requests
         steps = self.steps
         if self.lora_steps is not None and columns.lora_slots is not None and columns.lora_slots.max() >= 0:
@@ -410,7 +415,7 @@ class Engine:
         with self.kv.advanced_states(requests):
             for request in requests:
                 self.sampler.forget(request.sampling)
-                if self.states is not None and (request.num_cached or request.snapshots):
+                if not self.kv.can_go_on(request):
                     self.scheduler.preempt(request)
 
     def due_events(self) -> TokenEvents:

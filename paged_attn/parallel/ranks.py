@@ -104,5 +104,7 @@ class Ranks:
 def _signature(columns: RequestColumns) -> bytes:
     """All that a step depends on, apart from pages before a request's last one: those were in the signatures of earlier steps."""
     last_pages = columns.page_table[np.arange(len(columns)), columns.num_pages - 1]
+    if columns.group_tables is not None:
+        last_pages = np.append(last_pages, columns.group_tables[:, np.arange(len(columns)), columns.num_pages - 1])
     numbers = (columns.num_cached, columns.num_logits, columns.num_new, columns.num_pages, last_pages, columns.tokens)
     return np.concatenate(numbers).tobytes()

@@ -101,6 +101,7 @@ class GraphExplanation:
 class Explanation:
     """A model's graphs, oldest first, and the backend: its name (None if there is none) and the words for why.
 
+    pages: lines about layers with page tables of their own.
     capture: lines about which steps run through captured graphs.
     """
 
@@ -109,6 +110,7 @@ class Explanation:
     backend: str | None
     backend_reason: str
     capture: tuple[str, ...] = ()
+    pages: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Lines for a terminal."""
@@ -134,7 +136,7 @@ class Explanation:
                 f"  passes       {total:.3f} s: {passes}",
             ]
         lines.append(f"  backend      {self.backend_reason}")
-        lines += self.capture
+        lines += [*self.pages, *self.capture]
         other = ", for calls of another form" if paged else ""
         lines += [f"  not paged    a graph of {g.nodes_before} nodes{other}: {g.not_paged}" for g in self.graphs if g.not_paged]
         return "\n".join(lines)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, ForwardMode
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, ForwardMode, RequestColumns
 from paged_attn.attn_ops.batch.packed_ints import ALIGNMENT
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepBuffers, StepShape
 from paged_attn.attn_ops.context import ForwardContext
@@ -118,7 +118,7 @@ def test_addresses_and_strides_of_a_decode_step_follow_from_its_shape(steps):
     for requests in steps:
         batch = Batch.build(requests, PAGE_SIZE, shape=shape, buffers=memory)
         found.append((addresses(batch), {name: (t.shape, t.stride()) for name, t in tensors_of(batch).items()}))
-        assert batch.page_table.data_ptr() == memory.page_table.data_ptr() and batch.page_table.stride() == (PAGES, 1)
+        assert batch.page_table.data_ptr() == memory.page_tables[0].data_ptr() and batch.page_table.stride() == (PAGES, 1)
     assert all(one == found[0] for one in found)
 
 
@@ -128,7 +128,7 @@ def test_all_fields_lie_in_the_buffers_and_apart():
     places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors_of(batch).values())
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
     assert len({t.untyped_storage().data_ptr() for t in tensors_of(batch).values()}) == 1
-    assert memory.nbytes == batch.input_ids.untyped_storage().nbytes() + memory.page_table.untyped_storage().nbytes()
+    assert memory.nbytes == batch.input_ids.untyped_storage().nbytes() + memory.page_tables[0].untyped_storage().nbytes()
 
 
 def test_the_largest_step_of_each_kind_fits():
@@ -200,7 +200,7 @@ def test_attention_of_real_rows_is_that_of_the_plain_step(poison, backend):
     for page in set(range(40)) - held:
         pool.key(0)[page] = pool.value(0)[page] = float("nan")
     memory = buffers()
-    memory.page_table.fill_(poison)
+    memory.page_tables[0].fill_(poison)
     rows = {name: torch.randn(6, heads, 8, generator=generator) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
 
     def attend(batch: Batch) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_buffers_too_small_are_refused_and_left_alone(requests, shape, message):
     memory = buffers()
     with pytest.raises(ValueError, match=message):
         Batch.build(requests, PAGE_SIZE, shape=shape, buffers=memory)
-    assert not memory.page_table.any()
+    assert not memory.page_tables[0].any()
 
 
 @pytest.mark.parametrize(
@@ -295,3 +295,34 @@ def test_buffers_of_no_size_are_refused(index, name, lowest):
     sizes[index] = lowest - 1
     with pytest.raises(ValueError, match=f"need {name} of {lowest} at least; got {lowest - 1}"):
         StepBuffers(*sizes, "cpu")
+
+
+def test_groups_of_layers_have_slots_and_tables_of_their_own_at_fixed_addresses():
+    """And 0 where a page was given back: of the second group the first one."""
+    fixed, seen = StepBuffers(ROWS, LOGITS, REQUESTS, PAGES, "cpu", num_groups=2), []
+    for cached in (9, 14):
+        columns = RequestColumns.of(some([(cached, 1), (2, 1)]))
+        other = np.where(columns.page_table > 0, columns.page_table + 20, 0)
+        other[0, 0] = 0
+        columns.group_tables = other[None]
+        batch = Batch.build(columns, PAGE_SIZE, shape=StepShape(4, 4, 4), buffers=fixed)
+        first, second = batch.of_group(0), batch.of_group(1)
+        width = columns.page_table.shape[1]
+        assert first.page_table[:2, :width].tolist() == batch.page_table[:2, :width].tolist() == columns.page_table.tolist()
+        assert second.page_table[:2, :width].tolist() == second.page_table_host[:2].tolist() == other.tolist()
+        assert (second.slots - first.slots).tolist() == [20 * PAGE_SIZE] * 2 + [0] * 2
+        assert first.seq_lens is second.seq_lens and not first.groups
+        seen.append([(each.slots.data_ptr(), each.page_table.data_ptr()) for each in batch.groups])
+        assert all(address % ALIGNMENT == 0 for pair in seen[-1] for address in pair[:1])
+    assert seen[0] == seen[1] and [table for _, table in seen[0]] == [table.data_ptr() for table in fixed.page_tables]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_other_groups_than_the_buffers_are_refused(groups):
+    columns = RequestColumns.of(some([(9, 1)]))
+    columns.group_tables = None if groups == 1 else np.stack([columns.page_table] * (groups - 1))
+    fixed = StepBuffers(ROWS, LOGITS, REQUESTS, PAGES, "cpu", num_groups=2)
+    with pytest.raises(
+        ValueError, match="2 groups of layers, and the step has one page table" if groups == 1 else "of 3 groups of layers, but"
+    ):
+        Batch.build(columns, PAGE_SIZE, shape=StepShape(2, 2, 2), buffers=fixed)

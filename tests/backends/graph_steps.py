@@ -57,7 +57,7 @@ class GraphSteps:
         small = make([(self.longest - 1, 1)], spec, page_size=page_size, dtype=dtype)  # biases have a place for each key
         self.pool = KVPool(small.pool.layers, requests * width + 5, page_size, dtype, device)
         self.buffers = StepBuffers(max(2, requests), max(2, requests), requests, width, device)
-        self.buffers.page_table.fill_(self.pool.num_pages - 1)
+        self.buffers.page_tables[0].fill_(self.pool.num_pages - 1)
 
         def rows(heads: int, dim: int) -> Tensor:
             return torch.full((requests, heads, dim), NAN, dtype=dtype, device=device)

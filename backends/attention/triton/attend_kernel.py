@@ -60,21 +60,24 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
         key = start + tl.arange(0, BLOCK_N)
         base = page.to(tl.int64) * page_stride
         token = key % PAGE_SIZE
+        there = key < end
+        if MASK == "all" and (HAS_WINDOW or CHUNKS != "none"):  # before the first key that is seen, pages may have been given back
+            there = there & (page > 0)
         page = tl.load(table + (key + BLOCK_N) // PAGE_SIZE, mask=key + BLOCK_N < end, other=0)
         k_at = keys + (base + token * key_token_stride)[:, None] + d[None, :]
         v_at = values + (base + token * value_token_stride)[:, None] + dv[None, :]
         if MASK == "none" and QK_DIM == BLOCK_D:
             k = tl.load(k_at)
         elif QK_DIM == BLOCK_D:
-            k = tl.load(k_at, mask=(key < end)[:, None], other=0.0)
+            k = tl.load(k_at, mask=there[:, None], other=0.0)
         else:
-            k = tl.load(k_at, mask=(key < end)[:, None] & (d < QK_DIM)[None, :], other=0.0)
+            k = tl.load(k_at, mask=there[:, None] & (d < QK_DIM)[None, :], other=0.0)
         if MASK == "none" and V_DIM == BLOCK_DV:
             v = tl.load(v_at)
         elif V_DIM == BLOCK_DV:
-            v = tl.load(v_at, mask=(key < end)[:, None], other=0.0)
+            v = tl.load(v_at, mask=there[:, None], other=0.0)
         else:
-            v = tl.load(v_at, mask=(key < end)[:, None] & (dv < V_DIM)[None, :], other=0.0)
+            v = tl.load(v_at, mask=there[:, None] & (dv < V_DIM)[None, :], other=0.0)
         raw = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         s = _scores(raw, scale, softcap, slope, bias_rows, position, key, bias_width, row_mask, HAS_SOFTCAP, HAS_ALIBI, BIAS)
         if MASK != "none":

@@ -16,6 +16,7 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.by_group import without_groups
 from paged_attn.calling.evaluating import as_served
 from paged_attn.engine.lora.adapter_files import Factors
 from paged_attn.engine.lora.lora_pool import LoraPool
@@ -37,6 +38,7 @@ def check_adapters(runner: LoraRunner, pool: KVPool, backend: AttentionBackend) 
     adapters = runner.adapters
     if runner.recurrent or runner.dtype not in CHECKED or not adapters.sites:
         return
+    pool, backend = without_groups(pool, backend, len(TOKENS) + 1)
     tokens = TOKENS[: (pool.num_pages - 1) * pool.page_size]
     request = BatchRequest(tokens, range(1, -(-len(tokens) // pool.page_size) + 1), num_logits=len(tokens))
     columns = RequestColumns.of([request])

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_cache import RadixCache
+from paged_attn.attn_ops.kv.radix_cache import Match, RadixCache
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
 from paged_attn.engine.memory.model_limits import NO_STATE, StateSlots
 from paged_attn.engine.memory.snapshot_points import SnapshotPoints
@@ -27,6 +27,7 @@ class KVManager:
     Args:
         slots, states: of the model's recurrent state, if it has any. Then prefixes are shared only where there are slots for snapshots.
         snapshot_interval: see `SnapshotPoints`.
+        allocator: of pages, if it is another than one of `num_pages`.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class KVManager:
         slots: StateSlots = NO_STATE,
         states: StatePool | None = None,
         snapshot_interval: int = 0,
+        allocator: PageAllocator | None = None,
     ) -> None:
-        self.allocator = PageAllocator(num_pages, page_size)
+        self.allocator = allocator or PageAllocator(num_pages, page_size)
         self.page_size = page_size
         self.state_slots = SlotAllocator(slots.running) if states else None
         self._states = states
@@ -61,6 +63,32 @@ class KVManager:
     @property
     def num_usable(self) -> int:
         return self.allocator.num_usable
+
+    @property
+    def longest(self) -> int:
+        """Pages that one request may come to."""
+        return self.num_usable
+
+    @property
+    def frames(self) -> NDArray[np.int32] | None:
+        """[groups, pages] where the layers are in groups: see `GroupedAllocator`."""
+        return None
+
+    def use_by_retention(self, frame_bytes: int) -> dict[str, tuple[int, int]]:
+        """By what groups of layers keep, in words: pages of the pool that requests and the prefix cache have, and their bytes."""
+        return {}
+
+    def shortfall(self, request: Request) -> int:
+        """What is lacking for all tokens of a request that has adopted its prefix, in the unit of `gain`; 0 or less: nothing."""
+        return self.allocator.pages_for(len(request.tokens)) - request.num_pages - self.num_available
+
+    def gain(self, request: Request) -> int:
+        """What `release` of a request gives at least."""
+        return request.num_pages - request.num_locked // self.page_size
+
+    def can_go_on(self, request: Request) -> bool:
+        """Whether a request still has what it needs if its last steps did not happen."""
+        return self._states is None or not (request.num_cached or request.snapshots)
 
     @property
     def num_snapshots(self) -> int:
@@ -92,14 +120,18 @@ class KVManager:
         if self.tree is None:
             return
         match = self.tree.match(request.tokens[: request.num_reusable], request.namespace)
+        fork, match = match.num_tokens, self._usable(match, request)
         if self.snapshots is not None:
-            fork, match = match.num_tokens, self.tree.cut_to_payload(match)
             request.tokens_without_state = fork - match.num_tokens
             request.snapshot_points, request.spare_points = self._points.of(len(request.tokens), match.num_tokens, fork)
         self.tree.lock(match.node)
         request.lock = match.node
         request.add_pages(match.pages)
         request.num_cached = request.num_locked = match.num_tokens
+
+    def _usable(self, match: Match, request: Request) -> Match:
+        """The longest part of a match that a request can start from."""
+        return match if self.snapshots is None else self.snapshots.tree.cut_to_payload(match)
 
     def cached_tokens(self, request: Request) -> int:
         """What `adopt_prefix` would find, in tokens; changes nothing."""
@@ -110,13 +142,18 @@ class KVManager:
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens; False, and nothing changed, if the pages are not to be had."""
         missing = self.allocator.pages_for(num_tokens) - request.num_pages
-        if missing <= 0:
-            return True
-        if missing > self.num_available:
+        if missing > 0:
+            if not self._make_room(missing):
+                return False
+            request.add_pages(self.allocator.allocate(missing))
+        return True
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Let so many pages be free; False, and nothing changed, if they are not to be had."""
+        if num_pages > self.num_available:
             return False
-        if self.tree is not None and missing > self.allocator.num_free:
-            self.tree.evict(missing - self.allocator.num_free)
-        request.add_pages(self.allocator.allocate(missing))
+        if self.tree is not None and num_pages > self.allocator.num_free:
+            self.tree.evict(num_pages - self.allocator.num_free)
         return True
 
     def add_page_each(self, rows: RequestRows, indices: NDArray[np.int64]) -> bool:
@@ -179,7 +216,11 @@ class KVManager:
         request.num_locked = request.num_validated // self.page_size * self.page_size
         for position, mine, trees in inserted.duplicates:
             request.replace_page(position, trees)
-            self.allocator.free([mine])
+            self._free_duplicate(mine, trees)
+
+    def _free_duplicate(self, page: int, kept: int) -> None:
+        """Free a request's page that holds what `kept` does."""
+        self.allocator.free([page])
 
     def release(self, request: Request, *, share: bool) -> None:
         """Take all pages from a request; with `share` its vouched full pages stay in the tree for others. Safe to call twice."""

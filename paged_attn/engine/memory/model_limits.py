@@ -12,6 +12,7 @@ import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import page_elements
+from paged_attn.attn_ops.kv.layer_groups import LayerGroup, page_bytes_ratio
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, slot_bytes
 from paged_attn.calling.body import Body
@@ -98,25 +99,29 @@ def pool_pages(
     device: torch.device,
     state_bytes: int = 0,
     kept_free: int = 0,
+    groups: Sequence[LayerGroup] = (),
 ) -> int:
     """Pages of the pool, page 0 included: as configured, or as many as the memory setting holds beside `state_bytes` of recurrent state.
+
+    With groups of layers a page holds those of one group; then `num_pages` pages of all layers are as many of these as take their bytes.
 
     Args:
         kept_free: bytes of free memory that something else will take, such as graphs.
 
     Raises:
-        UnsupportedError: fewer than two fit; the message does the sum.
+        UnsupportedError: fewer than two fit, or than one for each group and one more; the message does the sum.
     """
     if config.num_pages is not None:
-        return config.num_pages
-    page_bytes = page_elements(layers, config.page_size) * dtype.itemsize
+        of_all, of_group = page_bytes_ratio(layers, groups)
+        return max(config.num_pages * of_all // of_group, 1 + len(groups)) if groups else config.num_pages
+    page_bytes = page_elements(layers, config.page_size, groups) * dtype.itemsize
     if page_bytes == 0:  # no attention: a page is only a count of tokens
         return 1 + -(-TOKENS_WITHOUT_KV // config.page_size)
     budget = _memory_budget(config, device, kept_free) - state_bytes
     pages = int(budget // page_bytes)
-    if pages < 2:
+    if pages < (least := 1 + max(len(groups), 1)):
         raise UnsupportedError(
-            f"{budget / 2**20:.1f} MiB for KV holds {pages} pages of {page_bytes / 2**20:.2f} MiB; at least 2 are needed. "
+            f"{budget / 2**20:.1f} MiB for KV holds {pages} pages of {page_bytes / 2**20:.2f} MiB; at least {least} are needed. "
             "Raise kv_memory_gib or lower page_size."
         )
     return pages

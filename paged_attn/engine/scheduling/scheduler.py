@@ -137,7 +137,7 @@ class Scheduler:
                 self._hold_back(request, holder)
                 held += 1
                 continue
-            short = self.kv.allocator.pages_for(len(request.tokens)) - request.num_pages - self.kv.num_available
+            short = self.kv.shortfall(request)
             if has_room and short <= 0:
                 self._start(request, plan)
                 continue
@@ -167,14 +167,14 @@ class Scheduler:
         plan.add_chunk(request, count)
 
     def _preempt_for(self, request: Request, short: int, plan: StepPlan, drained: bool) -> bool:
-        """Preempt less urgent requests to get one place and `short` pages; False, and none is, if that is not to be had, or not now."""
+        """Preempt less urgent requests to get one place and what is `short`; False, and none is, if that is not to be had, or not now."""
         victims: list[Request] = []
         gained = 0
         for running in self.running.from_last():
             if running.priority <= request.priority or (victims and gained >= short):
                 break
             victims.append(running)
-            gained += running.num_pages - running.num_locked // self.kv.page_size
+            gained += self.kv.gain(running)
         if not victims or gained < short:
             self._blocked = request, self.kv.version
             return False

@@ -7,14 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, RequestColumns
 from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.by_group import without_groups
 from paged_attn.backends.attention.capabilities import GraphSupport
 from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
@@ -90,7 +92,9 @@ class CaptureSpecs:
         """Any step of `key.size` rows: attention between the graphs, on a made-up prompt."""
         size, ops = key.size, split_ops()
         shape = extend_shape(size, self.settings)
-        batch = self._with_slots(Batch.build(self._prompts(size), self.pool.page_size, self.runner.device, shape, self.buffers))
+        columns = RequestColumns.of(self._prompts(size))
+        columns.group_tables = np.stack([columns.page_table] * self.buffers.num_groups)[1:]
+        batch = self._with_slots(Batch.build(columns, self.pool.page_size, self.runner.device, shape, self.buffers))
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
             yield CaptureSpec(
                 lambda: forward(self.runner, batch, self.tail, self.future_tokens),
@@ -103,7 +107,7 @@ class CaptureSpecs:
         """A decode step of `key.size` requests, attention included."""
         size, device = key.size, self.runner.device
         if size == 1:
-            check_one_row(self.runner.served(), self.pool, self.backend)
+            check_one_row(self.runner.served(), *without_groups(self.pool, self.backend, 2))
         batch = self._with_slots(Batch.build([], self.pool.page_size, device, full_shape(size), self.buffers))
         length = self.backend.graph_lengths(size, self._max_context, self.pool)[key.variant]
         backend = self.backend.for_graph(size, size * self.buffers.max_pages)
@@ -126,6 +130,7 @@ class CaptureSpecs:
             batch.input_ids,
             batch.positions,
             batch.slots,
+            *(group.slots for group in batch.groups[1:]),
             batch.logits_rows,
             batch.state_slots,
             *(self.recurrent.pool.tensors if self.recurrent is not None else ()),

@@ -58,18 +58,24 @@ def build_step(
     under_way: int,
     pools: bool = False,
     checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
+    frames: NDArray[np.int32] | None = None,
 ) -> tuple[StepLayout, RequestColumns]:
     """What each request's share of a step is, and what the batch is made of; the requests are at `indices` [requests] in `rows`, and the
-    host has all tokens but those of the step that is `under_way` (its number). With `pools` the requests are embedded."""
+    host has all tokens but those of the step that is `under_way` (its number). With `pools` the requests are embedded. `frames`
+    [groups, pages]: the pool's pages, by group of layers, that the requests' pages stand for; None: these are the pool's."""
     requests, counts, samples = step.requests, step.counts, step.samples
     starts = rows.num_cached[indices]
     ends = starts + counts
     wanted = rows.scores_from[indices]
     num_logits = np.maximum(ends - np.maximum(starts, wanted), samples)
     num_pages, is_prompt = rows.num_pages[indices], rows.num_tokens[indices] == rows.num_prompt[indices]
+    page_table, group_tables = rows.pages.take(indices, axis=0)[:, : num_pages.max(initial=0)], None
+    if frames is not None:
+        tables = frames.take(page_table, axis=1)
+        page_table, group_tables = tables[0], tables[1:]
     columns = RequestColumns(
         tokens=_tokens(step, starts, future_token(rows.future_row[indices]), rows.produced_by[indices] == under_way),
-        page_table=rows.pages.take(indices, axis=0)[:, : num_pages.max(initial=0)],
+        page_table=page_table,
         num_pages=num_pages,
         num_cached=starts,
         num_new=counts,
@@ -77,6 +83,7 @@ def build_step(
         state_slots=rows.state_slot[indices],
         lora_slots=rows.adapter[indices] - 1,
         checkpoints=checkpoints,
+        group_tables=group_tables,
     )
     num_of_prompts = int(counts[is_prompt].sum())
     picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples

@@ -50,7 +50,7 @@ class StepRunner:
 
     Args:
         recorder: makes the graphs; None captures nothing.
-        page_size, max_pages: of the pool, and of one request.
+        page_size, max_pages, num_groups: of the pool, of one request, and of layers with page tables of their own.
         future_tokens: those of another runner of the same engine; None makes some.
         lora_slots: where the slots of a step's adapters lie, if `runner` is one with adapters.
         tail: chooses a token for each row of logits [N, vocabulary], -1 for none, in the graphs, too; they go to `future_tokens`.
@@ -76,6 +76,7 @@ class StepRunner:
         tail: Tail | None = None,
         future_tokens: FutureTokens | None = None,
         lora_slots: LoraSlots | None = None,
+        num_groups: int = 1,
     ) -> None:
         if settings.verify and recurrent is not None:
             raise UnsupportedError(
@@ -96,7 +97,7 @@ class StepRunner:
         if recorder is not None:
             self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict, agree=runner.ranks.all_say if runner.ranks else bool)
             most = settings.max_requests + (settings.max_requests < 2)
-            self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device)
+            self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device, num_groups)
             self._pointer_check = PointerCheck(runner.model, runner.owned.values())
 
     def use(self, pool: KVPool, backend: AttentionBackend) -> None:

@@ -145,7 +145,7 @@ class PagedCalls:
                 self.engine = self._pages = None
         if self.engine is None:
             try:
-                engine = Engine(self.model, None, self.config)
+                engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables
                 _refuse_others(engine)
             except UnsupportedError as refusal:
                 self.refused = str(refusal)

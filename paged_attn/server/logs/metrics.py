@@ -63,6 +63,15 @@ class ServerMetrics(Collector):
         pages.add_metric(["free"], now.pages_total - now.pages_used - now.pages_cached)
         yield pages
         yield GaugeMetricFamily(PREFIX + "kv_pages_total", "Usable KV pages", value=now.pages_total)
+        if now.pages_of:
+            of_groups = "of layers with page tables of their own, by what these keep"
+            group_pages = GaugeMetricFamily(PREFIX + "kv_group_pages", f"Pages in use {of_groups}", labels=["keeps"])
+            group_bytes = GaugeMetricFamily(PREFIX + "kv_group_bytes", f"Bytes of the pages in use {of_groups}", labels=["keeps"])
+            for keeps, (count, nbytes) in now.pages_of.items():
+                group_pages.add_metric([keeps], count)
+                group_bytes.add_metric([keeps], nbytes)
+            yield group_pages
+            yield group_bytes
         snapshots = "Recurrent states at the ends of cached prefixes"
         yield GaugeMetricFamily(PREFIX + "state_snapshots", snapshots, value=now.snapshots)
         yield GaugeMetricFamily(PREFIX + "state_snapshot_bytes", f"{snapshots}, in bytes", value=now.snapshot_bytes)

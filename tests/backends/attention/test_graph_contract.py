@@ -101,7 +101,7 @@ def test_numbers_of_a_plan_show_a_host_length():
 def test_a_page_table_that_is_copied_is_copied_in_the_graph():
     with MACHINES["trtllm_mha"]() as backend:
         steps = steps_of(backend, requests=2)
-        batch, wide = steps.build([]), steps.buffers.page_table.new_zeros(2, 40)
+        batch, wide = steps.build([]), steps.buffers.page_tables[0].new_zeros(2, 40)
         plan = backend.plan(replace(batch, page_table=wide[:, :7]), steps.pool)
         wide[:, :7] = torch.arange(14).view(2, 7)
         backend.plan_in_graph(plan)

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.engine.scheduling.grouped_world import GroupedWorld
 from tests.engine.scheduling.world import POISON, World
 
 
@@ -17,7 +18,7 @@ def simulate(seed: int, overlap: bool, snapshots: int | None, troubles: bool, ma
     page_size = rng.choice([1, 2, 4])
     num_pages = rng.randint(6, 24)
     world = make(rng, num_pages, page_size, overlap=overlap, snapshots=snapshots, **config)
-    room = (num_pages - 1) * page_size
+    room = min(world.kv.longest, 2 * num_pages) * page_size
     stems = [[rng.choice([1, 2]) for _ in range(room)] for _ in range(2)]
     left, steps = 14, 0
     while left or world.requests:
@@ -56,6 +57,12 @@ def test_everything_is_sound_and_comes_to_its_end(**drawn: Any) -> None:
 @given(**WITH_STATES, **ANYTHING)
 def test_so_it_does_with_recurrent_states(**drawn: Any) -> None:
     simulate(**drawn)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(prefix_cache=st.booleans(), snapshots=st.sampled_from([None, None, 4]), **ANYTHING)
+def test_so_it_does_with_windows(**drawn: Any) -> None:
+    simulate(make=GroupedWorld, **drawn)
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))

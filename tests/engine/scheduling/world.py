@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paged_attn import EngineConfig
@@ -60,18 +60,21 @@ class World:
         if snapshots is not None:
             slots = StateSlots(self.config.max_requests + 1, snapshots)
             self.states = FakeStates(slots.total)
-        interval = self.config.snapshot_interval
-        self.kv = KVManager(num_pages, page_size, self.config.prefix_cache, slots, self.states, interval)  # type: ignore[arg-type]
+        self.kv = self.make_kv(num_pages, slots)
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.flights: deque[list[Part]] = deque()
-        self.slots: dict[tuple[int, int], int] = {}  # (page, offset) -> the prefix that it holds the KV of
+        self.slots: dict[Any, int] = {}  # (page, offset) -> the prefix that it holds the KV of
         self.prefixes: dict[Request, list[int]] = {}  # of each request: of its first 1, 2, ... tokens, those under way included
         self.truth: dict[Request, list[int]] = {}
         self.trace: list[list[tuple[str, int, bool]]] = []
         self.bad: set[int] = set()  # prefixes with POISON
         self.computed = 0
         self._arrivals = 0
+
+    def make_kv(self, num_pages: int, slots: StateSlots) -> KVManager:
+        interval = self.config.snapshot_interval
+        return KVManager(num_pages, self.page_size, self.config.prefix_cache, slots, self.states, interval)  # type: ignore[arg-type]
 
     def add(self, tokens: list[int], new: int, namespace: Any = None, priority: int = 0) -> Request:
         request = request_of(tokens, namespace)
@@ -119,8 +122,9 @@ class World:
                 self.states.values[kept.slot] = None  # type: ignore[union-attr]
             self._collect(0)
             for s in scheduled:
-                if s.request.finish_reason is None and self.states is not None and (s.request.num_cached or s.request.snapshots):
-                    self.states.values[s.request.state_slot] = None
+                if s.request.finish_reason is None and not self.kv.can_go_on(s.request):
+                    if self.states is not None:
+                        self.states.values[s.request.state_slot] = None
                     s.request.num_validated = 0
                     self.scheduler.preempt(s.request)
             return False
@@ -135,10 +139,8 @@ class World:
         request, start = scheduled.request, scheduled.request.num_cached
         end = start + scheduled.count
         self.computed += scheduled.count
-        for position in range(start):
-            assert self.slots[self._slot(request, position)] == self.prefixes[request][position], f"{request.id} reads another's KV"
-        for position in range(start, end):
-            self.slots[self._slot(request, position)] = self.prefixes[request][position]
+        self._read(request, start)
+        self._write(request, start, end)
         if self.states is not None:
             if start:
                 assert self.states.values[request.state_slot] == self.prefixes[request][start - 1], f"{request.id} has another's state"
@@ -149,6 +151,14 @@ class World:
             request.num_tokens += 1
             self._know(request, 1 + self.prefixes[request][-1] % 3)
         return request, start, end, scheduled.samples
+
+    def _read(self, request: Request, start: int) -> None:
+        for position in range(start):
+            assert self.slots[self._slot(request, position)] == self.prefixes[request][position], f"{request.id} reads another's KV"
+
+    def _write(self, request: Request, start: int, end: int) -> None:
+        for position in range(start, end):
+            self.slots[self._slot(request, position)] = self.prefixes[request][position]
 
     def _collect(self, keep: int) -> None:
         while len(self.flights) > keep:
@@ -201,11 +211,11 @@ class World:
         assert not any(r.pages or r.lock or r.state_slot or r.snapshots or r.taken_slots for r in waiting)
         owned = [page for r in running for page in r.pages[r.num_locked // self.page_size :]]
         cached = kv.tree.num_pages if kv.tree else 0
-        assert len(set(owned)) == len(owned) and kv.allocator.num_free + len(owned) + cached == kv.num_usable
+        assert len(set(owned)) == len(owned)
+        self.check_pages(len(owned) + cached)
         if kv.tree is not None:
             kv.tree.check_invariants()
-            cached_slots = [(page, offset) for page in kv.tree._owned for offset in range(self.page_size)]
-            assert not any(self.slots[slot] in self.bad for slot in cached_slots), "NaN is in the prefix cache"
+            assert not any(self.slots[slot] in self.bad for slot in self.slots_of(kv.tree._owned)), "NaN is in the prefix cache"
             assert kv.tree.locked_pages == len({page for r in running for page in r.pages[: r.num_locked // self.page_size]})
         if kv.snapshots is not None and kv.state_slots is not None:
             taken = [slot for r in running for slot in (*r.snapshots.values(), *r.taken_slots.values())]
@@ -213,6 +223,12 @@ class World:
             assert {r.state_slot for r in running} == kv.state_slots._held
         for request in running:
             assert all(self.kv.allocator.is_allocated(page) for page in request.pages)
+
+    def check_pages(self, num_held: int) -> None:
+        assert self.kv.allocator.num_free + num_held == self.kv.num_usable
+
+    def slots_of(self, pages: Iterable[int]) -> list[Any]:
+        return [(page, offset) for page in pages for offset in range(self.page_size)]
 
     def check_empty(self) -> None:
         """Nothing is left of anybody."""

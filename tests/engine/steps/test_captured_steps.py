@@ -88,7 +88,7 @@ def test_garbage_in_padding_pages_and_buffers_reaches_nobody() -> None:
     engine.pool.storage.fill_(float("nan"))
     engine.pool.storage[:1].zero_()
     assert engine.steps.buffers is not None
-    engine.steps.buffers.page_table.fill_(127)
+    engine.steps.buffers.page_tables[0].fill_(127)
     assert tokens_of(engine) == [oracle(prompt) for prompt in PROMPTS]
 
 

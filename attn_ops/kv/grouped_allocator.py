@@ -1,0 +1,81 @@
+"""Pages of a pool whose layers are in groups: a request's page is mapped to a frame of the pool in each group, or to none any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.attn_ops.kv.page_allocator import PageAllocator
+
+
+class GroupedAllocator(PageAllocator):
+    """Hands out pages, ids that requests and the prefix cache hold as ever, each with a frame (a page of the `KVPool`) in every group.
+
+    What a group needs no more of a page it gives back: `give_back` unmaps that frame, for any page of any group, and the page lives on.
+    `num_free` and `num_usable` count pages with all their frames. Page 0 and frame 0 are reserved.
+
+    Args:
+        num_frames: pages of the pool, frame 0 included.
+        page_size: tokens of a page, and of a frame.
+        num_groups: frames of a new page.
+        num_pages: ids, page 0 included; as many as frames where some group gives nothing back.
+
+    Attributes:
+        frames: [num_groups, num_pages] int32, 0 where a page has none; in_use: [num_groups] how many there are of each group. Both are to
+            be read only.
+    """
+
+    def __init__(self, num_frames: int, page_size: int, num_groups: int, num_pages: int | None = None) -> None:
+        super().__init__(num_frames if num_pages is None else num_pages, page_size)
+        self.num_frames, self.num_groups = num_frames, num_groups
+        self.frames = np.zeros((num_groups, self.num_pages), np.int32)
+        self.in_use = np.zeros(num_groups, np.int64)
+        self._free_frames = list(range(num_frames - 1, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        return min(len(self._free), len(self._free_frames) // self.num_groups)
+
+    @property
+    def num_usable(self) -> int:
+        return min(self.num_pages, (self.num_frames - 1) // self.num_groups + 1) - 1
+
+    @property
+    def num_free_ids(self) -> int:
+        """Pages that could be handed out if there were frames for them."""
+        return len(self._free)
+
+    @property
+    def num_free_frames(self) -> int:
+        """Frames that no page is mapped to."""
+        return len(self._free_frames)
+
+    def allocate(self, n: int) -> list[int]:
+        pages = super().allocate(n)
+        split = len(self._free_frames) - n * self.num_groups
+        if n:
+            self.frames[:, pages] = np.array(self._free_frames[split:][::-1], np.int32).reshape(self.num_groups, n)
+            del self._free_frames[split:]
+            self.in_use += n
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        pages = list(pages)
+        super().free(pages)
+        self.give_back(pages, range(self.num_groups))
+
+    def give_back(self, pages: Sequence[int] | NDArray[np.int64], groups: Sequence[int]) -> None:
+        """Unmap the frames that these pages, all different, have in these groups."""
+        at = np.ix_(np.asarray(groups, np.int64), np.asarray(pages, np.int64))
+        frames = self.frames[at]
+        self._free_frames += frames[frames > 0][::-1].tolist()
+        self.in_use[at[0].ravel()] -= np.count_nonzero(frames, axis=1)
+        self.frames[at] = 0
+
+    def fill_up(self, page: int, source: int) -> None:
+        """Let a page have the frames of `source`, which holds the same tokens, in those groups in which it has none."""
+        lacking = self.frames[:, page] == 0
+        self.frames[lacking, page] = self.frames[lacking, source]
+        self.frames[lacking, source] = 0

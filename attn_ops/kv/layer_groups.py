@@ -1,0 +1,139 @@
+"""Which layers share a page table: those that must keep the same tokens, in groups of equal bytes per page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.latent import LatentSpec
+
+MOST_GROUPS = 8  # each has a page table, and a plan in every step
+LENGTH = 16_384  # tokens of the request that groups are chosen for, where the model takes that many
+WORTH_IT = 0.9  # of the bytes of one group, at most
+
+Position = TypeVar("Position", int, NDArray[np.int64])
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What a layer must keep: the last `window` tokens, those of the last `chunk`, both or, with neither, all."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.window is None and self.chunk is None
+
+    @property
+    def span(self) -> int:
+        """The most tokens that a query sees, where not all are kept."""
+        return min(each for each in (self.window, self.chunk) if each is not None)
+
+    def first(self, position: Position) -> Position:
+        """The first token that queries at `position` and after may see."""
+        if isinstance(position, int):
+            behind = 0 if self.window is None else position - (self.window - 1)
+            return max(0, behind, 0 if self.chunk is None else position // self.chunk * self.chunk)
+        behind = position * 0 if self.window is None else np.maximum(position - (self.window - 1), 0)
+        return behind if self.chunk is None else np.maximum(behind, position // self.chunk * self.chunk)
+
+    def tokens(self, length: int, step: int = 1) -> int:
+        """Of a request of `length` tokens how many are kept at most, while steps of `step` tokens are computed."""
+        return length if self.keeps_all else min(length, self.span - 1 + step)
+
+    def pages(self, length: int, page_size: int, step: int = 1) -> int:
+        """Pages that hold those, wherever in a page they begin."""
+        all_pages = -(-length // page_size)
+        return all_pages if self.keeps_all else min(all_pages, -(-self.tokens(length, step) // page_size) + 1)
+
+    def describe(self) -> str:
+        """`all tokens`, `window 1024`, `chunk 8192`."""
+        limits = [f"{name} {value}" for name, value in (("window", self.window), ("chunk", self.chunk)) if value is not None]
+        return ", ".join(limits) or "all tokens"
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers by their ids, ascending, with one page table, and what they keep."""
+
+    layers: tuple[int, ...]
+    keeps: Retention
+
+    def elements(self, specs: Sequence[AttentionSpec]) -> int:
+        """Of the pool, that one token takes in these layers."""
+        return sum(specs[i].kv_elements for i in self.layers if specs[i].kv_layer == i)
+
+    def specs(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+        """Those of the group, in its order, with `kv_layer` counted in it."""
+        place = {layer: index for index, layer in enumerate(self.layers)}
+        return tuple(replace(specs[i], kv_layer=place[specs[i].kv_layer]) for i in self.layers)
+
+
+def group_layers(specs: Sequence[AttentionSpec], longest: int | None, page_size: int) -> tuple[LayerGroup, ...]:
+    """The groups in which a request of `longest` tokens (None: no limit), up to LENGTH, takes the fewest bytes; of such as are equal the
+    fewest. None, an empty tuple, where that does not save a tenth: then all layers share a table and keep all tokens.
+
+    Every group's page takes the bytes of the largest one, so that any page of the pool is fit for any group. Layers of one retention are
+    dealt out over groups of such a size in their order. Models with latents, recomputed or bidirectional layers have no groups.
+    """
+    if not all(spec.by_backend and spec.causal and not isinstance(spec, LatentSpec) for spec in specs):
+        return ()
+    length = LENGTH if longest is None else min(longest, LENGTH)
+    kinds = _by_retention(specs)
+    whole = sum(spec.kv_elements for i, spec in enumerate(specs) if spec.kv_layer == i) * -(-length // page_size)
+    best: tuple[LayerGroup, ...] = ()
+    least = whole * WORTH_IT
+    for size in sorted({_size(specs, families, parts) for families in kinds.values() for parts in range(1, MOST_GROUPS + 1)}, reverse=True):
+        groups = tuple(g for keeps, families in kinds.items() for g in _packed(specs, keeps, families, size))
+        cost = max(g.elements(specs) for g in groups) * sum(g.keeps.pages(length, page_size) for g in groups)
+        if len(groups) <= MOST_GROUPS and cost < least:
+            best, least = groups, cost
+    return best
+
+
+def page_bytes_ratio(specs: Sequence[AttentionSpec], groups: Sequence[LayerGroup]) -> tuple[int, int]:
+    """Elements of a token in all layers, and in the largest group: as many pages of a group take the bytes of one page of all."""
+    everything = sum(spec.kv_elements for i, spec in enumerate(specs) if spec.kv_layer == i)
+    return everything, max((group.elements(specs) for group in groups), default=everything)
+
+
+def _by_retention(specs: Sequence[AttentionSpec]) -> dict[Retention, list[list[int]]]:
+    """Layers by what they keep; a layer and those that read its KV are a family, which keeps what any of them needs."""
+    families: dict[int, list[int]] = {}
+    for index, spec in enumerate(specs):
+        families.setdefault(spec.kv_layer, []).append(index)
+    kinds: dict[Retention, list[list[int]]] = {}
+    for family in families.values():
+        kinds.setdefault(_widest([specs[index] for index in family]), []).append(family)
+    return dict(sorted(kinds.items(), key=lambda kind: not kind[0].keeps_all))
+
+
+def _widest(specs: Sequence[AttentionSpec]) -> Retention:
+    windows, chunks = [spec.sliding_window for spec in specs], [spec.chunk if spec.chunk_part == "intra" else None for spec in specs]
+    window = None if None in windows else max(window for window in windows if window is not None)
+    return Retention(window, chunks[0] if len(set(chunks)) == 1 else None)
+
+
+def _size(specs: Sequence[AttentionSpec], families: Sequence[list[int]], parts: int) -> int:
+    """Elements of a token in the first of `parts` equal parts of some layers."""
+    return sum(specs[family[0]].kv_elements for family in families[: -(-len(families) // parts)])
+
+
+def _packed(specs: Sequence[AttentionSpec], keeps: Retention, families: Sequence[list[int]], size: int) -> list[LayerGroup]:
+    """In as few groups as take the layers in their order, a layer more than `size` alone; as even as that many can be."""
+    filled: list[list[int]] = []
+    left = 0
+    for family in families:
+        elements = specs[family[0]].kv_elements
+        if elements > left:
+            filled.append([])
+            left = size
+        filled[-1] += family
+        left -= elements
+    return [LayerGroup(tuple(sorted(layers)), keeps) for layers in filled]

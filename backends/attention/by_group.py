@@ -1,0 +1,115 @@
+"""One backend for a pool whose layers are in groups: it plans each group apart, on the group's page table and its layers alone.
+
+So no backend knows of groups: to the one inside, a step is a batch and a pool of a few layers, as many times as there are groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.errors import ContextError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.capabilities import GraphSupport
+
+
+@dataclass
+class GroupPlan:
+    """A step, the plan of each group, and by layer its group and its index there."""
+
+    batch: Batch
+    plans: list[Any]
+    places: dict[int, tuple[int, int]]
+
+
+class GroupedBackend(AttentionBackend):
+    """Base of the classes that `by_group` makes.
+
+    Args:
+        children: one for each group, which may be the same.
+        places: by layer its group, and its index in it.
+    """
+
+    def __init__(self, children: Sequence[AttentionBackend], places: dict[int, tuple[int, int]]) -> None:
+        self.children, self.places, self.deterministic = tuple(children), places, children[0].deterministic
+
+    def plan(self, batch: Batch, pool: KVPool) -> GroupPlan:
+        if len(batch.groups) != len(pool.parts):
+            raise ContextError(
+                f"the pool has {len(pool.parts)} groups of layers, and the batch page tables of {len(batch.groups) or 1}; build it of "
+                "RequestColumns with group_tables, or take a pool without groups"
+            )
+        parts = zip(self.children, pool.parts, strict=True)
+        return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)], self.places)
+
+    def plan_in_graph(self, plan: GroupPlan) -> None:
+        for child, each in zip(self.children, plan.plans, strict=True):
+            child.plan_in_graph(each)
+
+    def graph_support(self) -> GraphSupport:
+        return self.children[0].graph_support()
+
+    def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
+        return type(self)([child.for_graph(max_requests, max_pages) for child in self.children], self.places)
+
+    def refresh(self, plan: GroupPlan, batch: Batch) -> None:
+        for index, (child, each) in enumerate(zip(self.children, plan.plans, strict=True)):
+            child.refresh(each, batch.of_group(index))
+
+    def graph_lengths(self, requests: int, max_context: int, pool: KVPool) -> tuple[int, ...]:
+        """As for all layers in one table: what follows from lengths holds for every group."""
+        return self.children[0].graph_lengths(requests, max_context, pool)
+
+    def graph_variant(self, batch: Batch, pool: KVPool) -> int:
+        return self.children[0].graph_variant(batch, pool)
+
+    def forward(
+        self, plan: GroupPlan, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
+        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        group, index = plan.places[layer_id]
+        self.children[group].forward(
+            plan.plans[group], index, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
+        )
+
+    def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
+        raise AssertionError("models with latents have no groups of layers")
+
+    def write_kv(self, plan: GroupPlan, call: AttentionCall) -> None:
+        group, call.layer_id = plan.places[call.layer_id]
+        self.children[group].write_kv(plan.plans[group], call)
+
+    def forward_extend(self, plan: GroupPlan, call: AttentionCall) -> None:
+        group, call.layer_id = plan.places[call.layer_id]
+        self.children[group].forward_extend(plan.plans[group], call)
+
+    def forward_decode(self, plan: GroupPlan, call: AttentionCall) -> None:
+        group, call.layer_id = plan.places[call.layer_id]
+        self.children[group].forward_decode(plan.plans[group], call)
+
+
+def by_group(backend: AttentionBackend, pool: KVPool) -> AttentionBackend:
+    """The backend for steps of a pool: as it is where all layers have one page table."""
+    if len(pool.groups) < 2:
+        return backend
+
+    class Grouped(GroupedBackend):
+        name = backend.name
+        capabilities = backend.capabilities
+
+    places = {layer: (g, index) for g, group in enumerate(pool.groups) for index, layer in enumerate(group.layers)}
+    return Grouped([backend] * len(pool.groups), places)
+
+
+def without_groups(pool: KVPool, backend: AttentionBackend, num_pages: int) -> tuple[KVPool, AttentionBackend]:
+    """For checks on a few pages: pool and backend as they are, or, of a pool with groups, a small one whose layers share a table."""
+    if not isinstance(backend, GroupedBackend):
+        return pool, backend
+    return KVPool(pool.layers, num_pages, pool.page_size, pool.dtype, pool.device), backend.children[0]
