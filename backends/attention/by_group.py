@@ -26,7 +26,7 @@ class GroupPlan:
 
     batch: Batch
     plans: list[Any]
-    places: dict[int, tuple[int, int]]
+    indices: dict[int, tuple[int, int]]
 
 
 class GroupedBackend(AttentionBackend):
@@ -34,11 +34,11 @@ class GroupedBackend(AttentionBackend):
 
     Args:
         children: one for each group, which may be the same.
-        places: by layer its group, and its index in it.
+        indices: by layer its group, and its index in it.
     """
 
-    def __init__(self, children: Sequence[AttentionBackend], places: dict[int, tuple[int, int]]) -> None:
-        self.children, self.places, self.deterministic = tuple(children), places, children[0].deterministic
+    def __init__(self, children: Sequence[AttentionBackend], indices: dict[int, tuple[int, int]]) -> None:
+        self.children, self.indices, self.deterministic = tuple(children), indices, children[0].deterministic
 
     def plan(self, batch: Batch, pool: KVPool) -> GroupPlan:
         if len(batch.groups) != len(pool.parts):
@@ -47,7 +47,7 @@ class GroupedBackend(AttentionBackend):
                 "RequestColumns with group_tables, or take a pool without groups"
             )
         parts = zip(self.children, pool.parts, strict=True)
-        return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)], self.places)
+        return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)], self.indices)
 
     def plan_in_graph(self, plan: GroupPlan) -> None:
         for child, each in zip(self.children, plan.plans, strict=True):
@@ -57,7 +57,7 @@ class GroupedBackend(AttentionBackend):
         return self.children[0].graph_support()
 
     def for_graph(self, max_requests: int, max_pages: int) -> AttentionBackend:
-        return type(self)([child.for_graph(max_requests, max_pages) for child in self.children], self.places)
+        return type(self)([child.for_graph(max_requests, max_pages) for child in self.children], self.indices)
 
     def refresh(self, plan: GroupPlan, batch: Batch) -> None:
         for index, (child, each) in enumerate(zip(self.children, plan.plans, strict=True)):
@@ -74,7 +74,7 @@ class GroupedBackend(AttentionBackend):
         self, plan: GroupPlan, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
         *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None:  # fmt: skip
-        group, index = plan.places[layer_id]
+        group, index = plan.indices[layer_id]
         self.children[group].forward(
             plan.plans[group], index, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
         )
@@ -83,15 +83,15 @@ class GroupedBackend(AttentionBackend):
         raise AssertionError("models with latents have no groups of layers")
 
     def write_kv(self, plan: GroupPlan, call: AttentionCall) -> None:
-        group, call.layer_id = plan.places[call.layer_id]
+        group, call.layer_id = plan.indices[call.layer_id]
         self.children[group].write_kv(plan.plans[group], call)
 
     def forward_extend(self, plan: GroupPlan, call: AttentionCall) -> None:
-        group, call.layer_id = plan.places[call.layer_id]
+        group, call.layer_id = plan.indices[call.layer_id]
         self.children[group].forward_extend(plan.plans[group], call)
 
     def forward_decode(self, plan: GroupPlan, call: AttentionCall) -> None:
-        group, call.layer_id = plan.places[call.layer_id]
+        group, call.layer_id = plan.indices[call.layer_id]
         self.children[group].forward_decode(plan.plans[group], call)
 
 
@@ -104,8 +104,8 @@ def by_group(backend: AttentionBackend, pool: KVPool) -> AttentionBackend:
         name = backend.name
         capabilities = backend.capabilities
 
-    places = {layer: (g, index) for g, group in enumerate(pool.groups) for index, layer in enumerate(group.layers)}
-    return Grouped([backend] * len(pool.groups), places)
+    indices = {layer: (g, index) for g, group in enumerate(pool.groups) for index, layer in enumerate(group.layers)}
+    return Grouped([backend] * len(pool.groups), indices)
 
 
 def without_groups(pool: KVPool, backend: AttentionBackend, num_pages: int) -> tuple[KVPool, AttentionBackend]:

@@ -20,6 +20,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paged_attn import LLM, EngineConfig, SamplingParams
+from paged_attn.attn_ops.kv.grouped_allocator import GroupedAllocator
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine import build_runtime
 from paged_attn.engine.engine import Engine
@@ -165,7 +166,15 @@ def assert_idle(engine: Engine) -> None:
         engine.kv.tree.check_invariants()
         assert engine.kv.tree.locked_pages == 0
         cached = engine.kv.tree.num_pages
-    assert engine.kv.allocator.num_free + cached == engine.kv.num_usable
+    allocator = engine.kv.allocator
+    if not isinstance(allocator, GroupedAllocator):
+        assert allocator.num_free + cached == engine.kv.num_usable
+        return
+    assert allocator.num_free_ids + cached == allocator.num_pages - 1
+    mapped = allocator.frames[allocator.frames > 0].tolist()
+    assert len(set(mapped)) == len(mapped) and allocator.num_free_frames + len(mapped) == allocator.num_frames - 1
+    in_tree = set() if engine.kv.tree is None else {page for node, _ in engine.kv.tree.nodes() for page in node.pages}
+    assert set(allocator.frames.any(0).nonzero()[0].tolist()) <= in_tree
     if engine.kv.snapshots is not None:
         snapshots = engine.kv.snapshots
         assert snapshots.num_attached == snapshots.tree.num_payloads == len(snapshots.slots._held)
