@@ -17,6 +17,9 @@ class Requirement:
     install: str
 
 
+TRITON = Requirement("triton", "3.6", "pip install 'triton>=3.6'")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """Where a backend runs, and with what.
@@ -49,6 +52,14 @@ def wrong_device(needs: Needs, device: str, architecture: int | None) -> str:
     if needs.architectures and architecture not in needs.architectures:
         return f"needs {architecture_words(needs.architectures)}, this GPU is SM{architecture}"
     return ""
+
+
+def unmet_needs(needs: Needs, dtype: torch.dtype, device: str, architecture: int | None) -> list[str]:
+    """Every reason why it can not compute such rows there, packages apart; empty if it can."""
+    reasons = list(filter(None, [wrong_device(needs, device, architecture), needs.blocked]))
+    if dtype not in needs.dtypes:
+        reasons.append(f"dtype {short_dtype(dtype)} is not among {names_of(map(short_dtype, needs.dtypes))}")
+    return reasons
 
 
 def architecture_words(architectures: Iterable[int]) -> str:

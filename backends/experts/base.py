@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.backends.devices import architecture_of, device_word
-from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
+from paged_attn.backends.needs import Needs, unmet_needs
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,7 @@ class ExpertsBackend(ABC):
 
     def unmet(self, problem: ExpertsProblem) -> list[str]:
         """Every reason why it can not run this layer, packages apart; empty if it can."""
-        reasons = list(filter(None, [wrong_device(self.needs, problem.device, problem.architecture), self.needs.blocked]))
-        if problem.dtype not in self.needs.dtypes:
-            reasons.append(f"dtype {short_dtype(problem.dtype)} is not among {names_of(map(short_dtype, self.needs.dtypes))}")
-        return reasons
+        return unmet_needs(self.needs, problem.dtype, problem.device, problem.architecture)
 
     @abstractmethod
     def forward(

@@ -6,17 +6,16 @@ gate; ids beyond the experts are for sharded models alone. The kernels are compi
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
-from paged_attn.backends.needs import Needs, Requirement
+from paged_attn.backends.needs import Needs
 
 # Of FlashInfer's ActivationType, by our activations.
 GATED = {"silu": "Swiglu", "gelu_tanh": "Geglu"}
@@ -30,7 +29,7 @@ class FlashInferExpertsBackend(ExpertsBackend):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         architectures=frozenset({90, 100, 103}),
-        requirements=(Requirement("flashinfer", "0.6.8", install_line("flashinfer")),),
+        requirements=(REQUIREMENT,),
         note="never taken by itself: nvcc compiles it for minutes; gated experts with up before gate, or lists of them",
     )
 
@@ -67,9 +66,10 @@ class FlashInferExpertsBackend(ExpertsBackend):
 
 @cache
 def _package() -> tuple[Any, Any]:
-    return importlib.import_module("flashinfer.fused_moe").cutlass_fused_moe, importlib.import_module(
-        "flashinfer.tllm_enums"
-    ).ActivationType
+    from flashinfer.fused_moe import cutlass_fused_moe
+    from flashinfer.tllm_enums import ActivationType
+
+    return cutlass_fused_moe, ActivationType
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from paged_attn.attn_ops.ops.scans.kernels import Kernel
-from paged_attn.backends.needs import Needs, names_of, short_dtype, wrong_device
+from paged_attn.backends.needs import Needs, names_of, unmet_needs
 
 # Functions of `attn_ops/scans/`, which say what is right, and what takes their places.
 Kernels = Mapping[Callable[..., None], Kernel]
@@ -42,9 +42,7 @@ class ScansBackend(ABC):
 
     def unmet(self, problem: ScanProblem) -> list[str]:
         """Every reason why it can not compute this op, packages apart; empty if it can."""
-        reasons = list(filter(None, [wrong_device(self.needs, problem.device, problem.architecture), self.needs.blocked]))
-        if problem.dtype not in self.needs.dtypes:
-            reasons.append(f"dtype {short_dtype(problem.dtype)} is not among {names_of(map(short_dtype, self.needs.dtypes))}")
+        reasons = unmet_needs(self.needs, problem.dtype, problem.device, problem.architecture)
         if problem.op not in self.ops:
             reasons.append(f"computes {names_of(self.ops)}")
         return reasons

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from functools import cache
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
-from paged_attn.backends.selection.packages import unmet_requirement
+from paged_attn.backends.selection.by_name import made_by_name, not_taken
+from paged_attn.backends.selection.packages import unmet_requirements
 
 logger = logging.getLogger("paged_attn")
 BUILT_IN = {
@@ -31,8 +31,7 @@ class ExpertsSelection:
     rejected: dict[str, str]
 
     def describe(self) -> str:
-        others = "; ".join(f"{name}: {why}" for name, why in self.rejected.items())
-        return self.name + (f" (not taken: {others})" if others else "")
+        return self.name + not_taken(self.rejected)
 
 
 @cache
@@ -42,18 +41,14 @@ def experts_backend(name: str) -> ExpertsBackend:
     Raises:
         ValueError: an unknown name; the message lists the known ones.
     """
-    if name not in BUILT_IN:
-        raise ValueError(f"unknown experts_backend {name!r}; known are 'auto', {', '.join(map(repr, BUILT_IN))}")
-    module, _, cls = BUILT_IN[name].partition(":")
-    backend: ExpertsBackend = getattr(importlib.import_module(module), cls)()
+    backend: ExpertsBackend = made_by_name("experts_backend", BUILT_IN, name)
     return backend
 
 
 def reasons_against(name: str, problem: ExpertsProblem) -> list[str]:
     """Everything that speaks against a backend, missing packages included; empty if it fits."""
     backend = experts_backend(name)
-    missing = (unmet_requirement(need) for need in backend.needs.requirements)
-    return [*backend.unmet(problem), *filter(None, missing)]
+    return [*backend.unmet(problem), *unmet_requirements(backend.needs.requirements)]
 
 
 def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:

@@ -7,7 +7,7 @@ import torch
 from paged_attn.backends.attention.capabilities import PHASES, Capabilities, Feature
 from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.needs import wrong_device
-from paged_attn.backends.selection.packages import unmet_requirement
+from paged_attn.backends.selection.packages import unmet_requirements
 from paged_attn.backends.selection.ranking import row_for
 from paged_attn.backends.selection.registry import backend_class
 from paged_attn.backends.selection.select import split_name
@@ -32,10 +32,9 @@ def serves_latents(name: str, device: torch.device) -> bool:
 
 def _able(capabilities: Capabilities, word: str, architecture: int | None) -> bool:
     """In all steps: a model that is left with a backend for decode alone finds none."""
-    missing = any(unmet_requirement(requirement) for requirement in capabilities.requirements)
     return (
         Feature.MLA in capabilities.features
         and capabilities.phases == PHASES
         and not wrong_device(capabilities, word, architecture)
-        and not missing
+        and not unmet_requirements(capabilities.requirements)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from packaging.version import InvalidVersion, Version
@@ -73,6 +74,11 @@ def unmet_requirement(requirement: Requirement) -> str | None:
     """Why the requirement is not met here (found, needed and the install line), or None if it is."""
     lacking = what_is_lacking(requirement)
     return f"{lacking}: {requirement.install}" if lacking else None
+
+
+def unmet_requirements(requirements: Iterable[Requirement]) -> list[str]:
+    """Why those of them are not met that are not."""
+    return list(filter(None, map(unmet_requirement, requirements)))
 
 
 def what_is_lacking(requirement: Requirement) -> str | None:

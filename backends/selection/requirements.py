@@ -12,7 +12,7 @@ from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.capabilities import NO_LATENTS, PHASES, Capabilities, Feature, Problem, unmet
 from paged_attn.backends.devices import architecture_of, device_name, device_word
 from paged_attn.backends.needs import wrong_device
-from paged_attn.backends.selection.packages import unmet_requirement
+from paged_attn.backends.selection.packages import unmet_requirements
 from paged_attn.backends.selection.ranking import Order, default_order, row_for
 from paged_attn.backends.selection.registry import backend_class, backend_names, third_party_names
 from paged_attn.backends.selection.tuned import tuned_order
@@ -95,7 +95,7 @@ def reasons_against(capabilities: Capabilities, problems: Sequence[Problem]) -> 
         return [NO_LATENTS]
     if wrong := {wrong_device(capabilities, problem.device, problem.architecture) for _, problem in asked} - {""}:
         return [*sorted(wrong), *blocked]
-    missing = [] if blocked else [text for need in capabilities.requirements if (text := unmet_requirement(need))]
+    missing = [] if blocked else unmet_requirements(capabilities.requirements)
     layers: dict[str, list[str]] = {}
     for index, problem in asked:
         for reason in unmet(capabilities, problem):

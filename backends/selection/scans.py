@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend
-from paged_attn.backends.selection.packages import unmet_requirement
+from paged_attn.backends.selection.by_name import made_by_name, not_taken
+from paged_attn.backends.selection.packages import unmet_requirements
 
 BUILT_IN = {
     "triton": "paged_attn.backends.scans.triton.backend:TritonScans",
@@ -32,8 +32,7 @@ class ScanSelection:
 
     def describe(self) -> str:
         """`kda by torch (not taken: fla: ...)`"""
-        others = "; ".join(f"{name}: {why}" for name, why in self.rejected.items())
-        return f"{self.op} by {self.name}" + (f" (not taken: {others})" if others else "")
+        return f"{self.op} by {self.name}" + not_taken(self.rejected)
 
 
 @cache
@@ -43,10 +42,7 @@ def scans_backend(name: str) -> ScansBackend:
     Raises:
         ValueError: an unknown name; the message lists the known ones.
     """
-    if name not in BUILT_IN:
-        raise ValueError(f"unknown scans_backend {name!r}; known are 'auto', {', '.join(map(repr, BUILT_IN))}")
-    module, _, cls = BUILT_IN[name].partition(":")
-    backend: ScansBackend = getattr(importlib.import_module(module), cls)()
+    backend: ScansBackend = made_by_name("scans_backend", BUILT_IN, name)
     return backend
 
 
@@ -76,13 +72,11 @@ def select_scan(name: str, problem: ScanProblem) -> ScanSelection:
 def reasons_against(name: str, problem: ScanProblem) -> list[str]:
     """Everything that speaks against a backend, missing packages included; empty if it fits."""
     backend = scans_backend(name)
-    return [*backend.unmet(problem), *filter(None, map(unmet_requirement, backend.needs.requirements))]
+    return [*backend.unmet(problem), *unmet_requirements(backend.needs.requirements)]
 
 
 def kernels_of(selections: Iterable[ScanSelection]) -> Kernels:
     """What takes the places of the functions of `attn_ops/scans/` in a layer of these ops."""
     names = {name for each in selections for name in (each.name, each.rest)}
-    found: Kernels = {}
-    for name in sorted(names, key=lambda name: name not in ORDER):  # what knows some ops alone goes over what knows all
-        found = {**found, **scans_backend(name).kernels()}
-    return found
+    ranked = sorted(names, key=lambda name: name not in ORDER)  # what knows some ops alone goes over what knows all
+    return {function: kernel for name in ranked for function, kernel in scans_backend(name).kernels().items()}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from paged_attn.calling.forward_scopes import forward_scopes
 
 _HUB = "transformers.integrations.hub_kernels"  # whose decorator chooses a package's function, and keeps the other as __wrapped__
 _lock = threading.Lock()
@@ -22,7 +24,7 @@ _replaced: dict[tuple[int, str], list[Any]] = {}  # by module globals and name: 
 @contextmanager
 def reference_functions(model: nn.Module) -> Iterator[None]:
     """Inside, the modules of the model call transformers' functions; other threads that run the same classes do, too."""
-    taken = [(scope, name) for scope in _scopes(model) for name in _names(scope)]
+    taken = [(scope, name) for scope in forward_scopes([model]) for name in _names(scope)]
     with _lock:
         for scope, name in taken:
             entry = _replaced.setdefault((id(scope), name), [scope[name], 0])
@@ -39,17 +41,11 @@ def reference_functions(model: nn.Module) -> Iterator[None]:
                     scope[name] = _replaced.pop((id(scope), name))[0]
 
 
-def _scopes(model: nn.Module) -> Sequence[dict[str, Any]]:
-    forwards = {inspect.unwrap(kind.forward) for kind in {type(module) for module in model.modules()}}
-    found = {id(forward.__globals__): forward.__globals__ for forward in forwards if inspect.isfunction(forward)}
-    return list(found.values())
-
-
 def _names(scope: dict[str, Any]) -> list[str]:
     return [name for name, value in list(scope.items()) if (id(scope), name) in _replaced or _is_of_a_package(value)]
 
 
-def _is_of_a_package(value: Callable[..., Any] | object) -> bool:
+def _is_of_a_package(value: object) -> bool:
     if not inspect.isfunction(value) or value.__globals__.get("__name__") != _HUB or not hasattr(value, "__wrapped__"):
         return False
     return bool(inspect.getclosurevars(value).nonlocals.get("is_new_implementation", True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.selection.scans import scans_backend, select_scan
 from paged_attn.calling.evaluating import evaluating
+from paged_attn.calling.forward_scopes import forward_scopes
 from paged_attn.recurrent.functions import (
     FUNCTIONS,
     NoOpFits,
@@ -94,9 +94,7 @@ def _computed(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
 
 def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
     """The globals in which the forwards of these modules and of theirs find functions that have an op."""
-    forwards = [inspect.unwrap(type(each).forward) for module in modules for each in module.modules()]
-    scopes = {id(forward.__globals__): forward.__globals__ for forward in forwards if inspect.isfunction(forward)}
-    return [scope for scope in scopes.values() if FUNCTIONS.keys() & scope.keys()]
+    return [scope for scope in forward_scopes(modules) if FUNCTIONS.keys() & scope.keys()]
 
 
 def _tried(layer: RecurrentLayer) -> RecurrentLayer:

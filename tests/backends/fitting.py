@@ -10,7 +10,7 @@ from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import Feature, Problem, unmet
 from paged_attn.backends.devices import architecture_of, device_word
-from paged_attn.backends.selection.packages import unmet_requirement
+from paged_attn.backends.selection.packages import unmet_requirements
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from tests.backends.problems import Case
 
@@ -24,8 +24,7 @@ def instance(name: str, deterministic: bool = False) -> AttentionBackend:
 
 @cache
 def missing_packages(name: str) -> tuple[str, ...]:
-    reasons = map(unmet_requirement, backend_class(name).capabilities.requirements)
-    return tuple(reason for reason in reasons if reason is not None)
+    return tuple(unmet_requirements(backend_class(name).capabilities.requirements))
 
 
 def problem_of(case: Case, device: torch.device, *, lse: bool = False, extra: frozenset[Feature] = frozenset()) -> Problem:

@@ -14,7 +14,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall, zero_padding
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
-from paged_attn.backends.needs import Requirement
+from paged_attn.backends.needs import TRITON
 
 if TYPE_CHECKING:
     from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
@@ -39,7 +39,7 @@ class TritonBackend(AttentionBackend):
         head_dims=Span(1, 256),
         latent_dims=(Span(1, 512), Span(0, 128)),
         graphs={"extend": GraphSupport.ALWAYS, "decode": GraphSupport.ALWAYS},
-        requirements=(Requirement("triton", "3.6", "pip install 'triton>=3.6'"),),
+        requirements=(TRITON,),
         note="our own kernels",
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.base import ExpertsBackend
-from paged_attn.backends.needs import Needs, Requirement
+from paged_attn.backends.needs import TRITON, Needs
 
 FEW_TOKENS = 8  # beyond them tokens share experts, and a product reads each once
 
@@ -19,7 +19,7 @@ class TritonExpertsBackend(ExpertsBackend):
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda", "hip"}),
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
-        requirements=(Requirement("triton", "3.6", "pip install 'triton>=3.6'"),),
+        requirements=(TRITON,),
         note="up to 8 tokens read each chosen expert once; more are sorted by expert",
     )
 

@@ -11,7 +11,7 @@ from paged_attn.attn_ops.scans.kda import kda_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
-from paged_attn.backends.needs import Needs, Requirement
+from paged_attn.backends.needs import TRITON, Needs
 from paged_attn.backends.scans.base import OPS, Kernels, ScansBackend
 
 
@@ -20,7 +20,7 @@ class TritonScans(ScansBackend):
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda", "hip"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        requirements=(Requirement("triton", "3.6", "pip install 'triton>=3.6'"),),
+        requirements=(TRITON,),
         note="prompts and decoding; prompts of kda, and states of more than 256 keys, are torch's",
     )
     ops = OPS

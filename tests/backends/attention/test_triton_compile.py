@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
+from tests.backends.for_hopper import printed_by
+
 SHARED_BYTES = 227 * 1024  # of a block on SM90
 MOST_SPILLED = {"one": 112, "all": 400}  # bytes of a thread of the kernel for Hopper: with one feature, with all
 HOPPER_BLOCKS = {
@@ -22,10 +20,7 @@ HOPPER_BLOCKS = {
 
 def rows_of(module: str) -> dict[str, dict[str, Any]]:
     """What it prints, by variant."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-m", module], env=environment, text=True, capture_output=True, timeout=400)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return {row["variant"]: row for row in map(json.loads, result.stdout.splitlines())}
+    return {row["variant"]: row for row in printed_by(module)}
 
 
 @pytest.mark.slow

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -23,6 +19,7 @@ from paged_attn.backends.experts.triton.grouped import ONE_PROGRAM, tiling_for, 
 from paged_attn.compiled.kernels_ahead import compile_graph_ahead
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from tests.backends.experts.operands import operands
+from tests.backends.for_hopper import printed_by
 from tests.zoo.build import build
 
 SIZES = [(4, 2), (8, 2), (16, 4), (32, 4), (64, 6), (128, 8), (256, 8)]
@@ -42,11 +39,7 @@ class Kernel:
 
 @pytest.mark.slow
 def test_every_batch_finds_its_kernels_compiled() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.backends.experts.compile_ahead_for_hopper"]
-    result = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=400)
-    assert result.returncode == 0, result.stderr[-2000:]
-    told = json.loads(result.stdout)
+    (told,) = printed_by("tests.backends.experts.compile_ahead_for_hopper")
     assert len(told["ahead"]) == 17 and told["later"] == []
 
 

@@ -18,7 +18,6 @@ from paged_attn.attn_ops.ops.experts import experts_one_by_one
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.backends.experts import flashinfer
 from paged_attn.backends.experts.base import ExpertsProblem
-from paged_attn.backends.selection import experts
 from paged_attn.backends.selection.experts import reasons_against, select_experts
 from paged_attn.engine.tracing.looping.expert_mlp import expert_mlps
 from tests.backends.experts.operands import close, operands
@@ -91,7 +90,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     fused.cutlass_fused_moe, enums.ActivationType = cutlass_fused_moe, ActivationType  # type: ignore[attr-defined]
     for module in (ModuleType("flashinfer"), fused, enums):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(experts, "unmet_requirement", lambda need: None)
+    monkeypatch.setattr("paged_attn.backends.selection.packages.unmet_requirement", lambda need: None)
     flashinfer._package.cache_clear()
     yield
     flashinfer._package.cache_clear()

@@ -23,7 +23,7 @@ from paged_attn.attn_ops.scans.state_rows import Extends
 from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.scans.fla import FlaScans
 from paged_attn.backends.scans.flashinfer import FlashInferScans
-from paged_attn.backends.selection import scans
+from paged_attn.backends.selection import packages as optional_packages
 from paged_attn.backends.selection.scans import BUILT_IN, kernels_of, scans_backend, select_scan
 from tests.engine.models import assert_idle
 from tests.oracle import greedy, random_prompts
@@ -103,7 +103,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
         module = types.ModuleType(name)
         vars(module).update(found)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(scans, "unmet_requirement", lambda _: None)
+    monkeypatch.setattr(optional_packages, "unmet_requirement", lambda _: None)
 
 
 @pytest.fixture
@@ -209,7 +209,9 @@ def test_what_is_asked_for_and_does_not_fit_is_refused(packages: None, name: str
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scans, "unmet_requirement", lambda need: f"{need.module} is not installed: {need.install}")
+    monkeypatch.setattr(
+        "paged_attn.backends.selection.packages.unmet_requirement", lambda need: f"{need.module} is not installed: {need.install}"
+    )
     with pytest.raises(UnsupportedError, match=r"fla is not installed: pip install .*\[fla\]"):
         select_scan("fla", HOPPER)
 

@@ -12,7 +12,6 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.experts import EXPERTS, experts_one_by_one
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.backends.experts.base import ExpertsProblem
-from paged_attn.backends.selection import experts
 from paged_attn.backends.selection.experts import BUILT_IN, experts_backend, reasons_against, select_experts
 from tests.backends.experts.operands import GATINGS, close, operands
 from tests.oracle import random_prompts
@@ -42,7 +41,7 @@ def test_ids_of_no_expert_count_as_none() -> None:
 
 
 def test_each_takes_what_is_asked_of_it_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "unmet_requirement", lambda need: None)
+    monkeypatch.setattr("paged_attn.backends.selection.packages.unmet_requirement", lambda need: None)
     assert (
         select_experts("auto", HOPPER).describe() == "triton (not taken: grouped_mm: ranked after triton; one_by_one: ranked after triton)"
     )
@@ -53,7 +52,7 @@ def test_each_takes_what_is_asked_of_it_or_says_why_not(monkeypatch: pytest.Monk
     assert reasons_against("grouped_mm", odd) == ["a width of 60 is no multiple of 8"]
     turing = dataclasses.replace(HOPPER, architecture=75)
     assert reasons_against("grouped_mm", turing) == ["needs SM80 or newer, this GPU is SM75"]
-    monkeypatch.setattr(experts, "unmet_requirement", lambda need: f"{need.module} is not installed")
+    monkeypatch.setattr("paged_attn.backends.selection.packages.unmet_requirement", lambda need: f"{need.module} is not installed")
     selection = select_experts("auto", HOPPER)
     assert selection.name == "grouped_mm" and selection.rejected["triton"] == "triton is not installed"
 

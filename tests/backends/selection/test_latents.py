@@ -44,10 +44,10 @@ def test_on_a_gpu_auto_needs_kernels_for_them(monkeypatch: pytest.MonkeyPatch) -
     cuda = torch.device("cuda")
     monkeypatch.setattr("paged_attn.backends.selection.latents.device_word", lambda device: device.type)
     monkeypatch.setattr("paged_attn.backends.selection.latents.architecture_of", lambda device: 90 if device.type == "cuda" else None)
-    monkeypatch.setattr("paged_attn.backends.selection.latents.unmet_requirement", lambda _: "triton is not installed")
+    monkeypatch.setattr("paged_attn.backends.selection.packages.unmet_requirement", lambda _: "triton is not installed")
     assert not serves_latents("auto", cuda), "torch_native would run them, and slowly"
     assert serves_latents("triton", cuda) and serves_latents("torch_native", cuda)
-    monkeypatch.setattr("paged_attn.backends.selection.latents.unmet_requirement", lambda _: "")
+    monkeypatch.setattr("paged_attn.backends.selection.packages.unmet_requirement", lambda _: "")
     assert serves_latents("auto", cuda)
 
 
@@ -66,7 +66,7 @@ def asked(kind: str, architecture: int, dtype: torch.dtype = torch.bfloat16, pag
 
 @pytest.fixture
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paged_attn.backends.selection.requirements.unmet_requirement", lambda _: "")
+    monkeypatch.setattr("paged_attn.backends.selection.packages.unmet_requirement", lambda _: "")
 
 
 @pytest.mark.usefixtures("everything_is_installed")

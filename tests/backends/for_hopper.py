@@ -1,0 +1,17 @@
+"""Programs that compile kernels for a Hopper GPU run in a process of their own, without Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+
+def printed_by(module: str) -> list[Any]:
+    """What a module prints that is run, JSON by line."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-m", module], env=environment, text=True, capture_output=True, timeout=400)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return list(map(json.loads, result.stdout.splitlines()))
