@@ -156,7 +156,8 @@ def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
 
 
 def _own_noise(layer: RecurrentLayer) -> float:
-    """What the layer's own forward gives otherwise for the rows of `_apart` token by token than for all of a step at once."""
+    """What rounding does to the rows of `_apart` in the layer's own forward: token by token instead of all of a step at once, and with
+    each number that it is given off by a little, of which `MULTIPLE` times is one rounding."""
     states: list[Sequence[Tensor] | None] = [None] * len(SLOTS)
     noise = 0.0
     for number, counts in enumerate(STEPS):
@@ -164,9 +165,20 @@ def _own_noise(layer: RecurrentLayer) -> float:
         for request, count in enumerate(counts):
             if count:
                 inputs = [value[:, start : start + count] for value in rows]
-                whole, steps = (in_parts(layer, inputs, ends, states[request]) for ends in ((), range(1, count)))
-                noise, start, states[request] = max(noise, difference(whole, steps)), start + count, whole[1]
+                nudged = [_nudged(value) for value in inputs]
+                ways = ((inputs, ()), (inputs, range(1, count)), (nudged, ()))
+                whole, *others = (in_parts(layer, values, ends, states[request]) for values, ends in ways)
+                noise = max(noise, *(difference(whole, other) for other in others))
+                start, states[request] = start + count, whole[1]
     return noise
+
+
+def _nudged(rows: Tensor) -> Tensor:
+    """Up or down by a part of one rounding, in turns."""
+    if not rows.is_floating_point():
+        return rows
+    signs = torch.arange(rows.numel(), device=rows.device).view_as(rows) % 2 * 2 - 1
+    return rows * (1 + rounding(rows.dtype) / MULTIPLE * signs.to(rows.dtype))
 
 
 def _rows(layer: RecurrentLayer, count: int, seed: int) -> list[Tensor]:

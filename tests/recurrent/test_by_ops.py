@@ -112,7 +112,7 @@ def test_rounding_of_the_layers_own_two_forms_may_be_more_than_is_usual(noise: f
     """On an H100 Qwen3-Next's ops were off by 1.6e-5 in float32, of rows that nearly cancel."""
     layers = layers_of(recurrent("qwen3_next"))
     with torch.no_grad():
-        assert 1e-7 < by_ops._own_noise(layers[0]) < 1e-5, "as measured, not as below"
+        assert 1e-5 < by_ops._own_noise(layers[0]) < 1e-4, "as measured, not as below"
     monkeypatch.setattr(by_ops, "_apart", lambda *_: 3e-5)
     monkeypatch.setattr(by_ops, "_own_noise", lambda _: noise)
     # The replaced comparison runs no op, so that it is the number of ops that would refuse it.
