@@ -246,7 +246,12 @@ def measure_startup(args: argparse.Namespace) -> dict[str, Any]:
         while engine.has_work:
             engine.step()
         assert len(request.sampled) == 2
-        row = {"ready": ready, "first_token": first, **engine.start_seconds, "capture": engine.steps.report().lines()}
+        parts = dict(engine.start_seconds)
+        graphs = parts.pop("graphs and pool")
+        row = {
+            "ready": ready, "first_token": first, "model": sum(parts.values()), "graphs and pool": graphs, "parts": parts,
+            "capture": engine.steps.report().lines(),
+        }  # fmt: skip
         if engine.steps.graphs is not None:
             row["shapes"] = {str(key): round(captured.seconds, 3) for key, captured in engine.steps.graphs.captured.items()}
     print(f"startup {args.startup}: " + ", ".join(f"{k} {v:.1f} s" for k, v in row.items() if isinstance(v, float)))

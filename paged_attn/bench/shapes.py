@@ -27,11 +27,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
         "sliding_window": 128, "layer_types": [_SLIDING, _FULL] * 12, "max_position_embeddings": 131_072, "tie_word_embeddings": False,
     },
-    "deepseek-v2-lite": {
+    "deepseek-v2-lite": {  # vLLM refuses it without groups
         "model_type": "deepseek_v2", "vocab_size": 102_400, "hidden_size": 2048, "intermediate_size": 10_944, "moe_intermediate_size": 1408,
         "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
-        "num_experts_per_tok": 6, "first_k_dense_replace": 1, "max_position_embeddings": 32_768, "tie_word_embeddings": False,
+        "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "first_k_dense_replace": 1,
+        "max_position_embeddings": 32_768, "tie_word_embeddings": False,
     },
     "qwen3-next-16l": {  # 16 of its 48 layers
         "model_type": "qwen3_next", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512,

@@ -33,10 +33,12 @@ from paged_attn.check.warm_up import warm_up
 from paged_attn.compiled.graph_inputs import GraphInputs
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.report import LayerReport
+from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 
 
+@part("self-check")
 def self_check(
     compiled: RewrittenGraph,
     args: Sequence[Any],

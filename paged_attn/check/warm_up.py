@@ -15,10 +15,12 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.running import NoAttention, must_run
 from paged_attn.check.runs.served import Served
+from paged_attn.stopwatch import part
 
 ROWS = 2048
 
 
+@part("first run of the pieces")
 def warm_up(served: Served, device: torch.device, longest: int | None) -> None:
     """Run all that lies between the ops that mix tokens on ROWS rows, of as many requests as that takes.
 

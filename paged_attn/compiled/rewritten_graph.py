@@ -30,6 +30,7 @@ from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.report import Rewrite
 from paged_attn.passes.runner import rewrite
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 
@@ -90,7 +91,8 @@ class RewrittenGraph:
         def choose_experts(spec: ExpertsSpec, weight: Tensor) -> str:
             return select_experts(options.experts_backend, ExpertsProblem.of(spec, weight)).name
 
-        found = rewrite(gm, example_inputs, model, limited, options.passes, choose_experts)
+        with part("rewrite and prove"):
+            found = rewrite(gm, example_inputs, model, limited, options.passes, choose_experts)
         split: SplitGraph | None = None
         pieces: PieceReport | None = None
         lora: LoraGraph | None = None
@@ -101,7 +103,8 @@ class RewrittenGraph:
             split = split_graph(found.gm, split_ops())
             if wants_inductor(options, example_inputs):
                 traced = [value_of(node) for node in found.gm.graph.nodes if node.op == "placeholder"]
-                pieces = compile_pieces(split, traced, ArtifactCache.of_user())
+                with part("Inductor"):
+                    pieces = compile_pieces(split, traced, ArtifactCache.of_user())
             if options.max_loras and model is not None:
                 lora = LoraGraph.of(found, example_inputs, model, options.max_loras, options.max_lora_rank, pieces is not None)
         return cls(gm, found, split, pieces, model, options, traced_files(), lora)

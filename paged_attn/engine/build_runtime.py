@@ -41,6 +41,7 @@ from paged_attn.engine.tracing.trace_model import only_device
 from paged_attn.parallel.local_model import is_cut, served_locally
 from paged_attn.passes.report import OptionalPasses
 from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.stopwatch import part
 
 MOST_CAPTURED_ROWS = 2048  # a step of more takes the device longer than the host takes to launch it op by op
 SCRATCH_PAGES = 2  # page 0, and one that all tokens of a recording share
@@ -135,6 +136,7 @@ def lora_runner(runner: Runner, config: EngineConfig) -> LoraRunner | None:
     return LoraRunner(runner, runner.compiled.lora, config.max_loras, config.max_lora_rank)
 
 
+@part("graphs and pool")
 def ready_to_step(
     runner: Runner,
     with_adapters: LoraRunner | None,

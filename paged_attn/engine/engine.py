@@ -48,6 +48,7 @@ from paged_attn.engine.token_events import TokenEvents
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.shown import shown
+from paged_attn.stopwatch import stopwatch
 
 logger = logging.getLogger("paged_attn")
 
@@ -66,6 +67,7 @@ class Engine:
         is_causal: no token sees later ones. Else prompts are computed whole, each in one step, and no prefix is kept.
         overlaps: a step is launched before the tokens of the one before it are known.
         last_scheduled: the requests of the last step that `step` launched or tried to.
+        start_seconds: of making this engine, by part.
 
     Raises:
         UnsupportedError: see `ModelRunner` and `PatchedRunner`; or no backend runs its layers; or the pool can not hold two pages.
@@ -77,18 +79,21 @@ class Engine:
     def __init__(
         self, model: nn.Module | Pooler, tokenizer: Any = None, config: EngineConfig | None = None, recorder: Recorder | None = None
     ) -> None:
+        with stopwatch("other") as self.start_seconds:
+            self._start(model, tokenizer, config, recorder)
+        logger.info("ready in %s", ", ".join(f"{seconds:.2f} s ({name})" for name, seconds in self.start_seconds.items()))
+
+    def _start(self, model: nn.Module | Pooler, tokenizer: Any, config: EngineConfig | None, recorder: Recorder | None) -> None:
         self.pooler = model if isinstance(model, Pooler) else None
         model = model.body if isinstance(model, Pooler) else uncompiled(model)
         cuda = model_device(model).type == "cuda"
         self.config = (config or EngineConfig.from_environment()).resolved(cuda=cuda, has_triton=cuda and has_triton())
         self.tokenizer = tokenizer
-        started = time.perf_counter()
         first = num_threads_to_start(model)
         with num_threads(self.config.threads or first):
             self.runner = make_runner(model, self.config)
         if self.pooler is not None:
             refuse_for_pooling(self.runner, self.pooler, self.config)
-        traced = time.perf_counter()
         limits = ModelLimits.of(model, self.runner.max_positions)
         defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
@@ -126,7 +131,6 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal)
         every_step = torch.get_num_threads() if self.config.deterministic else None  # another number rounds otherwise
         self.threads = ThreadChoice(self.config.threads or every_step, first) if device.type == "cpu" else None
-        self.start_seconds = {"model": traced - started, "graphs and pool": time.perf_counter() - traced}
         self.overlaps = bool(self.config.overlap)
         self.sampler = Sampler(self.runner.ranks)
         self.output_processor = OutputProcessor(self.kv, self.scheduler, self.sampler)

@@ -23,6 +23,7 @@ from paged_attn.hashing.stable_hasher import Indescribable, tensor_digest
 from paged_attn.passes.dump import dump_folder
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.shown import shown
+from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 # An op that nobody has registered in this process, for one; or whatever somebody else has made of a file.
@@ -56,6 +57,7 @@ class CachedGraphs:
         logger.info("described %s for the cache of graphs in %.2f s", type(model).__name__, time.perf_counter() - started)
         return cls(entries, key, model, options)
 
+    @part("read a kept graph")
     def find(self) -> tuple[CompiledGraph, list[Any], Path] | None:
         """A graph, its flat inputs as of the traced call, and its file; None if there is none that can be used."""
         started = time.perf_counter()

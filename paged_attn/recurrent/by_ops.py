@@ -32,6 +32,7 @@ from paged_attn.recurrent.functions import (
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts
+from paged_attn.stopwatch import part
 from paged_attn.tolerances import MULTIPLE, rounding
 
 logger = logging.getLogger("paged_attn")
@@ -43,6 +44,7 @@ PADDING, PAGE = 2, 4096
 _INDICES = ("layer_idx", "layer_id")  # which of its kind a layer is
 
 
+@part("prove recurrent ops")
 def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[RecurrentLayer, ...]:
     """The layers, those whose ops are proved with `ops`, the others with `why_no_ops`; `backend`: "auto", or a name of
     `paged_attn.backends.selection.scans`.

@@ -31,11 +31,13 @@ from paged_attn.recurrent.watching.attributes import (
 from paged_attn.recurrent.watching.call_parts import LONG, SHORT, operands_of, outputs_of, refused
 from paged_attn.recurrent.watching.carried import carried_layers
 from paged_attn.recurrent.watching.watch import Call, Watched, positional_names, watch
+from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 _PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attentions")
 
 
+@part("find recurrent layers")
 def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
     """The recurrent layers of a model in evaluation mode, in execution order.
 
@@ -61,6 +63,7 @@ def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str,
     return tuple(layers)
 
 
+@part("find recurrent layers")
 def find_attribute_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
     """The outermost modules with state in plain attributes, of them or of modules inside them; as `find_recurrent_layers`."""
     owners = owners_of(attribute_states(*attributes_after(model, inputs_of, (SHORT, LONG))))

@@ -29,6 +29,7 @@ from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.plain_buffers import plain_buffers
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, messages, no_metrics_log, not_traced
 from paged_attn.passes.fx.model_facts import max_positions
+from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 TRACE_TOKENS = 6
@@ -40,6 +41,7 @@ class _Captured(Exception):
     """Ends the traced call before it computes anything."""
 
 
+@part("trace")
 def trace_model(model: nn.Module, options: CompileOptions, positions: bool = True) -> tuple[CompiledGraph, list[Any]]:
     """Trace with T and the number of logits rows symbolic; returns the graph and the flat inputs of the traced call.
 
