@@ -17,6 +17,7 @@ from paged_attn.passes.find.latent import LatentFinder
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import remove_dead_code
+from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts.replace import replace_dense_experts
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
@@ -111,6 +112,11 @@ def _scans(graph: fx.Graph, facts: Facts) -> str:
     return f"{facts.result.num_scans} ops"
 
 
+def _complex(graph: fx.Graph, facts: Facts) -> str:
+    facts.result.num_real = complex_as_real(graph)
+    return f"{facts.result.num_real} operations"
+
+
 def _routing(graph: fx.Graph, facts: Facts) -> str:
     facts.result.num_routed = fuse_routing(graph, facts.values)
     return f"{facts.result.num_routed} routers"
@@ -132,6 +138,7 @@ PASSES = (
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
     GraphPass("experts", "layers of experts that are proved become one op each, most while the model is traced", _experts, optional=True),
     GraphPass("scans", "what recurrent layers do with their states becomes ops on slots, while the model is traced", _scans, optional=True),
+    GraphPass("complex_as_real", "products of complex numbers, as some rotations are, in real arithmetic", _complex, optional=True),
     GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
     GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing, optional=True),
     GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge, optional=True),

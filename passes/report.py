@@ -51,6 +51,7 @@ class OptionalPasses:
         experts: modules of experts that are proved are traced as one op each.
         routing: what stands between a router's logits and its experts is one op.
         scans: functions of layers with recurrent state are ops on slots of a pool, where that is proved.
+        complex_as_real: products of complex numbers in real arithmetic.
     """
 
     latent_attention: bool = False
@@ -60,6 +61,7 @@ class OptionalPasses:
     experts: bool = False
     routing: bool = False
     scans: bool = False
+    complex_as_real: bool = False
 
     def without(self, names: Sequence[str]) -> OptionalPasses:
         return replace(self, **dict.fromkeys(names, False))
@@ -89,6 +91,7 @@ class Rewrite:
     num_gemv: int = 0  # linears with a kernel for a single row
     experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
     num_routed: int = 0  # routers that are one op
+    num_real: int = 0  # operations on complex numbers that are done in real ones
     num_scans: int = 0  # ops on slots of recurrent state
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest

@@ -81,6 +81,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             experts=True,
             routing=True,
             scans=True,
+            complex_as_real=True,
             merge_linears=bool(config.merge_linears),
             early_logits_gather=config.early_logits_gather,
             gemv=bool(config.gemv),

@@ -81,7 +81,8 @@ class Engine:
     ) -> None:
         with stopwatch("other") as self.start_seconds:
             self._start(model, tokenizer, config, recorder)
-        logger.info("ready in %s", ", ".join(f"{seconds:.2f} s ({name})" for name, seconds in self.start_seconds.items()))
+        parts = (f"{seconds:.2f} s ({name})" for name, seconds in self.start_seconds.items() if seconds >= 0.005)
+        logger.info("ready in %s", ", ".join(parts))
 
     def _start(self, model: nn.Module | Pooler, tokenizer: Any, config: EngineConfig | None, recorder: Recorder | None) -> None:
         self.pooler = model if isinstance(model, Pooler) else None

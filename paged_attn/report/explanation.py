@@ -239,6 +239,7 @@ def besides(found: Rewrite) -> tuple[str, ...]:
         *((count, f"{count} layers of experts are one op each, by {name}") for name, count in found.experts.items()),
         (found.num_routed, f"{found.num_routed} routers are one op each"),
         (found.num_scans, f"{found.num_scans} scans and short convolutions are ops on slots of state"),
+        (found.num_real, f"{found.num_real} operations on complex numbers are done in real ones"),
         (found.num_gemv, f"{found.num_gemv} linears have a kernel for single rows"),
     )
     return tuple(words for count, words in done if count)
