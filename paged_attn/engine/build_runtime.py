@@ -179,8 +179,9 @@ def ready_to_step(
         settings = capture_settings(config, with_adapters.one_row)
         slots = LoraSlots(max(settings.max_rows, settings.max_requests), settings.max_requests, runner.device)
         lora_steps = StepRunner(
-            with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, slots, num_groups
-        )
+            with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, steps.one_row, slots,
+            num_groups,
+        )  # fmt: skip
     both = [steps] if lora_steps is None else [steps, lora_steps]
     kept_free = 0
     for each in both:
