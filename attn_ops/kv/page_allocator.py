@@ -63,6 +63,11 @@ class PageAllocator:
         """Pages that can ever be allocated: all but the reserved page 0."""
         return self.num_pages - 1
 
+    @property
+    def num_allocated(self) -> int:
+        """Pages that are handed out now."""
+        return self.num_pages - 1 - len(self._free)
+
     def is_allocated(self, page: int) -> bool:
         """Whether `page` is handed out now; False for the reserved page 0.
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.private_files import read_file
+from paged_attn.attn_ops.switches import path_of_variable
 from paged_attn.backends.attention.capabilities import Feature, Problem
 from paged_attn.backends.selection.packages import PACKAGES, installed_version
 from paged_attn.backends.selection.ranking import Order
@@ -86,12 +87,10 @@ class Entry:
 
 
 def tuned_path(device_name: str) -> Path | None:
-    """$PAGED_ATTN_TUNED ("none" for no file), or a file of the device in the user's cache directory; it need not exist."""
-    given = os.environ.get(VARIABLE, "")
-    if given:
-        return None if given.lower() == "none" else Path(given).expanduser()
+    """$PAGED_ATTN_TUNED (None if it is off), or a file of the device in the user's cache directory; it need not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "paged_attn" / "tuned" / f"{re.sub(r'[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
+    of_device = f"{re.sub(r'[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
+    return path_of_variable(VARIABLE, cache / "paged_attn" / "tuned" / of_device)
 
 
 def read_entries(path: Path, device_name: str) -> list[Entry]:

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 
 from paged_attn.attn_ops.private_files import RefusedFileError, check_private_folder, make_private_folder, read_private_file
+from paged_attn.attn_ops.switches import path_of_variable
 
 logger = logging.getLogger("paged_attn")
 
@@ -49,9 +50,9 @@ class _Damaged(Exception):
 
 
 def user_folder(kind: str) -> Path | None:
-    """Where files of a kind lie in the cache that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn); None if that is "none"."""
-    chosen = os.environ.get(VARIABLE) or "~/.cache/paged_attn"
-    return None if chosen.lower() == "none" else Path(chosen).expanduser() / kind
+    """Where files of a kind lie in the cache that PAGED_ATTN_CACHE names (default: ~/.cache/paged_attn); None if it is off."""
+    folder = path_of_variable(VARIABLE, Path("~/.cache/paged_attn").expanduser())
+    return None if folder is None else folder / kind
 
 
 def private_user_folder(kind: str) -> Path | None:

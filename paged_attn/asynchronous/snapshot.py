@@ -13,7 +13,9 @@ class EngineSnapshot:
     """Requests and pages now, and counters since the engine was made.
 
     Attributes:
-        pages_used: held by requests. pages_cached: held by the prefix cache alone, to be evicted when needed.
+        pages_total: that there is memory for, with all their layers; pages_free: of those, what could be handed out now.
+        pages_used: held by requests; pages_cached: held by the prefix cache alone, to be evicted when needed. Both include pages of which
+            layers with windows have given back their part, so that used, cached and free may come to more than the total.
         waiting_of: how many of each tenant wait.
         pages_of: of layers with page tables of their own, by what they keep, pages in use and their bytes.
         snapshots: recurrent states at the ends of cached prefixes; snapshot_bytes: their memory.
@@ -26,6 +28,7 @@ class EngineSnapshot:
     pages_total: int = 0
     pages_used: int = 0
     pages_cached: int = 0
+    pages_free: int = 0
     snapshots: int = 0
     snapshot_bytes: int = 0
     tokens_without_state: int = 0
@@ -42,7 +45,7 @@ class EngineSnapshot:
         kv, stats, scheduler, pool = engine.kv, engine.stats, engine.scheduler, engine.pool
         return cls(
             running=len(scheduler.running), waiting=len(scheduler.waiting), pages_total=kv.num_usable,
-            pages_used=kv.num_usable - kv.num_available, pages_cached=kv.num_available - kv.allocator.num_free,
+            pages_used=kv.held_pages, pages_cached=kv.cached_pages, pages_free=kv.allocator.num_free,
             snapshots=kv.num_snapshots, snapshot_bytes=kv.snapshot_bytes,
             tokens_without_state=scheduler.stats.prompt_tokens_without_state, steps=stats.steps,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,

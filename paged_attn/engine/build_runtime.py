@@ -174,16 +174,19 @@ def ready_to_step(
     def make_pool(pages: int) -> KVPool:
         return KVPool(runner.layers, pages, config.page_size, runner.dtype, runner.device, groups)
 
-    settings, max_pages = capture_settings(config, runner.one_row), _max_pages(runner, config, num_pages, groups)
+    max_pages = _max_pages(runner, config, num_pages, groups)
+    longest = runner.max_positions or max_pages * config.page_size
+    settings = capture_settings(config, runner.one_row, longest)
     num_groups = max(len(groups), 1)
     steps = StepRunner(runner, settings, recorder, config.page_size, max_pages, recurrent, tail, num_groups=num_groups)
     lora_steps = None
     if with_adapters is not None:
-        settings = capture_settings(config, with_adapters.one_row)
+        settings = capture_settings(config, with_adapters.one_row, longest)
         slots = LoraSlots(max(settings.max_rows, settings.max_requests), settings.max_requests, runner.device)
         lora_steps = StepRunner(
-            with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, slots, num_groups
-        )
+            with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, steps.one_row, slots,
+            num_groups,
+        )  # fmt: skip
     both = [steps] if lora_steps is None else [steps, lora_steps]
     kept_free = 0
     for each in both:
@@ -205,11 +208,13 @@ def ready_to_step(
     return steps, lora_steps, pool, selection
 
 
-def capture_settings(config: EngineConfig, one_row: bool) -> CaptureSettings:
+def capture_settings(config: EngineConfig, one_row: bool, longest: int = MOST_CAPTURED_ROWS) -> CaptureSettings:
+    """`longest`: how many tokens a request may come to, so that no step has more rows than all requests together."""
+    max_requests = min(config.max_requests, max(config.step_tokens, 2))
     return CaptureSettings(
         full=config.graphs == "full",
-        max_requests=min(config.max_requests, max(config.step_tokens, 2)),
-        max_rows=min(max(config.step_tokens, 2), MOST_CAPTURED_ROWS),
+        max_requests=max_requests,
+        max_rows=min(max(config.step_tokens, 2), MOST_CAPTURED_ROWS, max(max_requests * longest, 2)),
         decode_sizes=config.graph_decode_sizes,
         extend_sizes=config.graph_extend_sizes,
         budget_bytes=int(config.graph_memory_gib * 2**30),

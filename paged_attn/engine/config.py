@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from paged_attn.attn_ops.switches import OFF, ON
 from paged_attn.engine.sampling_params import INTO_PARAMS
 from paged_attn.engine.setting_names import GONE, NEW_NAMES, OF_LLM, OTHER_SETTING, SAME_SETTING, renamed, what_instead
 from paged_attn.passes.optional import check_disabled
@@ -227,8 +228,8 @@ def parse_setting(name: str, text: str) -> Any:
     if text.lower() == "none" and type(None) in types:
         return None
     if bool in types:
-        if text.lower() in ("1", "true", "yes", "on", "0", "false", "no", "off"):
-            return text.lower() in ("1", "true", "yes", "on")
+        if text.lower() in (*ON, *OFF):
+            return text.lower() in ON
     elif str in types:
         return text
     elif tuple in types:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.scans.base import ScanProblem
-from paged_attn.backends.selection.scans import scans_backend, select_scan
+from paged_attn.backends.selection.scans import ScanSelection, scans_backend, select_scan
 from paged_attn.calling.evaluating import evaluating
 from paged_attn.calling.forward_scopes import forward_scopes
 from paged_attn.recurrent.functions import (
@@ -60,7 +62,10 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
     for layer in layers:
         kind = _kind(layer)
         if kind not in known:
-            known[kind] = _computed(_tried(layer), backend)
+            try:
+                known[kind] = _proved(layer, backend)
+            except NoOpFits as reason:
+                known[kind] = dataclasses.replace(layer, why_no_ops=str(reason))
             logger.info("%s (%s) runs %s", layer.spec.module, type(layer.module).__name__, known[kind].describe())
         like = known[kind]
         found.append(dataclasses.replace(layer, ops=like.ops, why_no_ops=like.why_no_ops, scans=like.scans))
@@ -73,25 +78,53 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
     return tuple(found)
 
 
-def _computed(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
-    """A layer whose ops are proved, with what computes them, and that proved as well."""
-    if not layer.ops:
-        return layer
-    device, dtype = _device(layer), layer.operands[0].of(layer.arguments).dtype
-    shapes = [layer.spec.states[state].shape for state in states_that_were_taken()]
-    where = (dtype, device_word(device), architecture_of(device))
-    scans = tuple(select_scan(backend, ScanProblem(op, shape, *where)) for op, shape in zip(layer.ops, shapes, strict=True))
-    chosen = dataclasses.replace(layer, scans=scans)
+def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
+    """The layer with its ops, and with what computes them.
+
+    Raises:
+        NoOpFits: why it has none.
+        UnsupportedError: as of `with_ops`.
+    """
+    scopes = scopes_of([layer.module])
+    if not scopes:
+        raise NoOpFits("it calls no function that an op is known for")
+    if not all(state.dtype.is_floating_point for state in layer.spec.states):
+        raise NoOpFits("a state of it is no floating-point tensor")
+    with torch.no_grad(), evaluating(layer.module):
+        with _calls_of_its_own_code():
+            ops, states = _what_runs(layer, scopes)
+        if len(ops) < len(layer.spec.states):
+            raise NoOpFits("ops are known for some of its states alone")
+        chosen = dataclasses.replace(layer, ops=ops, scans=_selected(layer, ops, states, backend))
+        if chosen.kernels:
+            error, allowed = _compared(chosen, scopes)
+            if error <= allowed:
+                return chosen
+        with _calls_of_its_own_code():  # without kernels: if this is off as well, it is the ops that do not fit
+            own_error, own_allowed = _compared(layer, scopes)
+    if not own_error <= own_allowed:
+        raise NoOpFits(f"its ops are off by {own_error:.2g} of its size, allowed is {own_allowed:.2g}")
     if not chosen.kernels:
         return chosen
-    with torch.no_grad(), evaluating(layer.module):
-        error, allowed = _compared(chosen, scopes_of([layer.module]))
-    if error <= allowed:
-        return chosen
-    why = f"{', '.join(each.describe() for each in scans)} is off by {error:.2g} of its size, allowed is {allowed:.2g}"
-    if any(each.name == backend for each in scans):
+    why = f"{', '.join(each.describe() for each in chosen.scans)} is off by {error:.2g} of its size, allowed is {allowed:.2g}"
+    if any(each.name == backend for each in chosen.scans):
         raise UnsupportedError(f"{layer.spec.module} with scans_backend={backend!r}: {why}. Try scans_backend='auto'.")
-    return dataclasses.replace(layer, ops=(), why_no_ops=why)
+    raise NoOpFits(why)
+
+
+def _selected(layer: RecurrentLayer, ops: Sequence[str], states: Sequence[StateSpec], backend: str) -> tuple[ScanSelection, ...]:
+    device, dtype = _device(layer), layer.operands[0].of(layer.arguments).dtype
+    where = (dtype, device_word(device), architecture_of(device))
+    return tuple(select_scan(backend, ScanProblem(op, state.shape, *where)) for op, state in zip(ops, states, strict=True))
+
+
+@contextmanager
+def _calls_of_its_own_code() -> Iterator[None]:
+    """Inside, what the model's own code raises is a reason."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:
+        raise NoOpFits(f"it can not be called without a cache: {type(failure).__name__}: {failure}") from failure
 
 
 def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
@@ -99,24 +132,12 @@ def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
     return [scope for scope in forward_scopes(modules) if FUNCTIONS.keys() & scope.keys()]
 
 
-def _tried(layer: RecurrentLayer) -> RecurrentLayer:
-    scopes = scopes_of([layer.module])
-    if not scopes:
-        return dataclasses.replace(layer, why_no_ops="it calls no function that an op is known for")
-    if not all(state.dtype.is_floating_point for state in layer.spec.states):
-        return dataclasses.replace(layer, why_no_ops="a state of it is no floating-point tensor")
-    try:
-        with torch.no_grad(), evaluating(layer.module):
-            error, allowed = _compared(layer, scopes)
-    except NoOpFits as reason:
-        return dataclasses.replace(layer, why_no_ops=str(reason))
-    except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:  # of the model's own code
-        return dataclasses.replace(layer, why_no_ops=f"it can not be called without a cache: {type(failure).__name__}: {failure}")
-    if len(ops_that_ran()) < len(layer.spec.states):
-        return dataclasses.replace(layer, why_no_ops="ops are known for some of its states alone")
-    if not error <= allowed:
-        return dataclasses.replace(layer, why_no_ops=f"its ops are off by {error:.2g} of its size, allowed is {allowed:.2g}")
-    return dataclasses.replace(layer, ops=ops_that_ran())
+def _what_runs(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], list[StateSpec]]:
+    """The ops that the layer's forward calls, seen in a step of two tokens, and each one's state."""
+    pool = StatePool([layer.spec], 2, _device(layer))
+    batch = Batch.build([BatchRequest([0] * 2, [1], state_slot=1)], PAGE, _device(layer), StepShape(2 + PADDING, MIN_ROWS))
+    _by_ops(layer, scopes, pool, batch, _rows(layer, 2, 0))
+    return ops_that_ran(), [layer.spec.states[state] for state in states_that_were_taken()]
 
 
 def _compared(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[float, float]:
@@ -132,8 +153,7 @@ def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
     pools = [StatePool([layer.spec], max(SLOTS) + 1, _device(layer)) for _ in range(2)]
     for pool in pools:
         pool.fill(float("nan"))
-    own, ops = (RecurrentRunner([layer], pool) for pool in pools)
-    shapes = [state.shape for state in layer.spec.states]
+    own = RecurrentRunner([layer], pools[0])
     seen, error = [0] * len(SLOTS), 0.0
     for number, counts in enumerate(STEPS):
         active = [i for i, count in enumerate(counts) if count]
@@ -144,9 +164,7 @@ def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
         inputs = _rows(layer, total, number)
         output = torch.zeros(1, total + PADDING, *_output_shape(layer), dtype=layer.output_dtype, device=_device(layer))
         own.forward(own.plan(batch), 0, inputs, output)
-        no_kv = KVPool((), 2, PAGE, torch.float32, _device(layer))
-        with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(0, shapes), replaced_functions(scopes):
-            result = layer.run_without_cache(inputs)
+        result = _by_ops(layer, scopes, pools[1], batch, inputs)
         slots = [*(SLOTS[i] for i in active), *(kept.slot for kept in KEPT.get(number, ()))]
         results = [
             (rows[:, :total].flatten(2), [state[slots] for state in pool.states(0)])
@@ -155,6 +173,15 @@ def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
         error = max(error, difference(*results))
         seen = [before + new for before, new in zip(seen, counts, strict=True)]
     return error
+
+
+def _by_ops(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: StatePool, batch: Batch, inputs: Sequence[Tensor]) -> Tensor:
+    """The output of the layer's forward [1, rows, ...] with ops in the places of functions."""
+    no_kv = KVPool((), 2, PAGE, torch.float32, _device(layer))
+    shapes = [state.shape for state in layer.spec.states]
+    ops = RecurrentRunner([layer], pool)
+    with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(0, shapes), replaced_functions(scopes):
+        return layer.run_without_cache(inputs)
 
 
 def _own_noise(layer: RecurrentLayer) -> float:

@@ -19,24 +19,16 @@ MISFITS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 
 @dataclass(frozen=True)
 class Rows:
-    """Index i along `axis`, of `before` * T * `after`, belongs to row i // after % T.
-
-    order: a permutation that sorted the rows: then index i is what index order[i] was before, and `before` is 1.
-    """
+    """Index i along `axis`, of `before` * T * `after`, belongs to row i // after % T."""
 
     axis: int
     before: int = 1
     after: int = 1
-    order: fx.Node | None = None
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[int, int]:
         """The same for layouts that differ in their axis only."""
-        return self.before, self.after, self.order
-
-    def count(self, length: int) -> tuple[int, int, int]:
-        """Sizes that the axis unfolds into, for T = `length`; the middle one counts what is apart from each other."""
-        return (self.before, length, self.after) if self.order is None else (1, length * self.after, 1)
+        return self.before, self.after
 
 
 SIZES = "sizes"  # in place of a layout: numbers that are read off a tensor's shape
@@ -97,9 +89,8 @@ def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any
     Args:
         given: the layouts of all tensors that the operation takes.
     """
-    if len({layout.order for layout in given.values()}) != 1:
+    if not given:
         return None
-    order = next(iter(given.values())).order
     found = []
     for length in LENGTHS:
         try:
@@ -108,7 +99,7 @@ def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any
             return None
         several = isinstance(result.made, (tuple, list))
         parts = list(zip(result.made, value_of(node), strict=True)) if several else [(result.made, value_of(node))]
-        found.append([_layouts(made, traced, result, order, tokens, length) for made, traced in parts])
+        found.append([_layouts(made, traced, result, tokens, length) for made, traced in parts])
     chosen = [next((layout for layout in one if one[layout] == two.get(layout)), None) for one, two in zip(*found, strict=True)]
     if any(layout is None for layout in chosen):
         return None
@@ -123,7 +114,7 @@ class _Result:
 
 def _on_distinct_numbers(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any, length: int) -> _Result:
     shapes = {each: [int(with_tokens(size, tokens, length)) for size in value_of(each).shape] for each in given}
-    widths = {each: torch.Size(shape).numel() // given[each].count(length)[1] for each, shape in shapes.items()}
+    widths = {each: torch.Size(shape).numel() // length for each, shape in shapes.items()}
     step, start, known = sum(widths.values()) + 1, 0, dict[fx.Node, Tensor]()
     for each, layout in given.items():
         known[each] = _numbered(shapes[each], layout, length, step, start)
@@ -136,14 +127,13 @@ def _on_distinct_numbers(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: A
 
 
 def _numbered(shape: list[int], layout: Rows, length: int, step: int, start: int) -> Tensor:
-    before, rows, after = layout.count(length)
     rest = [size for axis, size in enumerate(shape) if axis != layout.axis]
-    width = before * after * torch.Size(rest).numel()
-    numbers = torch.arange(rows)[:, None] * step + start + torch.arange(width)
-    return numbers.view(rows, before, after, *rest).transpose(0, 1).reshape(-1, *rest).movedim(0, layout.axis).contiguous()
+    width = layout.before * layout.after * torch.Size(rest).numel()
+    numbers = torch.arange(length)[:, None] * step + start + torch.arange(width)
+    return numbers.view(length, layout.before, layout.after, *rest).transpose(0, 1).reshape(-1, *rest).movedim(0, layout.axis).contiguous()
 
 
-def _layouts(made: Any, traced: Any, result: _Result, order: fx.Node | None, tokens: Any, length: int) -> dict[Rows, list[int]]:
+def _layouts(made: Any, traced: Any, result: _Result, tokens: Any, length: int) -> dict[Rows, list[int]]:
     """All layouts in which the numbers of `made` are the same in every row, with those of row 0."""
     axis = row_axis(traced, tokens)
     if axis is None or not isinstance(made, Tensor) or made.dtype != torch.int64:
@@ -151,12 +141,10 @@ def _layouts(made: Any, traced: Any, result: _Result, order: fx.Node | None, tok
     found = {}
     for after in range(axis[1], 0, -1):
         before, rest = divmod(axis[1], after)
-        if rest or (before > 1 and order is not None):
+        if rest:
             continue
-        layout = Rows(axis[0], before, after, order)
-        sizes = layout.count(length)
-        rows = made.movedim(layout.axis, 0).reshape(*sizes, -1).transpose(0, 1).reshape(sizes[1], -1)
-        own = rows - result.step * torch.arange(sizes[1])[:, None]
+        rows = made.movedim(axis[0], 0).reshape(before, length, after, -1).transpose(0, 1).reshape(length, -1)
+        own = rows - result.step * torch.arange(length)[:, None]
         if bool((own == own[:1]).all()):
-            found[layout] = own[0].tolist()
+            found[Rows(axis[0], before, after)] = own[0].tolist()
     return found

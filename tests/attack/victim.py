@@ -106,7 +106,7 @@ class Victim:
         return {
             "calls": len(state.calls), "requests": len(engine.requests), "owners": len(state.llm.thread._owners),
             "waiting jobs": len(state.llm.thread._waiting), "pending": state.llm.thread._pending.total(),
-            "pages held": kv.num_usable - kv.num_available, "locks": 0 if kv.tree is None else kv.tree.locked_pages,
+            "pages held": kv.held_pages, "locks": 0 if kv.tree is None else kv.tree.locked_pages,
             "clients of pools": len(state.llm.texts._pool._waiting) + len(state.llm.guide_pool._waiting),
             "connections": len(self.server.server_state.connections), "status": str(state.llm.thread.status),
             "threads": sorted(thread.name for thread in threading.enumerate()), "tasks": process.num_threads(),

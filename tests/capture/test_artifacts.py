@@ -134,7 +134,7 @@ def test_who_reads_while_others_write_finds_one_whole_entry(cache: ArtifactCache
 def test_the_variable_names_the_folder_or_switches_it_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     folders = {}
-    for value in (None, "", "~/mine", str(tmp_path / "x")):
+    for value in (None, "", "1", "ON", "~/mine", "./off", str(tmp_path / "x")):
         monkeypatch.delenv("PAGED_ATTN_CACHE", raising=False)
         if value is not None:
             monkeypatch.setenv("PAGED_ATTN_CACHE", value)
@@ -142,9 +142,10 @@ def test_the_variable_names_the_folder_or_switches_it_off(monkeypatch: pytest.Mo
         assert cache is not None
         folders[value] = cache.folder
     home = tmp_path / "home"
-    assert folders[None] == folders[""] == home / ".cache" / "paged_attn" / "pieces"
+    assert folders[None] == folders[""] == folders["1"] == folders["ON"] == home / ".cache" / "paged_attn" / "pieces"
+    assert folders["./off"] == Path("off") / "pieces"
     assert folders["~/mine"] == home / "mine" / "pieces" and folders[str(tmp_path / "x")] == tmp_path / "x" / "pieces"
-    for value in ("none", "None"):
+    for value in ("none", "None", "off", "Off", "0", "no", "false"):
         monkeypatch.setenv("PAGED_ATTN_CACHE", value)
         assert ArtifactCache.of_user() is None
 

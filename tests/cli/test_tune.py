@@ -181,7 +181,7 @@ def test_errors_of_the_user(flags: list[str], message: str, capsys: pytest.Captu
 def test_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PAGED_ATTN_TUNED", "none")
     assert main(["tune"]) == 2
-    assert "PAGED_ATTN_TUNED is 'none', so that no measurement is used; unset it, or give --out FILE" in capsys.readouterr().err
+    assert "PAGED_ATTN_TUNED is off, so that no measurement is used; unset it, or give --out FILE" in capsys.readouterr().err
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def _out(given: str | None, name: str) -> Path:
 
     path = Path(given).expanduser() if given else tuned_path(name)
     if path is None:
-        raise ValueError(f"{VARIABLE} is 'none', so that no measurement is used; unset it, or give --out FILE")
+        raise ValueError(f"{VARIABLE} is off, so that no measurement is used; unset it, or give --out FILE")
     return path
 
 

@@ -111,7 +111,7 @@ def _folder(kind: str) -> str:
     from paged_attn.capture.compiled.artifacts import VARIABLE, user_folder
 
     folder = user_folder(kind)
-    return f"no folder of ours ({VARIABLE} is 'none')" if folder is None else str(folder)
+    return f"no folder of ours ({VARIABLE} is off)" if folder is None else str(folder)
 
 
 def _num_sizes(config: EngineConfig) -> int:

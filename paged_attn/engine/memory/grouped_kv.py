@@ -168,7 +168,7 @@ class GroupedKVManager(KVManager):
         for keeps in (group.keeps for group in self.groups):
             kept = had - keeps.first(request.num_cached) // self.page_size  # of the prefix, beside the new pages at first
             wanted.append(min(keeps.pages(tokens, self.page_size, self.step_tokens) - kept, more))
-        ids = self.allocator.num_free_ids + (self.tree.evictable_pages if self.tree else 0)
+        ids = self.allocator.num_free_ids + self.cached_pages
         if more <= ids and sum(wanted) <= self.allocator.num_free_frames:
             return 0
         return max(sum(wanted) - self._obtainable_frames(), (more - ids) * len(self.groups))
@@ -179,8 +179,7 @@ class GroupedKVManager(KVManager):
 
     def _obtainable_frames(self) -> int:
         """Those that are free, and all that are not needed by requests that run."""
-        cached = self.tree.evictable_pages if self.tree else 0
-        kept = (self.allocator.num_pages - 1 - self.allocator.num_free_ids - cached) * self._num_full
+        kept = self.held_pages * self._num_full
         for kind in self._kinds:
             needed = self._needed(kind, to_start=False)
             kept += len(kind.groups) * int(np.count_nonzero(self.frames[kind.groups[0], needed]))
@@ -190,8 +189,7 @@ class GroupedKVManager(KVManager):
         allocator = self.allocator
         if num_pages <= allocator.num_free:
             return True
-        ids = allocator.num_free_ids + (self.tree.evictable_pages if self.tree else 0)
-        if num_pages > ids or num_pages * len(self.groups) > self._obtainable_frames():
+        if num_pages > allocator.num_free_ids + self.cached_pages or num_pages * len(self.groups) > self._obtainable_frames():
             return False
         self.give_back()
         wanted = max(num_pages, allocator.num_usable // SLACK)

@@ -58,7 +58,17 @@ class KVManager:
     @property
     def num_available(self) -> int:
         """Pages that a request could get now: free ones and those that can be evicted."""
-        return self.allocator.num_free + (self.tree.evictable_pages if self.tree else 0)
+        return self.allocator.num_free + self.cached_pages
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that the prefix cache alone holds, those included of which groups of layers have given back their part."""
+        return 0 if self.tree is None else self.tree.evictable_pages
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that requests hold, likewise."""
+        return self.allocator.num_allocated - self.cached_pages
 
     @property
     def num_usable(self) -> int:

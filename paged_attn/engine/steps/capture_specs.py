@@ -16,7 +16,6 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.backends.attention.base import AttentionBackend
-from paged_attn.backends.attention.by_group import without_groups
 from paged_attn.backends.attention.capabilities import GraphSupport
 from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
@@ -25,7 +24,7 @@ from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_settings import CaptureSettings
 from paged_attn.engine.steps.forward import Tail, forward
 from paged_attn.engine.steps.future_tokens import FutureTokens
-from paged_attn.engine.steps.one_row_check import check_one_row
+from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.recurrent.run import RecurrentRunner
 
 INSIDE_FULL_GRAPHS = frozenset(kind.op for kind in KINDS if kind.in_full_graphs)
@@ -62,6 +61,7 @@ class CaptureSpecs:
     recurrent: RecurrentRunner | None
     tail: Tail | None
     future_tokens: FutureTokens
+    one_row: OneRowCheck
     lora_slots: LoraSlots | None = None
 
     @property
@@ -107,7 +107,7 @@ class CaptureSpecs:
         """A decode step of `key.size` requests, attention included."""
         size, device = key.size, self.runner.device
         if size == 1:
-            check_one_row(self.runner.served(), *without_groups(self.pool, self.backend, 2))
+            self.one_row.check(self.pool, self.backend)
         batch = self._with_slots(Batch.build([], self.pool.page_size, device, full_shape(size), self.buffers))
         length = self.backend.graph_lengths(size, self._max_context, self.pool)[key.variant]
         backend = self.backend.for_graph(size, size * self.buffers.max_pages)

@@ -15,13 +15,36 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import CaptureError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.by_group import without_groups
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import Served, VisitBoundary
 from paged_attn.check.runs.truth import LOGITS
+from paged_attn.engine.runners.runner import Runner
 from paged_attn.tolerances import rounding, row_errors, worst
 
 TOKENS = ((2, 3), (3, 1), (1, 2), (4, 3))  # of a request, tried in turn; models are traced with such ids, too
 ROUNDINGS = 16  # what one piece or attention may differ by: a few dozen operations on rows in another place of the batch
+
+
+class OneRowCheck:
+    """`check_one_row` of a runner, once for a pool and its backend: graphs of all lengths rest on it, and those with adapters."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._pool: KVPool | None = None
+        self._backend: AttentionBackend | None = None
+        self._why_not = ""
+
+    def check(self, pool: KVPool, backend: AttentionBackend) -> None:
+        """Raises CaptureError, as `check_one_row` does."""
+        if pool is not self._pool or backend is not self._backend:
+            self._pool, self._backend, self._why_not = pool, backend, ""
+            try:
+                check_one_row(self._runner.served(), *without_groups(pool, backend, 2))
+            except CaptureError as error:
+                self._why_not = str(error)
+        if self._why_not:
+            raise CaptureError(self._why_not)
 
 
 def check_one_row(served: Served, pool: KVPool, backend: AttentionBackend) -> None:

@@ -25,6 +25,7 @@ from paged_attn.engine.steps.capture_settings import CaptureSettings
 from paged_attn.engine.steps.capture_specs import CaptureSpecs, extend_shape, full_shape
 from paged_attn.engine.steps.forward import Output, Tail, forward
 from paged_attn.engine.steps.future_tokens import FutureTokens
+from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.tolerances import logits_apart
 
@@ -52,6 +53,7 @@ class StepRunner:
         recorder: makes the graphs; None captures nothing.
         page_size, max_pages, num_groups: of the pool, of one request, and of layers with page tables of their own.
         future_tokens: those of another runner of the same engine; None makes some.
+        one_row: the check of another runner of the same model; None makes one.
         lora_slots: where the slots of a step's adapters lie, if `runner` is one with adapters.
         tail: chooses a token for each row of logits [N, vocabulary], -1 for none, in the graphs, too; they go to `future_tokens`.
 
@@ -75,6 +77,7 @@ class StepRunner:
         recurrent: RecurrentRunner | None = None,
         tail: Tail | None = None,
         future_tokens: FutureTokens | None = None,
+        one_row: OneRowCheck | None = None,
         lora_slots: LoraSlots | None = None,
         num_groups: int = 1,
     ) -> None:
@@ -86,7 +89,7 @@ class StepRunner:
         self.runner, self.settings, self.recurrent, self.tail = runner, settings, recurrent, tail
         self.page_size = page_size
         self.future_tokens = future_tokens or FutureTokens(max(settings.max_requests, MIN_ROWS), runner.device)
-        self.lora_slots = lora_slots
+        self.one_row, self.lora_slots = one_row or OneRowCheck(runner), lora_slots
         self.pool: KVPool | None = None
         self.backend: AttentionBackend | None = None
         self.graphs: GraphSet | None = None
@@ -203,7 +206,7 @@ class StepRunner:
         assert self.pool is not None and self.backend is not None and self.buffers is not None
         return CaptureSpecs(
             self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.future_tokens,
-            self.lora_slots,
+            self.one_row, self.lora_slots,
         )  # fmt: skip
 
     def _replay(self, batch: Batch, captured: Captured) -> Output:

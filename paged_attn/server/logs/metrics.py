@@ -57,12 +57,13 @@ class ServerMetrics(Collector):
         requests.add_metric(["running"], now.running)
         requests.add_metric(["waiting"], now.waiting)
         yield requests
-        pages = GaugeMetricFamily(PREFIX + "kv_pages", "KV pages by state; cached ones are evicted when needed", labels=["state"])
+        of_state = "KV pages by state: used by requests, cached for later ones and evicted when needed, free; windows may have left parts"
+        pages = GaugeMetricFamily(PREFIX + "kv_pages", of_state, labels=["state"])
         pages.add_metric(["used"], now.pages_used)
         pages.add_metric(["cached"], now.pages_cached)
-        pages.add_metric(["free"], now.pages_total - now.pages_used - now.pages_cached)
+        pages.add_metric(["free"], now.pages_free)
         yield pages
-        yield GaugeMetricFamily(PREFIX + "kv_pages_total", "Usable KV pages", value=now.pages_total)
+        yield GaugeMetricFamily(PREFIX + "kv_pages_total", "KV pages that there is memory for, with all layers", value=now.pages_total)
         if now.pages_of:
             of_groups = "of layers with page tables of their own, by what these keep"
             group_pages = GaugeMetricFamily(PREFIX + "kv_group_pages", f"Pages in use {of_groups}", labels=["keeps"])

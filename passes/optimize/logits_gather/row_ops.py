@@ -16,9 +16,8 @@ from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.row_layout import SIZES, Rows, moved_rows, reads_sizes, row_axis
 from paged_attn.passes.fx.token_data import name_of
-from paged_attn.passes.optimize.logits_gather.expert_dispatch import STEPS, Part, dispatch_layout
 
-Layout = Rows | Part | str | tuple[Rows | Part, ...]
+Layout = Rows | str | tuple[Rows, ...]
 
 _ELEMENTWISE = set("""
     abs absolute add sub subtract mul multiply div divide truediv true_divide floordiv floor_divide pow rsub neg negative exp exp2 expm1 log
@@ -48,7 +47,7 @@ _SAME_SIZES = {"gather", "scatter", "scatter_"}
 def is_known(node: fx.Node) -> bool:
     """Whether an operation is of a kind that may treat rows apart."""
     name = name_of(node)
-    tables = (_ELEMENTWISE, _REDUCING, _PRODUCTS, _MOVING, _ALONG, _NORMS, STEPS, {"embedding"})
+    tables = (_ELEMENTWISE, _REDUCING, _PRODUCTS, _MOVING, _ALONG, _NORMS, {"embedding"})
     return any(name in table for table in tables) or reads_sizes(node) or node.target is EXPERTS
 
 
@@ -63,11 +62,8 @@ def layout_of(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -> La
     Args:
         given: the layouts of all its operands that have rows.
     """
-    layout: Layout | None = dispatch_layout(node, given, tokens)
-    return _layout_apart(node, given, tokens) if layout is None and given else layout
-
-
-def _layout_apart(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -> Layout | None:
+    if not given:
+        return None
     first = node.args[0] if node.args else None
     if isinstance(first, fx.Node) and isinstance(parts := given.get(first), tuple):
         taken = node.args[1] if name_of(node) == "getitem" else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from paged_attn.backends.scans.fla import FlaScans
 from paged_attn.backends.scans.flashinfer import FlashInferScans
 from paged_attn.backends.selection import packages as optional_packages
 from paged_attn.backends.selection.scans import BUILT_IN, kernels_of, scans_backend, select_scan
+from paged_attn.recurrent import by_ops
+from paged_attn.recurrent.layer import RecurrentLayer
 from tests.engine.models import assert_idle
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import recurrent
@@ -147,11 +150,26 @@ def test_prompts_and_states_on_the_way_are_those_of_the_truth(
     assert len(CALLS) == 3, "three waves: the longest of the requests has three segments"
 
 
+@pytest.fixture
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One for each comparison of a layer's ops with its own forward: whether kernels computed them."""
+    seen: list[bool] = []
+    apart = by_ops._apart
+
+    def noted(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
+        seen.append(bool(layer.kernels))
+        return apart(layer, scopes)
+
+    monkeypatch.setattr(by_ops, "_apart", noted)
+    return seen
+
+
 @pytest.mark.usefixtures("anywhere")
-def test_a_model_is_served_by_a_named_one_token_for_token() -> None:
+def test_a_model_is_served_by_a_named_one_token_for_token(comparisons: list[bool]) -> None:
     model, prompts = recurrent("qwen3_next"), random_prompts((1, 5, 17, 33, 70))
     with LLM(model, num_pages=400, page_size=1, max_batch_tokens=16, scans_backend="fla") as llm:
         proved = len(CALLS)
+        assert comparisons == [True], "of what computes its ops, and of nothing else"
         for _ in range(2):
             done = llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
             assert [each.token_ids for each in done] == [greedy(model, prompt, 8) for prompt in prompts]
@@ -161,12 +179,13 @@ def test_a_model_is_served_by_a_named_one_token_for_token() -> None:
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_one_that_gives_other_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_gives_other_numbers_is_refused(monkeypatch: pytest.MonkeyPatch, comparisons: list[bool]) -> None:
     monkeypatch.setattr(
         sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", lambda **given: fla_chunked("gdn")(**given | {"scale": 1.0})
     )
     with pytest.raises(UnsupportedError, match=r"with scans_backend='fla': .*gated_delta_rule by fla.* is off by .* of its size"):
         LLM(recurrent("qwen3_next"), num_pages=64, scans_backend="fla")
+    assert comparisons == [True, False], "without kernels the ops are right"
 
 
 def test_auto_takes_ours_and_says_why_not_others(packages: None) -> None:

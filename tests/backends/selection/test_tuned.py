@@ -73,7 +73,9 @@ def test_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert tuned_path("CPU x86_64") == tmp_path / "home" / ".cache" / "paged_attn" / "tuned" / "cpu-x86-64.json"
     monkeypatch.setenv("PAGED_ATTN_TUNED", "~/mine.json")
     assert tuned_path("anything") == tmp_path / "home" / "mine.json"
-    for off in ("none", "NONE"):
+    monkeypatch.setenv("PAGED_ATTN_TUNED", "on")
+    assert tuned_path("CPU x86_64") == tmp_path / "home" / ".cache" / "paged_attn" / "tuned" / "cpu-x86-64.json"
+    for off in ("none", "NONE", "off", "0", "no", "false"):
         monkeypatch.setenv("PAGED_ATTN_TUNED", off)
         assert tuned_path("anything") is None
 

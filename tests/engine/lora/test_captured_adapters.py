@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from paged_attn import SamplingParams
+from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.steps import one_row_check
 from tests.capture.tape import TapeRecorder
 from tests.engine.lora.adapters import Adapters, base
 from tests.engine.models import assert_idle, run_all
@@ -44,6 +46,20 @@ def test_adapters_that_come_after_the_capture(overlap: bool, tmp_path: Path) -> 
     for modes in ran.values():
         assert {"full", "piecewise"} <= set(modes) and "uncaptured" not in modes, ran
     assert_idle(engine)
+    engine.close()
+
+
+def test_one_row_is_compared_once_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for all lengths. Here it is off, so that neither has a graph of one row."""
+    pools: list[KVPool] = []
+    monkeypatch.setattr(one_row_check, "_errors", lambda served, pool, backend, tokens: pools.append(pool) or {"logits": 1.0})
+    config = EngineConfig(num_pages=64, max_requests=4, max_batch_tokens=24, graph_extend_sizes=2, max_loras=1, gemv=True)
+    with fixed_backend():
+        engine = Engine(base(), config=config, recorder=TapeRecorder())
+    assert len(pools) == len(one_row_check.TOKENS) and all(pool is engine.pool for pool in pools)
+    for steps in (engine.steps, engine.lora_steps):
+        assert steps is not None and steps.graphs is not None and min(steps.graphs.sizes("full")) == 2
+        assert "one row alone gives logits that are off by 1" in "\n".join(steps.report().lines())
     engine.close()
 
 

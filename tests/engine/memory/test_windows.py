@@ -196,6 +196,8 @@ def test_explain_and_metrics_tell_what_groups_take() -> None:
     assert engine.pool.parts and now.pages_of["all tokens"] == (kept, kept * frame)
     windows, nbytes = now.pages_of["window 8"]
     assert 0 < windows < 2 * kept and nbytes == windows * frame and now.pages_used == 0
+    assert now.pages_cached == kept, "those with holes, too"
+    assert now.pages_free == (engine.kv.allocator.num_frames - 1 - kept - windows) // 3 < now.pages_total  # type: ignore[attr-defined]
     text = ServerMetrics(lambda: now, lambda: True, 5).text().decode()
     assert f'paged_attn_kv_group_pages{{keeps="window 8"}} {float(windows)}' in text
     lines = explain(engine)

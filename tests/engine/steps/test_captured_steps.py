@@ -100,6 +100,12 @@ def test_a_step_beyond_the_largest_size_runs_uncaptured() -> None:
     assert modes[0] == "uncaptured" and modes[-1] == "full"
 
 
+def test_no_step_is_captured_of_more_rows_than_all_requests_may_have() -> None:
+    engine = captured_engine(max_requests=2, max_batch_tokens=1024)
+    assert engine.runner.max_positions == 256 and max(engine.steps.graphs.sizes("piecewise")) == 2 * 256  # type: ignore[union-attr]
+    assert tokens_of(engine, PROMPTS[:2]) == [oracle(prompt, 12) for prompt in PROMPTS[:2]]
+
+
 def test_full_graphs_are_replayed_without_a_plan_and_refreshed() -> None:
     engine = captured_engine()
     prompts = [PROMPTS[3], PROMPTS[4]]
