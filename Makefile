@@ -37,7 +37,7 @@ test-slow: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile --durations 10 -rs $(ARGS)
 
-# The engine's quick tests again, with each step launched before the tokens of the one before it are known, as on a GPU.
+# The engine's quick tests again that this changes: each step is launched before the tokens of the one before it are known, as on a GPU.
 overlap: $(VENV)/.dev
 	PAGED_ATTN_TEST_OVERLAP=1 $(TEST_ENV) $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" --durations 5 tests/engine tests/server $(ARGS)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.overlap import ROOT, runs_both_ways
 from tests.quick import function_and_case, slow_tests
 
 _STARTED = time.perf_counter()
@@ -26,9 +27,9 @@ os.environ["PAGED_ATTN_CACHE"] = "none"  # nor may what is in this user's cache;
 # Where a trace is what is tested, or what the passes make of one, every test traces anew: a graph from disk has no values of nodes.
 TRACING_ROOMS = ("capture", "check", "engine.tracing", "graph_cache", "passes", "recurrent")
 TRACING_MODULES = (
-    "backends.selection.test_experts", "cli.test_ranks", "engine.runners.test_model_runner", "engine.steps.test_logits_gather_served",
-    "engine.steps.test_single_row", "engine.test_latent_models", "test_drop_in", "test_expert_parallel", "test_explain", "test_inductor",
-    "test_tensor_parallel", "test_two_ways",
+    "backends.selection.test_experts", "cli.test_ranks", "engine.runners.test_model_runner", "engine.steps.test_single_row",
+    "engine.test_latent_models", "test_drop_in", "test_expert_parallel", "test_explain", "test_inductor", "test_tensor_parallel",
+    "test_two_ways",
 )  # fmt: skip
 
 
@@ -76,9 +77,13 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_ATTN_CACHE", "none")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`-m "not slow"` is `make test`: see tests/quick.py."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`-m "not slow"` is `make test`: see tests/quick.py. `make overlap` runs what its variable changes: see tests/overlap.py."""
     slow = slow_tests()
+    if "PAGED_ATTN_TEST_OVERLAP" in os.environ:
+        modules = {item: ".".join(item.path.relative_to(ROOT).with_suffix("").parts) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if not runs_both_ways(modules[item])])
+        items[:] = [item for item in items if runs_both_ways(modules[item])]
     for item in items:
         function, case = function_and_case(item.nodeid)
         if function in slow and (slow[function] is None or slow[function] != case):

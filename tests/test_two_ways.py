@@ -1,6 +1,7 @@
 """The graph rewrite and `paged_attn.patch` find out what a model's layers compute in two ways: they must find and compute the same.
 
-Each model is compared by its specs, field by field, and by the logits of a ragged batch. What the hook refuses is listed with its reason.
+Each model is compared by its specs, field by field, by the logits of a ragged batch, and by the tokens of both beside its own. What the
+hook refuses is listed with its reason.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paged_attn import UnsupportedError, patch
+from paged_attn import LLM, SamplingParams, UnsupportedError, patch
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.check.runs.steps import Steps, probe_prompts, steps_of
 from paged_attn.compiled.graph_inputs import logits_of
-from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.tolerances import row_errors, worst
 from tests import tiny_models
+from tests.hf.serving import served_by_hand
+from tests.oracle import greedy, random_prompts
 from tests.zoo.build import seeded
 from tests.zoo.configs import config_for, model_class
 
+PROMPTS, NEW = random_prompts((1, 5, 17, 33)), 6
 ROUNDING = 2e-5
 SCALE = 1e-6  # a written-out softmax tells its scale by values, not by name
 
@@ -71,22 +73,26 @@ def run(model: PreTrainedModel, layers: Sequence[AttentionSpec], logits: Callabl
     return found
 
 
-def by_hook(model: PreTrainedModel) -> tuple[tuple[AttentionSpec, ...], list[Tensor]]:
-    # Its own self-check is what this file tests by another road.
-    with patch(model, self_check=False) as patched:
-        return patched.layers, run(model, patched.layers, lambda b: model(**b.model_inputs()).logits[0, b.logits_rows])
+def by_hook(model: PreTrainedModel) -> tuple[tuple[AttentionSpec, ...], list[Tensor], list[list[int]]]:
+    """And the tokens of a loop that one writes around it."""
+    with patch(model) as patched:
+        tokens = served_by_hand(model, patched.layers, PROMPTS, NEW)
+        return patched.layers, run(model, patched.layers, lambda b: model(**b.model_inputs()).logits[0, b.logits_rows]), tokens
 
 
-def by_graph(model: PreTrainedModel) -> tuple[tuple[AttentionSpec, ...], list[Tensor]]:
-    runner = ModelRunner(model, CompileOptions(inductor=False, self_check=False))
-    rewritten = runner.compiled.rewrite.gm
-    assert rewritten is not None
+def by_graph(model: PreTrainedModel) -> tuple[tuple[AttentionSpec, ...], list[Tensor], list[list[int]]]:
+    """And the tokens of an engine that runs the graph."""
+    with LLM(model, num_pages=64, disable_passes=("latent_attention",)) as llm:  # the hook sees keys and values
+        runner = llm.engine.runner
+        rewritten = runner.compiled.rewrite.gm
+        assert rewritten is not None
 
-    def logits(batch: Batch) -> Tensor:
-        found = logits_of(rewritten.forward(*runner.inputs.fill(batch.input_ids, batch.positions, batch.logits_rows)))
-        return found if runner.takes_logits_rows else found[batch.logits_rows]
+        def logits(batch: Batch) -> Tensor:
+            found = logits_of(rewritten.forward(*runner.inputs.fill(batch.input_ids, batch.positions, batch.logits_rows)))
+            return found if runner.takes_logits_rows else found[batch.logits_rows]
 
-    return runner.compiled.specs, run(model, runner.compiled.specs, logits)
+        tokens = [completion.token_ids for completion in llm.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))]
+        return runner.compiled.specs, run(model, runner.compiled.specs, logits), tokens
 
 
 def differences(one: AttentionSpec, other: AttentionSpec) -> list[str]:
@@ -97,8 +103,10 @@ def differences(one: AttentionSpec, other: AttentionSpec) -> list[str]:
 @pytest.mark.parametrize("name", AGREEING)
 def test_both_roads_find_and_compute_the_same(name: str) -> None:
     model = build(name)
-    hook_specs, hook_logits = by_hook(model)
-    graph_specs, graph_logits = by_graph(model)
+    expected = [greedy(model, prompt, NEW) for prompt in PROMPTS]
+    hook_specs, hook_logits, hook_tokens = by_hook(model)
+    graph_specs, graph_logits, graph_tokens = by_graph(model)
+    assert hook_tokens == graph_tokens == expected
     assert [(spec.module, differences(spec, other)) for spec, other in zip(hook_specs, graph_specs, strict=True)] == [
         (other.module, []) for other in graph_specs
     ]

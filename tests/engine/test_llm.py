@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paged_attn import LLM, SamplingParams
+from tests.covering import every_pair
 from tests.engine.models import assert_nothing_left, make_llm, oracle, random_prompts, tiny, tokenizer
 from tests.tiny_models import VOCAB, build
 
@@ -19,10 +20,10 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) 
     return [completion.token_ids for completion in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("max_batch_tokens", [1, 3, 16, 2048])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("name", "max_batch_tokens", "page_size", "prefix_cache"),
+    every_pair(["qwen3", "gemma3_text"], [1, 3, 16, 2048], [1, 4, 16], [True, False]),
+)
 def test_it_equals_the_models_own_generate(name: str, max_batch_tokens: int, page_size: int, prefix_cache: bool) -> None:
     model = tiny(name)
     llm = make_llm(model, max_batch_tokens=max_batch_tokens, page_size=page_size, prefix_cache=prefix_cache, num_pages=400)

@@ -6,43 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from paged_attn import LLM, Batch, BatchRequest, KVPool, SamplingParams, UnsupportedError, forward_context, patch
+from paged_attn import UnsupportedError, patch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.hf.mask import prove_mask_function
 from paged_attn.passes.prove.mask_family import MaskFamily
-from tests.oracle import greedy, random_prompts
-from tests.tiny_models import ARCHITECTURES, build
+from tests.tiny_models import build
 
 REFUSED = {"falcon": "AttentionInterface", "llama4_text": "self-check failed"}
-PROMPTS = random_prompts((1, 5, 17, 33))
-
-
-def _serve(model: nn.Module, layers: tuple, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    pool = KVPool(layers, 1 + 8 * len(prompts), 8, torch.float32)
-    pool.storage.fill_(float("nan"))
-    tokens, cached = [list(p) for p in prompts], [0] * len(prompts)
-    for _ in range(new_tokens):
-        requests = [BatchRequest(t[c:], range(1 + 8 * i, 9 + 8 * i), c) for i, (t, c) in enumerate(zip(tokens, cached, strict=True))]
-        batch = Batch.build(requests, 8)
-        with torch.no_grad(), forward_context(batch, pool):
-            logits = model(**batch.model_inputs()).logits[0]
-        for i, token in enumerate(logits[batch.logits_rows[: batch.num_logits]].argmax(-1).tolist()):
-            cached[i] = len(tokens[i])
-            tokens[i].append(token)
-    return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)]
-
-
-@pytest.mark.parametrize("name", [n for n in ARCHITECTURES if n not in REFUSED])
-def test_both_roads_give_the_models_own_tokens(name: str) -> None:
-    model = build(name)
-    expected = [greedy(model, p, 6) for p in PROMPTS]
-    with patch(model) as patched:
-        assert _serve(model, patched.layers, PROMPTS, 6) == expected
-        by_hook = patched.layers
-    with LLM(model, num_pages=64, disable_passes=("latent_attention",)) as llm:  # the hook sees keys and values
-        by_graph = llm.engine.runner.compiled.specs
-        assert [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=6))] == expected
-    assert [a.differences(b) for a, b in zip(by_hook, by_graph, strict=True)] == [[]] * len(by_graph)
 
 
 @pytest.mark.parametrize("name", REFUSED)

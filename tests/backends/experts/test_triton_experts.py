@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from paged_attn.attn_ops.ops.experts import experts_one_by_one
 from paged_attn.attn_ops.specs.experts import Gating
 from tests.backends.experts.operands import DEVICE, GATINGS, close, operands
+from tests.covering import every_pair
 
 pytest.importorskip("triton")
 from paged_attn.backends.experts.triton.few import FewTiling, few_experts
@@ -21,16 +24,19 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("gating", GATINGS)
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("tokens", "gating", "kernel"), every_pair([1, 5], list(GATINGS), list(KERNELS)))
 def test_every_gate(tokens: int, gating: str, kernel: str) -> None:
     given = operands(tokens, GATINGS[gating], bias=tokens == 5, transposed=tokens == 5)
     assert close(KERNELS[kernel](*given), experts_one_by_one(*given))
 
 
-@pytest.mark.parametrize("kernel", ["few", "grouped"])
-@pytest.mark.parametrize("load", ["one expert has all", "one pair each", "ids of no expert", "no id of an expert", "more than a block"])
+LOADS = ("one expert has all", "one pair each", "ids of no expert", "no id of an expert")
+
+
+@pytest.mark.parametrize(
+    ("load", "kernel"),
+    [*product(LOADS, ["few", "grouped"]), ("more than a block", "grouped")],  # the kernel for few has no blocks of tokens
+)
 def test_ragged_loads(load: str, kernel: str) -> None:
     tokens = 40 if load == "more than a block" else 4
     given = list(operands(tokens, Gating()))

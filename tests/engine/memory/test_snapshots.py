@@ -18,12 +18,13 @@ from tests.engine.models import (
     fail_once,
     make_engine,
     make_llm,
+    oracle,
     poisoned,
     run_all,
     run_past_errors,
 )
 from tests.engine.test_recurrent import OWN_FORWARD, poison_freed_slots
-from tests.oracle import greedy, random_prompts
+from tests.oracle import random_prompts
 from tests.recurrent_models import recurrent
 
 NAMES = ["qwen3_next", "falcon_h1", "lfm2"]
@@ -44,7 +45,7 @@ def ask(engine: Engine, prompt: list[int], new: int = NEW, name: str = HYBRID, *
     """One request, run to its end; its tokens are right."""
     request = engine.add_request(prompt, SamplingParams(max_new_tokens=new), **kwargs)
     run_all(engine)
-    assert request.output_token_ids == greedy(recurrent(name), prompt, new)
+    assert request.output_token_ids == oracle(prompt, new, recurrent(name))
     return request
 
 
@@ -76,10 +77,10 @@ def test_a_shared_stem_is_reused_up_to_its_last_page(name: str, page_size: int) 
     kept = 39 // page_size * page_size
     for prompt, cached in [(STEM, 0), *((STEM + tail, kept) for tail in TAILS[:3]), (STEM, kept)]:
         (got,) = llm.generate([prompt], GREEDY)
-        assert (got.token_ids, got.cached_tokens) == (greedy(model, prompt, NEW), cached)
+        assert (got.token_ids, got.cached_tokens) == (oracle(prompt, NEW, model), cached)
     assert llm.engine.stats.cached_tokens == 4 * kept
     prompts = [STEM + tail + extra for tail in TAILS for extra in ([], [7], [8, 9])]
-    assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [greedy(model, prompt, NEW) for prompt in prompts], "all at once"
+    assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [oracle(prompt, NEW, model) for prompt in prompts], "all at once"
     assert_nothing_left(llm)
 
 
@@ -144,7 +145,7 @@ def test_64_requests_with_one_beginning_compute_it_once_or_twice(at_once: bool) 
     poison_freed_slots(llm.engine)
     calls = [prompts] if at_once else [[prompt] for prompt in prompts]
     got = [completion.token_ids for some in calls for completion in llm.generate(some, SamplingParams(max_new_tokens=2))]
-    assert got == [greedy(recurrent(HYBRID), prompt, 2) for prompt in prompts]
+    assert got == [oracle(prompt, 2, recurrent(HYBRID)) for prompt in prompts]
     stats = llm.engine.scheduler.stats
     assert stats.hit_rate >= 0.95 and stats.prompt_tokens_without_state == (0 if at_once else 128)
     assert llm.engine.stats.prompt_tokens == 64 * 130 - stats.prompt_tokens_cached
@@ -183,7 +184,7 @@ def test_a_step_that_is_lost_after_its_launch_leaves_no_states(monkeypatch: pyte
     with pytest.raises(RuntimeError, match="gone"):
         run_all(engine)
     run_all(engine)
-    assert request.output_token_ids == greedy(recurrent(HYBRID), STEM, NEW) and ask(engine, STEM).cached_tokens == 36
+    assert request.output_token_ids == oracle(STEM, NEW, recurrent(HYBRID)) and ask(engine, STEM).cached_tokens == 36
     assert_idle(engine)
 
 
@@ -231,7 +232,7 @@ def test_scarcity_of_any_kind_leaves_the_tokens_as_they_are(name: str, settings:
     llm = make_llm(model, **{"max_batch_tokens": 24, "max_requests": 3, **settings})
     poison_freed_slots(llm.engine)
     for _ in range(2):
-        assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [greedy(model, prompt, NEW) for prompt in prompts]
+        assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [oracle(prompt, NEW, model) for prompt in prompts]
     assert llm.engine.stats.cached_tokens > 0 or settings == {"state_snapshots": 1}, "one is always another's by then"
     assert_nothing_left(llm)
     assert llm.engine.kv.snapshots is not None and llm.engine.kv.snapshots.num_attached == 0
@@ -257,7 +258,7 @@ def test_a_preempted_request_goes_on_from_a_snapshot(page_size: int) -> None:
         if step % 2 and engine.scheduler.running:
             engine.scheduler.preempt(next(iter(engine.scheduler.running)))
     run_all(engine)
-    assert [r.output_token_ids for r in requests] == [greedy(recurrent(HYBRID), STEM + tail, NEW) for tail in TAILS]
+    assert [r.output_token_ids for r in requests] == [oracle(STEM + tail, NEW, recurrent(HYBRID)) for tail in TAILS]
     assert engine.scheduler.num_preemptions > 3
     engine.kv.tree.check_invariants()  # type: ignore[union-attr]
     assert_idle(engine)
@@ -275,7 +276,7 @@ def test_a_failed_step_leaves_no_state_behind_that_is_ahead_of_its_tokens(at_cal
     except RuntimeError:
         run_all(engine)
     for prompt, request in zip(prompts, requests, strict=True):
-        assert request.output_token_ids == greedy(recurrent(HYBRID), prompt, NEW)
+        assert request.output_token_ids == oracle(prompt, NEW, recurrent(HYBRID))
         for end in range(1, NEW):
             ask(engine, prompt + request.output_token_ids[:end], 3)
     assert_idle(engine)
@@ -288,7 +289,7 @@ def test_a_request_that_ends_while_the_step_after_it_fails_leaves_no_state_of_th
     engine = poisoned_engine(page_size=1, overlap=True)
     assert engine.states is not None
     prompts = [STEM, OTHER[:7]]
-    answers = [greedy(recurrent(HYBRID), prompt, NEW) for prompt in prompts]
+    answers = [oracle(prompt, NEW, recurrent(HYBRID)) for prompt in prompts]
     stops = [SamplingParams(max_new_tokens=2 * NEW, stop_token_ids=(answer[-2],)) for answer in answers]
     requests = [engine.add_request(prompt, stop) for prompt, stop in zip(prompts, stops, strict=True)]
     run, calls = engine.steps.run, iter(range(1, 10**9))
@@ -340,7 +341,7 @@ def test_more_running_requests_than_snapshots() -> None:
     engine = poisoned_engine(state_snapshots=1, max_batch_tokens=130)
     requests = [engine.add_request(prompt, GREEDY) for prompt in (STEM, OTHER, THIRD)]
     run_all(engine)
-    assert [r.output_token_ids for r in requests] == [greedy(recurrent(HYBRID), prompt, NEW) for prompt in (STEM, OTHER, THIRD)]
+    assert [r.output_token_ids for r in requests] == [oracle(prompt, NEW, recurrent(HYBRID)) for prompt in (STEM, OTHER, THIRD)]
     assert kept_at(engine) == [36] and ask(engine, STEM).cached_tokens == 36
 
 

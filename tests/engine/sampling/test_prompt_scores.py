@@ -13,6 +13,7 @@ from paged_attn.engine.requests.request import Completion
 from paged_attn.engine.sampling import prompt_scores
 from paged_attn.engine.sampling.prompt_scores import LOGITS_BYTES, PromptScores, ScoredTokens, score_rows
 from paged_attn.engine.steps.step_runner import StepOutput
+from tests.covering import every_pair
 from tests.engine.models import (
     POISON,
     assert_idle,
@@ -65,9 +66,9 @@ def assert_all(model: Any, completions: list[Completion]) -> None:
             assert completion.cached_tokens == 0
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3_text", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "page_size", "overlap"), every_pair(["qwen3", "llama", "gemma3_text", "gpt2", "mixtral"], [1, 16], [False, True])
+)
 def test_ragged_batches_in_chunks_beside_ordinary_requests_cold_and_warm(name: str, page_size: int, overlap: bool) -> None:
     model = tiny(name)
     llm = make_llm(model, page_size=page_size, max_batch_tokens=7, overlap=overlap)
