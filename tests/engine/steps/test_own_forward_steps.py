@@ -96,7 +96,7 @@ def test_who_is_preempted_goes_on(name: str) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["minimax", "rwkv", "qwen3_next"])
+@pytest.mark.parametrize("name", [*ZOO, "qwen3_next"])
 def test_a_request_alone_is_one_row(name: str) -> None:
     settings = {"page_size": 4, "num_pages": 128, "max_requests": 3, "max_batch_tokens": 24, "gemv": True, "graph_strict": True}
     with fixed_backend():
