@@ -60,7 +60,7 @@ def with_ops(layers: Sequence[RecurrentLayer], backend: str = "auto") -> tuple[R
     known: dict[tuple[Any, ...], RecurrentLayer] = {}
     found = []
     for layer in layers:
-        kind = _kind(layer)
+        kind = kind_of(layer)
         if kind not in known:
             try:
                 known[kind] = _proved(layer, backend)
@@ -243,7 +243,7 @@ def _device(layer: RecurrentLayer) -> torch.device:
     return device
 
 
-def _kind(layer: RecurrentLayer) -> tuple[Any, ...]:
+def kind_of(layer: RecurrentLayer) -> tuple[Any, ...]:
     """What makes two layers compute the same apart from the values of their weights, as far as can be said without running them."""
     parts = [
         (name, type(module), sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str)))

@@ -108,9 +108,12 @@ class CacheTemplate:
         if path not in self._columns:
             return state
         start = self._start[path]
-        whole = start.expand(len(state), *start.shape[1:]).clone()
-        whole.select(*self._columns[path]).copy_(state)
-        return whole
+        return torch.select_scatter(start.expand(len(state), *start.shape[1:]), state, *self._columns[path])  # a copy; vmap has it
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that a cache shares with the ones that it is made of."""
+        return [value for root in (self.fresh, self.present) for value in leaves_of(root).values() if isinstance(value, Tensor)]
 
     def read(self, cache: Any) -> list[Tensor]:
         """The states in a cache that the module was called with, or gave back."""

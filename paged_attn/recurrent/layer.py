@@ -16,6 +16,7 @@ from paged_attn.backends.scans.base import Kernels
 from paged_attn.backends.selection.scans import ScanSelection, kernels_of
 from paged_attn.recurrent.cache_state import CacheTemplate
 from paged_attn.recurrent.kept_attributes import call_with_attributes
+from paged_attn.recurrent.mapped import mapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +59,13 @@ class RecurrentLayer:
         state_at: which element of its result is the state after it; None: it is in the cache.
         chunks: whether it takes several tokens at once when it has a state already; else they are fed one by one.
         batches: whether several requests can take a step as one batch; else each steps alone.
+        mapped: of such a batch the module sees requests alone, and `torch.func.vmap` makes one call of them.
         own_error: what its own forward gives for all tokens at once is off from what it gives one after another, of a row's length.
         unused: tensors that it is given and does not read.
         ops: by name, those that take the place of all that its forward does with its states; none: its forward runs, outside the graph.
         why_no_ops: in words, where that was asked for.
         scans: what computes each of `ops`, in their order.
+        why_not_in_graphs: why a captured decode step can not hold its own forward, in words; "" where it can; None: nobody has tried.
     """
 
     spec: RecurrentSpec
@@ -78,11 +81,13 @@ class RecurrentLayer:
     state_at: int | None = None
     chunks: bool = True
     batches: bool = True
+    mapped: bool = False
     own_error: float = 0.0
     unused: frozenset[str] = frozenset()
     ops: tuple[str, ...] = ()
     why_no_ops: str = ""
     scans: tuple[ScanSelection, ...] = ()
+    why_not_in_graphs: str | None = None
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -94,13 +99,20 @@ class RecurrentLayer:
         """Whether it goes on from a state with several tokens at once."""
         return self.chunks or bool(self.ops)
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a captured decode step may hold all that it does."""
+        return bool(self.ops) or self.why_not_in_graphs == ""
+
     def describe(self) -> str:
         """How it runs, in words."""
         if self.ops:
             return f"by ops on the slots of its state ({', '.join(self.ops)}): all requests of a step in one call"
         prompts = "chunk by chunk" if self.chunks else "token by token after the first chunk"
         why = f" ({self.why_no_ops})" if self.why_no_ops else ""
-        return f"by its own forward{why}: prompts {prompts}, decoding requests {'as one batch' if self.batches else 'one by one'}"
+        decoding = "one by one" if not self.batches else "mapped as one batch" if self.mapped else "as one batch"
+        graphs = ", in full graphs" if self.in_graphs else f", not in full graphs ({self.why_not_in_graphs})"
+        return f"by its own forward{why}: prompts {prompts}, decoding requests {decoding}{graphs * (self.why_not_in_graphs is not None)}"
 
     def run(self, inputs: Sequence[Tensor], states: Sequence[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
         """inputs [batch, n, ...] in the order of `operands`; states [batch, ...] before them, or None at the start of a sequence.
@@ -111,6 +123,18 @@ class RecurrentLayer:
         result = self._called(inputs, cache)
         after = self.template.read(cache if self.state_at is None else result[self.state_at])
         return self._rows(result), [state.to(spec.dtype) for state, spec in zip(after, self.spec.states, strict=True)]
+
+    def step(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """As `run`, one token [batch, 1, ...] of each of several requests that can step together."""
+        if not self.mapped:
+            return self.run(inputs, states)
+
+        def alone(inputs: list[Tensor], states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            output, after = self.run([value[None] for value in inputs], [state[None] for state in states])
+            return output[0], [state[0] for state in after]
+
+        result: tuple[Tensor, list[Tensor]] = mapped(alone, list(inputs), list(states))
+        return result
 
     def run_without_cache(self, inputs: Sequence[Tensor]) -> Tensor:
         """The output [1, T, ...] of a call as it is traced: `inputs` are all that the module is given."""

@@ -62,7 +62,7 @@ class RecurrentRunner:
                 if rows.extends is not None:
                     _extend(layer, states, rows.extends, inputs, output)
                 _decode(layer, states, rows, inputs, output)
-        output[:, plan.num_tokens :] = 0
+        output[:, plan.num_tokens :].zero_()
 
 
 def _extend(layer: RecurrentLayer, states: Sequence[Tensor], extends: Extends, inputs: Sequence[Tensor], output: Tensor) -> None:
@@ -79,11 +79,12 @@ def _extend(layer: RecurrentLayer, states: Sequence[Tensor], extends: Extends, i
 
 
 def _decode(layer: RecurrentLayer, states: Sequence[Tensor], rows: StateRows, inputs: Sequence[Tensor], output: Tensor) -> None:
+    """On the device alone where the batch decodes alone and the layer takes it as one: so a captured graph can hold it."""
     given, results = [rows.decoding(value[0])[:, None] for value in inputs], []
     width = max(rows.num_decode, 1) if layer.batches else 1
     for start in range(0, rows.num_decode, width):
         slots = rows.decode_slots[start : start + width]
-        result, after = layer.run([value[start : start + width] for value in given], [state[slots] for state in states])
+        result, after = layer.step([value[start : start + width] for value in given], [state[slots] for state in states])
         results.append(result[:, 0])
         for state, now in zip(states, after, strict=True):
             state[slots] = now

@@ -7,6 +7,7 @@ size of the values; the chunk-wise and the step-wise formula of one layer differ
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.tolerances import MULTIPLE, rounding, row_errors, worst
 
+logger = logging.getLogger("paged_attn")
 Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2
 LIMIT_16_BIT = 4e-2
@@ -31,21 +33,40 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
     count = inputs[0].shape[1]
     with torch.no_grad():
         whole = layer.run(inputs, None)
-        steps, along = _stepwise(layer, inputs)
+        steps, along = stepwise(layer, inputs)
         if (error := difference(whole, steps)) > _limit(whole):
             raise UnsupportedError(
                 f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for "
                 f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
             )
         chunked = in_parts(layer, inputs, [1, 4, count - 1])
-        batched = _batched(layer, inputs, along)
     # What the two formulas of the layer differ by, by rounding or by themselves, says what is no mistake.
-    allowed = MULTIPLE * max(error, rounding(*(tensor.dtype for tensor in (whole[0], *whole[1]))))
-    good = [difference(one, other) <= allowed for one, other in ((whole, chunked), (_expected_batch(along), batched))]
-    return dataclasses.replace(layer, chunks=good[0], batches=good[1], own_error=error)
+    layer = dataclasses.replace(layer, chunks=difference(whole, chunked) <= allowed_error(whole, error), own_error=error)
+    return _batching(layer, inputs, along)
 
 
-def _stepwise(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> tuple[Result, list[Result]]:
+def allowed_error(result: Result, own_error: float) -> float:
+    """What another form of a layer may differ by that gave `result`, and whose two formulas differ by `own_error`."""
+    return MULTIPLE * max(own_error, rounding(*(tensor.dtype for tensor in (result[0], *result[1]))))
+
+
+def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Result]) -> RecurrentLayer:
+    """With `batches` and `mapped`: requests of different lengths step together, as the module itself takes them or mapped."""
+    rows, states, expected = ages(inputs, along, _AGES)
+    as_it_is, mapped = (dataclasses.replace(layer, batches=True, mapped=mapped) for mapped in (False, True))
+    for form in (as_it_is, mapped):
+        try:
+            with torch.no_grad():
+                got = form.step(rows, [state.clone() for state in states])
+        except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:  # of the model's own code
+            logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if form.mapped else "as it is", failure)
+            continue
+        if difference(expected, got) <= allowed_error(expected, layer.own_error):
+            return form
+    return dataclasses.replace(layer, batches=False)
+
+
+def stepwise(layer: RecurrentLayer, inputs: Sequence[Tensor]) -> tuple[Result, list[Result]]:
     """All outputs with the last states, and the result of each step."""
     along: list[Result] = []
     for token in range(inputs[0].shape[1]):
@@ -67,18 +88,14 @@ def in_parts(layer: RecurrentLayer, inputs: Sequence[Tensor], ends: Sequence[int
     return torch.cat(outputs, 1), list(states)
 
 
-_STEPS = (1, 4, 7)  # three requests of different lengths take their next step together
+_AGES = (1, 4, 7)  # three requests of different lengths take their next step together
 
 
-def _batched(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Result]) -> Result:
-    rows = [torch.cat([value[:, step : step + 1] for step in _STEPS]) for value in inputs]
-    states = [torch.cat(parts) for parts in zip(*(along[step - 1][1] for step in _STEPS), strict=True)]
-    return layer.run(rows, states)
-
-
-def _expected_batch(along: list[Result]) -> Result:
-    states = [torch.cat(parts) for parts in zip(*(along[step][1] for step in _STEPS), strict=True)]
-    return torch.cat([along[step][0] for step in _STEPS]), states
+def ages(inputs: Sequence[Tensor], along: list[Result], steps: Sequence[int]) -> tuple[list[Tensor], list[Tensor], Result]:
+    """Requests that have taken so many steps of `stepwise`: their next rows [N, 1, ...], their states, and what that step gives."""
+    before, after = ([torch.cat(each) for each in zip(*(along[n][1] for n in at), strict=True)] for at in ([n - 1 for n in steps], steps))
+    rows = [torch.cat([value[:, n : n + 1] for n in steps]) for value in inputs]
+    return rows, before, (torch.cat([along[n][0] for n in steps]), after)
 
 
 def difference(expected: Result, got: Result) -> float:

@@ -81,6 +81,11 @@ class MixesRequests(Mixer):
         return state.mean(0, keepdim=True).expand_as(state)
 
 
+class LooksAtItsRows(MixesRequests):
+    def note(self, cache: ToyCache, hidden: Tensor) -> None:
+        assert hidden.isfinite().all()
+
+
 class Forgets(Mixer):
     def start(self, state: Tensor | None, hidden: Tensor) -> Tensor:
         return super().start(None, hidden)
@@ -166,8 +171,13 @@ def test_a_layer_with_state_inside_another_is_run_by_the_outer_one() -> None:
     assert layer.spec.module == "mixers.0" and [state.name for state in layer.spec.states] == ["sums[0]", "sums[5]"]
 
 
-def test_a_layer_that_mixes_requests_steps_alone() -> None:
-    assert states_of(Toy(MixesRequests)) == [("mixers.0", True, False)]
+def test_a_layer_that_mixes_requests_is_mapped_over_them() -> None:
+    (layer,) = find_recurrent_layers(Toy(MixesRequests), inputs_of)
+    assert (layer.chunks, layer.batches, layer.mapped) == (True, True, True)
+
+
+def test_one_that_can_not_be_mapped_steps_alone() -> None:
+    assert states_of(Toy(LooksAtItsRows)) == [("mixers.0", True, False)]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +203,9 @@ def test_models_without_a_cache_have_no_layers() -> None:
     assert find_recurrent_layers(build("llama"), inputs_of) == ()
 
 
-@pytest.mark.parametrize("mixers", [(Mixer,), (OnlyKeys, Gated), (ForgetsInChunks, MixesRequests, Mixer), (TwoOutputs, Nested)])
+@pytest.mark.parametrize(
+    "mixers", [(Mixer,), (OnlyKeys, Gated), (ForgetsInChunks, MixesRequests, Mixer), (LooksAtItsRows,), (TwoOutputs, Nested)]
+)
 def test_a_ragged_batch_equals_each_prompt_alone(mixers: tuple[type[Mixer], ...]) -> None:
     """Chunks, decode rows, a fresh request of one token and padding, on slots in any order among NaN."""
     torch.manual_seed(1)

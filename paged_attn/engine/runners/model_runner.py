@@ -33,6 +33,7 @@ from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.recurrent.by_ops import with_ops
+from paged_attn.recurrent.capturing.in_graphs import with_graphs
 from paged_attn.recurrent.discover import find_attribute_layers, find_recurrent_layers, state_outside_layers
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.wrap import replaced_by_ops
@@ -133,6 +134,7 @@ class ModelRunner:
                 self.recurrent = with_ops(self.recurrent, options.scans_backend)
             if self.state_in_attributes:
                 self.recurrent += find_attribute_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
+            self.recurrent = with_graphs(self.recurrent)
         with replaced_by_ops(self.recurrent), as_served(self.model):
             # A graph from disk has no example values, from which its variant with adapters is made.
             kept = None if options.max_loras or self.state_in_attributes else CachedGraphs.of(self.model, options, positions)

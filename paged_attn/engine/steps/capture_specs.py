@@ -71,8 +71,10 @@ class CaptureSpecs:
             return "not asked for"
         if self.backend.graph_support() is GraphSupport.NEVER:
             return f"{self.backend.name}{' in deterministic mode' * self.backend.deterministic} can not be captured"
-        if not all(layer.ops for layer in self.runner.recurrent):
-            return "recurrent layers run by their own forward between the graphs"
+        between = [layer for layer in self.runner.recurrent if not layer.in_graphs]
+        if between:
+            first = between[0]
+            return f"recurrent layers run by their own forward between the graphs: {first.spec.module}: {first.why_not_in_graphs}"
         if not all(layer.by_backend for layer in self.runner.layers):
             return "attention that is recomputed runs between the graphs"
         return ""

@@ -20,6 +20,7 @@ from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import Served, VisitBoundary
 from paged_attn.check.runs.truth import LOGITS
 from paged_attn.engine.runners.runner import Runner
+from paged_attn.recurrent.run import RecurrentRunner, runner_of
 from paged_attn.tolerances import rounding, row_errors, worst
 
 TOKENS = ((2, 3), (3, 1), (1, 2), (4, 3))  # of a request, tried in turn; models are traced with such ids, too
@@ -66,7 +67,8 @@ def check_one_row(served: Served, pool: KVPool, backend: AttentionBackend) -> No
 
 def _errors(served: Served, pool: KVPool, backend: AttentionBackend, tokens: tuple[int, int]) -> dict[str, float]:
     pages = [1] * -(-len(tokens) // pool.page_size)  # the pool may have no other
-    first, second = (BatchRequest([token], pages, cached) for cached, token in enumerate(tokens))
+    first, second = (BatchRequest([token], pages, cached, state_slot=1) for cached, token in enumerate(tokens))
+    states = runner_of(served.recurrent, 2, pool.device)
     beside: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
 
@@ -81,10 +83,12 @@ def _errors(served: Served, pool: KVPool, backend: AttentionBackend, tokens: tup
         errors[f"values ({boundary.original})"] = worst(row_errors(expected.reshape(1, -1), value.reshape(1, -1)))
         return torch.empty_like(value).copy_(expected.reshape(value.shape))  # compiled code asks for the strides that one row has
 
-    _run(served, pool, backend, first, None, lambda _, value: value)
-    in_two = _run(served, pool, backend, second, StepShape(MIN_ROWS, MIN_ROWS, MIN_ROWS), keep)
+    _run(served, pool, backend, states, first, None, lambda _, value: value)
+    if states is not None:
+        states.pool.copy(1, 2)  # each of the two steps advances its own
+    in_two = _run(served, pool, backend, states, second, StepShape(MIN_ROWS, MIN_ROWS, MIN_ROWS), keep)
     try:
-        alone = _run(served, pool, backend, second, StepShape(1, 1, 1), compare)
+        alone = _run(served, pool, backend, states, second._replace(state_slot=2), StepShape(1, 1, 1), compare)
     except (RuntimeError, AssertionError, IndexError, ValueError, TypeError) as error:  # whatever compiled code meets in such a size
         raise CaptureError(f"one row can not be run: {type(error).__name__}: {error}") from error
     errors[LOGITS.removeprefix("the ")] = worst(row_errors(in_two[:1], alone[:1]))
@@ -92,11 +96,12 @@ def _errors(served: Served, pool: KVPool, backend: AttentionBackend, tokens: tup
 
 
 def _run(
-    served: Served, pool: KVPool, backend: AttentionBackend, request: BatchRequest, shape: StepShape | None, visit: VisitBoundary
-) -> Tensor:
+    served: Served, pool: KVPool, backend: AttentionBackend, states: RecurrentRunner | None, request: BatchRequest,
+    shape: StepShape | None, visit: VisitBoundary,
+) -> Tensor:  # fmt: skip
     """Logits [N, vocabulary], the request's first."""
     batch = Batch.build([request], pool.page_size, pool.device, shape)
-    with ForwardContext(batch, pool, backend), torch.no_grad():
+    with ForwardContext(batch, pool, backend, states), torch.no_grad():
         return served.run(batch, visit)
 
 

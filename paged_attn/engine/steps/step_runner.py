@@ -101,7 +101,8 @@ class StepRunner:
             self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict, agree=runner.ranks.all_say if runner.ranks else bool)
             most = settings.max_requests + (settings.max_requests < 2)
             self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device, num_groups)
-            self._pointer_check = PointerCheck(runner.model, runner.owned.values())
+            read = [buffer for layer in runner.recurrent if not layer.ops for buffer in layer.module.buffers()]
+            self._pointer_check = PointerCheck(runner.model, [*runner.owned.values(), *read])
 
     def use(self, pool: KVPool, backend: AttentionBackend) -> None:
         """Steps read and write this pool from now on. Full graphs hold its addresses: capture them afterwards."""

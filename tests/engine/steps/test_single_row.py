@@ -155,6 +155,7 @@ class Angles:
     """A graph with a table that is the transposed product of two matrices, and compiled code behind it that asks for its strides."""
 
     kv_dtype = torch.float32
+    recurrent = ()
 
     def run(self, batch: Batch, visit: Any) -> torch.Tensor:
         table = torch.ones(1, 4, batch.num_rows).transpose(1, 2)
