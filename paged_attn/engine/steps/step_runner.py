@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -118,24 +119,21 @@ class StepRunner:
         self._pieces = BucketSizes(self.graphs.sizes("piecewise"))
 
     def full_bytes(self) -> int:
-        """What all full graphs will take, measured on the largest and the smallest with the pool at hand; those are not kept."""
+        """What all full graphs will take, at most what they may: measured on the largest and the smallest with the pool at hand, which are
+        not kept. The budget is no bound for these two: the first to be recorded also pays for workspaces, which stay."""
         specs = self._capture_specs()
         keys = specs.full_keys()
         if self.graphs is None or not keys:
             return 0
-        trial = GraphSet(
-            self.graphs.recorder,
-            max(self.graphs.budget - self.graphs.nbytes, 1),
-            self.settings.strict,
-            unsafe=self.graphs.unsafe,
-            agree=self.graphs.agree,
-        )
+        graphs = self.graphs
+        trial = GraphSet(graphs.recorder, sys.maxsize, self.settings.strict, unsafe=graphs.unsafe, agree=graphs.agree)
         mark = trial.recorder.mark()
         for _ in trial.capture([keys[0], *keys[1:][-1:]], specs.full):
             pass
         sizes = [captured.nbytes for captured in trial.captured.values()]
         trial.recorder.rollback(mark)
-        return sizes[0] + sizes[-1] * (len(keys) - 1) if sizes else 0
+        wanted = sizes[0] + sizes[-1] * (len(keys) - 1) if sizes else 0
+        return min(wanted, max(graphs.budget - graphs.nbytes, 0))
 
     def capture_full(self, progress: Callable[[Any, int], Any]) -> None:
         """Record whole decode steps on the pool in use."""

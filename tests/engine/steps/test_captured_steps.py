@@ -14,9 +14,11 @@ from paged_attn import LLM, SamplingParams, explain
 from paged_attn.attn_ops.batch.batch import BatchRequest
 from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
 from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.capture.graphs.graph_set import GraphKey
 from paged_attn.engine import build_runtime
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.steps.capture_specs import CaptureSpecs
 from tests.capture.fixed_backend import SHORT, FixedBackend
 from tests.capture.tape import TapeRecorder
 from tests.engine.models import assert_idle, one_capture, oracle, random_prompts, run_all, tiny
@@ -203,6 +205,29 @@ class TestBudget:
     def test_strict_makes_it_an_error(self) -> None:
         with pytest.raises(CaptureError, match=r"piecewise 24 can not be captured.*MiB"):
             captured_engine(graph_memory_gib=0, graph_strict=True)
+
+
+class Workspaces(TapeRecorder):
+    """`kept` bytes are taken by what is first recorded whole, and stay."""
+
+    kept = 0
+
+    def bytes_in_use(self) -> int:
+        return self.kept + super().bytes_in_use()
+
+
+def test_what_the_first_graph_takes_once_does_not_count_against_the_budget() -> None:
+    recorder, full = Workspaces(), CaptureSpecs.full
+
+    def prepare(specs: CaptureSpecs, key: GraphKey) -> Any:
+        recorder.kept = 2**30
+        return full(specs, key)
+
+    with mock.patch.object(CaptureSpecs, "full", prepare):
+        engine = captured_engine(recorder=recorder, graph_memory_gib=0.5, graph_strict=True)
+    graphs = engine.steps.graphs
+    assert graphs is not None and len(graphs.sizes("full")) == 3 and graphs.nbytes < 2**20
+    assert tokens_of(engine, PROMPTS[:3]) == [oracle(prompt) for prompt in PROMPTS[:3]]
 
 
 class Unrecordable(TapeRecorder):
