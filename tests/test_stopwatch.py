@@ -54,4 +54,4 @@ def test_another_thread_is_not_counted(clock: list[float]) -> None:
 def test_an_engine_says_where_its_start_went() -> None:
     with LLM(build("llama"), num_pages=16) as llm:
         found = llm.engine.start_seconds
-    assert {"trace", "rewrite and prove", "self-check", "graphs and pool"} <= found.keys() and all(value >= 0 for value in found.values())
+    assert {"read a kept graph", "self-check", "graphs and pool"} <= found.keys() and found["self-check"] > 0
