@@ -43,9 +43,7 @@ KINDS = (
     OpKind(LATENT_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(DUAL_CHUNK_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(RECOMPUTE_ATTENTION, splits=True, in_full_graphs=False, on_disk=False),
-    OpKind(
-        RECURRENT_LAYER, splits=True, in_full_graphs=True, on_disk=False
-    ),  # where all layers are `in_graphs`; else there are no full ones
+    OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=True, on_disk=False),  # no full ones where a layer is not `in_graphs`
     OpKind(SHORT_CONV, splits=True, in_full_graphs=True, on_disk=False),
     OpKind(GATED_DELTA_RULE, splits=True, in_full_graphs=True, on_disk=False),
     OpKind(KDA, splits=True, in_full_graphs=True, on_disk=False),

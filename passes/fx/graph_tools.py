@@ -224,11 +224,17 @@ def call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], target
 
 def call_with_value(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Insert a call of a function (or, by name, of a method) with its example value, and the module of its first input."""
-    node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
     values, keywords = fx.map_arg(args, value_of), fx.map_arg(kwargs, value_of)
     function = getattr(values[0], target) if isinstance(target, str) else target
     with enable_python_dispatcher():  # composite operations on symbolic sizes need it (torch 2.11)
-        node.meta["example_value"] = function(*(values[1:] if isinstance(target, str) else values), **keywords)
+        value = function(*(values[1:] if isinstance(target, str) else values), **keywords)
+    return call_of_value(graph, value, target, *args, **kwargs)
+
+
+def call_of_value(graph: fx.Graph, value: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """The same where the example value is known."""
+    node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
+    node.meta["example_value"] = value
     source = next((a for a in args if isinstance(a, fx.Node)), None)
     if source is not None and "nn_module_stack" in source.meta:
         node.meta["nn_module_stack"] = source.meta["nn_module_stack"]

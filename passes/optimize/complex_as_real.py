@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call_with_value, copied_from, remove_dead_code, sizes_of, symbol, value_of, written_names
+from paged_attn.passes.fx.graph_tools import (
+    call_of_value,
+    call_with_value,
+    copied_from,
+    remove_dead_code,
+    sizes_of,
+    symbol,
+    value_of,
+    written_names,
+)
 
 # What moves numbers and changes none: done to both parts alike.
 _LAYOUT = {
@@ -73,13 +82,10 @@ class _Calls:
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         alike = repr((target, fx.map_arg(args, _described), fx.map_arg(kwargs, _described)))
-        if alike not in self._known:
-            node = call_with_value(self.graph, target, *args, **kwargs)
-            self._known[alike] = value_of(node)
-            return node
-        make = self.graph.call_method if isinstance(target, str) else self.graph.call_function
-        node = make(target, args, kwargs)
-        node.meta["example_value"] = self._known[alike]
+        if alike in self._known:
+            return call_of_value(self.graph, self._known[alike], target, *args, **kwargs)
+        node = call_with_value(self.graph, target, *args, **kwargs)
+        self._known[alike] = value_of(node)
         return node
 
 
