@@ -9,6 +9,7 @@ from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
 
 BLOCK = 128  # channels of a program
+TOKENS = 16  # of prompts, of a program: one token at a time is ten times what reading and writing x takes
 
 
 def step(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, states: Tensor, rows: StateRows) -> bool:
@@ -27,9 +28,9 @@ def extend(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activ
     (channels, taps), width, blocks = weight.shape, states.shape[2], triton.cdiv(weight.shape[0], BLOCK)
     where, last = extends.taps(taps, width)
     known, remembered = (extends.rows, extends.slots_on_device, extends.continues), len(extends.lengths) * width
-    conv_extend[(len(where), blocks)](
-        x, weight, bias, output, states, *known, where, *x.stride(), *weight.stride(), output.stride(0), states.stride(0), remembered,
-        C=channels, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation), BLOCK=BLOCK,
+    conv_extend[(triton.cdiv(len(where), TOKENS), blocks)](
+        x, weight, bias, output, states, *known, where, len(where), *x.stride(), *weight.stride(), output.stride(0), states.stride(0),
+        remembered, C=channels, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation), TOKENS=TOKENS, BLOCK=BLOCK,
     )  # fmt: skip
     conv_state[(len(extends.lengths), blocks)](
         x, states, *known, last, extends.segments_on_device, extends.targets, *x.stride(), states.stride(0), remembered, C=channels,

@@ -41,19 +41,25 @@ def conv_step(
 
 @triton.jit
 def conv_extend(
-    x, weight, bias, output, states, rows, slots, continues, taps, x_row, x_channel, weight_channel, weight_tap, output_row, slot_stride,
-    remembered, C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, bias, output, states, rows, slots, continues, taps, tokens, x_row, x_channel, weight_channel, weight_tap, output_row,
+    slot_stride, remembered, C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One new token of x [T, C]: `taps` [N, TAPS] says where its last tokens lie, in `remembered` rows of states and then in x."""
-    i, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real, total = channel < C, tl.zeros([BLOCK], tl.float32)
+    """A tile of new tokens of x [T, C]: `taps` [N, TAPS] says where a token's last ones lie, in `remembered` rows of states and then in x."""
+    i, channel = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there, real, total = i < tokens, channel < C, tl.zeros([TOKENS, BLOCK], tl.float32)
+    held = there[:, None] & real[None]
     for tap in tl.static_range(TAPS):
-        at = tl.load(taps + i * TAPS + tap)
-        value = _seen(x, states, rows, slots, continues, at, channel, real, x_row, x_channel, slot_stride, remembered, WIDTH)
-        total += value * tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0).to(tl.float32)
-    result = _activated(total, bias, channel, real, x.dtype.element_ty, HAS_BIAS, SILU)
-    tl.store(output + tl.load(rows + i) * output_row + channel, result.to(output.dtype.element_ty), mask=real)
+        at = tl.load(taps + i * TAPS + tap, mask=there, other=remembered)
+        value = _new(x, states, rows, at[:, None], channel[None], held, x_row, x_channel, remembered)
+        if tl.min(at, 0) < remembered:  # few tiles have tokens that a state remembers
+            kept = _kept(states, slots, continues, at[:, None], channel[None], held, slot_stride, remembered, WIDTH)
+            value = tl.where((at < remembered)[:, None], kept, value)
+        factor = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0)
+        total += value.to(tl.float32) * factor.to(tl.float32)[None]
+    result = _activated(total, bias, channel[None], real[None], x.dtype.element_ty, HAS_BIAS, SILU)
+    row = tl.load(rows + i, mask=there, other=0)
+    tl.store(output + row[:, None] * output_row + channel[None], result.to(output.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -69,26 +75,28 @@ def conv_state(
     first, count = tl.load(segments + i), tl.load(segments + tl.num_programs(0) + i)
     for segment in range(first, first + count):
         at = tl.load(last + segment * WIDTH + column, mask=column < WIDTH, other=0)
-        value = _seen(
-            x, states, rows, slots, continues, at, channel[:, None], real & (column < WIDTH), x_row, x_channel, slot_stride, remembered,
-            WIDTH,
-        )  # fmt: skip
+        held = real & (column < WIDTH)
+        kept = _kept(states, slots, continues, at, channel[:, None], held, slot_stride, remembered, WIDTH)
+        value = tl.where(at < remembered, kept, _new(x, states, rows, at, channel[:, None], held, x_row, x_channel, remembered))
         tl.debug_barrier()  # all of the old state is read
         state = states + tl.load(targets + segment) * slot_stride + channel[:, None] * WIDTH + column
-        tl.store(state, value.to(states.dtype.element_ty), mask=real & (column < WIDTH))
+        tl.store(state, value, mask=held)
 
 
 @triton.jit
-def _seen(x, states, rows, slots, continues, at, channel, real, x_row, x_channel, slot_stride, remembered, WIDTH: tl.constexpr):
-    """float32: a token that a state remembers (0 where it has none), or a new one, in the states' dtype as it will be remembered."""
+def _kept(states, slots, continues, at, channel, held, slot_stride, remembered, WIDTH: tl.constexpr):
+    """Tokens that states remember; 0 where they have none, and for new ones."""
     old = at < remembered
     request = tl.where(old, at // WIDTH, 0)
-    slot = tl.load(slots + request)
     known = old & tl.load(continues + request)
-    kept = tl.load(states + slot * slot_stride + channel * WIDTH + at % WIDTH, mask=real & known, other=0.0)
-    row = tl.load(rows + tl.where(old, 0, at - remembered))
-    new = tl.load(x + row * x_row + channel * x_channel, mask=real & (at >= remembered), other=0.0).to(states.dtype.element_ty)
-    return tl.where(old, kept, new).to(tl.float32)
+    return tl.load(states + tl.load(slots + request) * slot_stride + channel * WIDTH + at % WIDTH, mask=held & known, other=0.0)
+
+
+@triton.jit
+def _new(x, states, rows, at, channel, held, x_row, x_channel, remembered):
+    """New tokens in the states' dtype, as they will be remembered; 0 for those that states remember."""
+    row = tl.load(rows + tl.where(at < remembered, 0, at - remembered))
+    return tl.load(x + row * x_row + channel * x_channel, mask=held & (at >= remembered), other=0.0).to(states.dtype.element_ty)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV, "W": 4, "HAS_ROWS": True}),
     "conv_step in order": (conv_step, {**CONV, "W": 4, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
     "conv_step narrow": (conv_step, {**CONV, "WIDTH": 3, "W": 4, "HAS_ROWS": False, "rows": None}),
-    "conv_extend": (conv_extend, CONV),
+    "conv_extend": (conv_extend, {**CONV, "TOKENS": 16, "x_channel": 1}),
     "conv_state": (conv_state, {"C": 8192, "WIDTH": 4, "BLOCK": 128, "W": 4}),
     "gated_delta": (gated_delta_kernel, {**STEP, "REPEATS": 2, "BY_CHANNEL": False}),
     "kda": (gated_delta_kernel, {**STEP, "REPEATS": 1, "BY_CHANNEL": True}),

@@ -83,11 +83,11 @@ def test_a_convolution_of_three_taps_with_states_of_any_width(width: int) -> Non
 @pytest.mark.parametrize("width", [2, 4])
 def test_the_convolution_of_prompts(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(7)
-    kind, lengths, slots, fresh = RECURRENCES["short_conv"], [1, 5, 2, 1, 9], [3, 8, 1, 6, 2], [True, False, False, False, True]
+    kind, lengths, slots, fresh = RECURRENCES["short_conv"], [1, 5, 2, 1, 40], [3, 8, 1, 6, 2], [True, False, False, False, True]
     states = [states_of("short_conv", [8, 1, 6], dtype, width)]
     states.append(states[0].clone())
-    x, weight, bias = (strided(value.to(DEVICE, dtype)) for value in kind.given(20))
-    output = [torch.full((20, 6), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
+    x, weight, bias = (strided(value.to(DEVICE, dtype)) for value in kind.given(51))
+    output = [torch.full((51, 6), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
     extends = Extends([start + 1 for start in starts_of(lengths)], lengths, slots, fresh, x.device)
     kind.extend(x, weight, bias, output[0], "silu", states[0], extends)
     assert conv.extend(x, weight, bias, output[1], "silu", states[1], extends)

@@ -1,0 +1,156 @@
+"""Several shapes and systems on the same weights: all start at once, and then each is measured alone, one after the other.
+
+    python benchmarks/beside.py /dev/shm/w bamba-9b:16 deepseek-v2-lite:14 --systems vllm,paged_attn --json out.json \
+        --set vllm.kv_cache_memory_bytes=8000000000 --set paged_attn.kv_memory_gib=8
+
+`paged-attn bench` starts a system when the one before it is done, which is right for the seconds of a start and slow: hybrid models take
+vLLM three minutes each. Here seconds to ready are of a machine that starts several systems. All of them must fit in memory together: what
+a system gives away is its pool of KV, which `--set` names, nothing else. The others wait, with no work, while one is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from paged_attn.bench import worker
+from paged_attn.bench.launch import Outcome, launch
+from paged_attn.bench.systems.job import Job, Log, ModelSource, Task
+from paged_attn.bench.systems.model_source import save_weights, text_config, write_shape
+from paged_attn.bench.workloads import Workload, chosen
+
+WAIT = 0.05
+
+
+class Turn(Log):
+    """After `started` it waits for a file beside the log."""
+
+    @property
+    def go(self) -> Path:
+        return self.path.with_suffix(".go")
+
+    def write(self, event: str, **facts: Any) -> None:
+        super().write(event, **facts)
+        while event == "started" and not self.go.exists():
+            time.sleep(WAIT)
+
+
+class Run:
+    """One system on one shape, in a process of its own and a thread that reads what it says."""
+
+    def __init__(self, name: str, job: Job, folder: Path, timeout: float) -> None:
+        folder.mkdir()
+        self.name, self.log, self.outcome = name, Turn(folder / f"{job.system}.events.jsonl"), Outcome(job.system)
+        self.ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(job, folder, timeout))
+        self._thread.start()
+
+    def _run(self, job: Job, folder: Path, timeout: float) -> None:
+        command = (sys.executable, __file__, "--worker")
+        self.outcome = launch(job, folder, self._note, lambda: None, timeout=timeout, worker=command)
+        if self.outcome.failed is not None:
+            self._note(f"failed: {self.outcome.failed}; {self.outcome.output}")
+        self.ready.set()
+
+    def _note(self, text: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {self.name}: {text}", flush=True)
+        self.ready.set()
+
+    def measure(self) -> Outcome:
+        self.log.go.touch()
+        self._thread.join()
+        return self.outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path, help="a folder for them; what is there is not written again")
+    parser.add_argument("shapes", nargs="+", help="SHAPE or SHAPE:LAYERS of `paged-attn bench`")
+    parser.add_argument("--systems", default="vllm,paged_attn", help="in the order in which they are measured; none: write weights only")
+    parser.add_argument("--workload", default="latency,throughput,mixed,long")
+    parser.add_argument("--scale", default="full")
+    parser.add_argument("--mixed-requests", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=580)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--set", action="append", default=[], help="a system's setting: SYSTEM.NAME=JSON")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    options: dict[str, dict[str, Any]] = {}
+    for item in asked.set:
+        name, _, value = item.partition("=")
+        system, _, setting = name.partition(".")
+        options.setdefault(system, {})[setting] = json.loads(value)
+
+    sources = {shape: saved(shape, asked.weights, asked.dtype, asked.device) for shape in asked.shapes}
+    systems = [name for name in asked.systems.split(",") if name and name != "none"]
+    folder = Path(tempfile.mkdtemp(prefix="paged_attn_beside_"))
+    runs = []
+    for shape, source in sources.items():
+        tasks = tasks_of(source, workloads(asked.scale, asked.workload.split(","), asked.mixed_requests))
+        for system in systems:
+            job = Job(system, source, tasks, asked.repeat, 60.0, options.get(system, {}))
+            runs.append(Run(f"{shape} {system}", job, folder / f"{shape.replace(':', '_')}.{system}", asked.timeout))
+    for run in runs:
+        run.ready.wait()
+    found: dict[str, Any] = {}
+    for run in runs:
+        outcome = run.measure()
+        found[run.name] = vars(outcome)
+        if asked.json is not None:
+            asked.json.write_text(json.dumps(found, indent=1))
+    print("done; what they wrote is in", folder, flush=True)
+    for shape in sources:
+        compare(shape, [found[f"{shape} {system}"] for system in systems])
+
+
+def workloads(scale: str, groups: list[str], mixed: int) -> list[Workload]:
+    found = []
+    for group in groups:
+        found += chosen(scale, [group], requests=[mixed] if group == "mixed" and scale == "full" else None)
+    return found
+
+
+def saved(shape: str, weights: Path, dtype: str, device: str) -> ModelSource:
+    """The shape's weights, written once."""
+    folder = weights / shape.replace(":", "_")
+    if (folder / "config.json").exists():
+        return ModelSource(str(folder), False, dtype, device)
+    name, _, layers = shape.partition(":")
+    with tempfile.TemporaryDirectory() as config:
+        source = ModelSource(write_shape(name, dtype, Path(config), int(layers) if layers else None), True, dtype, device)
+        begun = time.perf_counter()
+        unfinished = folder.with_suffix(".part")
+        found = save_weights(source, unfinished)
+        unfinished.rename(folder)
+        print(f"{shape}: weights in {time.perf_counter() - begun:.0f} s", flush=True)
+    return ModelSource(str(folder), False, found.dtype, found.device)
+
+
+def tasks_of(source: ModelSource, work: list[Workload]) -> list[Task]:
+    config = text_config(source.path)
+    fitting = [workload for workload in work if workload.longest <= config.max_position_embeddings]
+    return [Task(workload, workload.prompts(config.vocab_size, 0)) for workload in fitting]
+
+
+def compare(shape: str, outcomes: list[dict[str, Any]]) -> None:
+    for name in dict.fromkeys(name for outcome in outcomes for name in outcome["timed"]):
+        rows = [outcome["timed"].get(name, {}) for outcome in outcomes]
+        shown = [f"{row['tokens_per_second']:,.1f} ({row['seconds']:.3f} s)" if row else "-" for row in rows]
+        speeds = [row.get("tokens_per_second", 0.0) for row in rows]
+        ratio = f"{speeds[-1] / speeds[0]:.3f}" if len(speeds) > 1 and speeds[0] else ""
+        print(f"{shape:24} {name:34} {'  '.join(shown)}  {ratio}", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker.run(Job.read(Path(sys.argv[2])), Turn(Path(sys.argv[3])))
+    else:
+        main()
