@@ -53,7 +53,12 @@ class ForwardContext:
 
     The plan is made on entry, unless `plan` is one that was made before (of a captured graph, which holds its device work);
     gradients are off inside. Contexts nest (a draft model inside a target's step) and are restored however they are left.
+
+    Attributes:
+        rewritten: a compiled model runs its rewritten graph, and not the one that was traced.
     """
+
+    rewritten = True
 
     def __init__(self, batch: Batch, pool: KVPool, backend: Backend, recurrent: Recurrent | None = None, plan: Any = None) -> None:
         if batch.page_size != pool.page_size:

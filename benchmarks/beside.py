@@ -5,13 +5,17 @@
 
 `paged-attn bench` starts a system when the one before it is done, which is right for the seconds of a start and slow: hybrid models take
 vLLM three minutes each. Here seconds to ready are of a machine that starts several systems. All of them must fit in memory together: what
-a system gives away is its pool of KV, which `--set` names, nothing else. The others wait, with no work, while one is measured.
+a system gives away is its pool of KV, which `--set` names, nothing else. The others are stopped while one is measured (SIGSTOP): they
+hold memory, and take no core.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import sys
 import tempfile
 import threading
@@ -25,20 +29,35 @@ from paged_attn.bench.systems.job import Job, Log, ModelSource, Task
 from paged_attn.bench.systems.model_source import save_weights, text_config, write_shape
 from paged_attn.bench.workloads import Workload, chosen
 
-WAIT = 0.05
+CONTINUE_SECONDS = 0.2
 
 
 class Turn(Log):
-    """After `started` it waits for a file beside the log."""
+    """After `started` it stops its processes until `begin`."""
 
     @property
-    def go(self) -> Path:
+    def _go(self) -> Path:
         return self.path.with_suffix(".go")
 
+    @property
+    def _group(self) -> Path:
+        return self.path.with_suffix(".group")
+
     def write(self, event: str, **facts: Any) -> None:
+        if event == "started":
+            self._group.write_text(str(os.getpgid(0)))
         super().write(event, **facts)
-        while event == "started" and not self.go.exists():
-            time.sleep(WAIT)
+        while event == "started" and not self._go.exists():
+            os.killpg(0, signal.SIGSTOP)
+
+    def begin(self) -> None:
+        self._go.touch()
+
+    def proceed(self) -> None:
+        """Let them go on, if they have not ended; once may be before they stop."""
+        if self._group.exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(self._group.read_text()), signal.SIGCONT)
 
 
 class Run:
@@ -63,8 +82,10 @@ class Run:
         self.ready.set()
 
     def measure(self) -> Outcome:
-        self.log.go.touch()
-        self._thread.join()
+        self.log.begin()
+        while self._thread.is_alive():
+            self.log.proceed()
+            self._thread.join(CONTINUE_SECONDS)
         return self.outcome
 
 

@@ -16,6 +16,7 @@ _EXPORTS = {
     "ForwardMode": "attn_ops.batch.batch",
     "KVPool": "attn_ops.kv.kv_pool",
     "PageAllocator": "attn_ops.kv.page_allocator",
+    "RecurrentStates": "recurrent.states",
     "RadixCache": "attn_ops.kv.radix_cache",
     "UnsupportedError": "attn_ops.errors",
     "current_context": "attn_ops.context",

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paged_attn.attn_ops.context import ForwardContext, current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.ops.kinds import WITH_STATE
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.self_check import self_check
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.recurrent.refuse import refuse_recurrent
+from paged_attn.recurrent.states import states_of
 
 logger = logging.getLogger("paged_attn")
 _recording = threading.local()
@@ -33,6 +35,7 @@ class CompiledGraph(RewrittenGraph):
     def __post_init__(self, traced_from: nn.Module | None) -> None:
         super().__post_init__(traced_from)
         self._run_paged: Callable[..., Any] | None = None if self.split is None else self.split.gm.forward
+        self.stateful_layers = 0 if self.rewrite.gm is None else _stateful_layers(self.rewrite.gm.graph)
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
         self._marker = self.roles.index("owned") if "owned" in self.roles else None
         self._checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -44,7 +47,7 @@ class CompiledGraph(RewrittenGraph):
         if recorded is not None:
             recorded.append(self)
         context = current_context()
-        if context is None:
+        if context is None or not context.rewritten:
             return self.original.forward(*args)
         return self.run_paged(context, args)
 
@@ -53,9 +56,10 @@ class CompiledGraph(RewrittenGraph):
 
         Raises:
             UnsupportedError: this call form can not be paged, or the self-check failed.
-            ContextError: the inputs or the pool do not belong to this batch and model.
+            ContextError: the inputs, the pool or the states do not belong to this batch and model.
         """
         self.refuse_recurrent()
+        self._check_states(context)
         if self._run_paged is None:
             raise UnsupportedError(
                 f"a forward context is active, but this call of the model can not run a paged batch: {self.rewrite.not_paged}."
@@ -66,10 +70,14 @@ class CompiledGraph(RewrittenGraph):
         return self._run_paged(*args)
 
     def refuse_recurrent(self) -> None:
-        """Raises UnsupportedError for a model with recurrent state, unless who captured the graph keeps that state."""
-        if self.recurrent is None and self.model is not None:
-            refuse_recurrent(self.model, "torch.compile")
-        self.recurrent = self.recurrent or ()
+        """Raises UnsupportedError for a model with recurrent state that neither who captured the graph nor `RecurrentStates` keeps."""
+        if self.recurrent is None:
+            states = None if self.model is None else states_of(self.model)
+            if self.model is not None and states is None:
+                refuse_recurrent(
+                    self.model, "torch.compile", "paged_attn.RecurrentStates(model, num_slots), made before the model is called, has one"
+                )
+            self.recurrent = () if states is None else states.layers
 
     def check(
         self,
@@ -90,6 +98,14 @@ class CompiledGraph(RewrittenGraph):
             if args[self._marker] not in self._checked or again:
                 self_check(self, args, model_logits, self.model, settings, traced_args)
                 self._checked[args[self._marker]] = True
+
+    def _check_states(self, context: ForwardContext) -> None:
+        given = getattr(context.recurrent, "layers", None)
+        if self.recurrent and (self.stateful_layers < len(self.recurrent) or given is not self.recurrent):
+            raise ContextError(
+                f"the model has {len(self.recurrent)} layers with recurrent state, and the forward context has not their states; enter "
+                "forward_context(batch, pool, states=states) with the RecurrentStates that were made for this model"
+            )
 
     def _check_call(self, context: ForwardContext, args: Sequence[Any]) -> None:
         rows = next(args[i].shape[1] for i, role in enumerate(self.roles) if role == "input_ids")
@@ -115,6 +131,12 @@ def recorded_graphs() -> Iterator[list[CompiledGraph]]:
         yield graphs
     finally:
         _recording.graphs = outer
+
+
+def _stateful_layers(graph: fx.Graph) -> int:
+    """How many recurrent layers the ops of a graph stand for."""
+    nodes = [node for node in graph.nodes if node.target in WITH_STATE]
+    return len({node.args[[argument.name for argument in node.target._schema.arguments].index("layer_id")] for node in nodes})
 
 
 def _check_layers(graph: Sequence[AttentionSpec], pool: Sequence[AttentionSpec]) -> None:

@@ -37,7 +37,8 @@ def paged_attn(
     if model is not None:
         with _graphs_lock:
             known = _graphs.setdefault(model, [])
-            if compiled.split is not None and any(other.split is not None for other in known):
+            alike = [other for other in known if other.split is not None and other.stateful_layers == compiled.stateful_layers]
+            if compiled.split is not None and alike:
                 logger.warning(
                     "%s was compiled again for paged batches%s; all lengths should share one compile",
                     type(model).__name__,

@@ -7,9 +7,16 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.selection.select import select_for_pool
+from paged_attn.recurrent.states import ContextWithStates, RecurrentStates
 
 
-def forward_context(batch: Batch, pool: KVPool, backend: str | AttentionBackend = "auto", deterministic: bool = False) -> ForwardContext:
+def forward_context(
+    batch: Batch,
+    pool: KVPool,
+    backend: str | AttentionBackend = "auto",
+    deterministic: bool = False,
+    states: RecurrentStates | None = None,
+) -> ForwardContext:
     """`with forward_context(batch, pool): logits = compiled(**batch.model_inputs()).logits`
 
     Args:
@@ -17,6 +24,7 @@ def forward_context(batch: Batch, pool: KVPool, backend: str | AttentionBackend 
         pool: where K and V live; allocated for the model's layers.
         backend: "auto", a registered name, two as "fa3,flashinfer" (prefill, decode), or a backend object (select once and reuse it).
         deterministic: take only a batch-invariant backend. An object says so itself: make it with deterministic=True.
+        states: of a model with recurrent layers; the batch's requests name their slots.
 
     Raises:
         ValueError: an unknown backend name; or `deterministic` with an object that was not made so.
@@ -24,7 +32,7 @@ def forward_context(batch: Batch, pool: KVPool, backend: str | AttentionBackend 
         ContextError: batch and pool disagree; or, on use, the context is entered twice or left out of order.
     """
     if isinstance(backend, str):
-        return ForwardContext(batch, pool, select_for_pool(backend, pool, deterministic=deterministic).backend)
-    if deterministic and not backend.deterministic:
+        backend = select_for_pool(backend, pool, deterministic=deterministic).backend
+    elif deterministic and not backend.deterministic:
         raise ValueError(f"deterministic=True, but the {backend.name} backend was made without it; make it with deterministic=True")
-    return ForwardContext(batch, pool, backend)
+    return ForwardContext(batch, pool, backend) if states is None else ContextWithStates(batch, pool, backend, states)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.hf_configs import attention_configs, attention_implementation
@@ -133,14 +134,10 @@ class Patched:
             _watching.watch = None
 
     def _run_alone(self, prompts: list[Tensor]) -> list[Tensor]:
-        try:
-            with torch.no_grad():
-                return [self.logits(p, torch.arange(len(p), device=p.device)) for p in prompts]
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} itself can not run a few tokens given as input_ids and position_ids, which is all that a "
-                f"paged batch has: {error}"
-            ) from error
+        name = type(self.model).__name__
+        what = f"{name} itself can not run a few tokens given as input_ids and position_ids, which is all that a paged batch has"
+        with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
+            return [self.logits(p, torch.arange(len(p), device=p.device)) for p in prompts]
 
     def _check(self, prompts: list[Tensor], alone: list[Tensor]) -> None:
         """Raises UnsupportedError if the patched model disagrees with the original."""

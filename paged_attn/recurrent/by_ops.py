@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.scans.base import ScanProblem
@@ -91,7 +91,7 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
     if not all(state.dtype.is_floating_point for state in layer.spec.states):
         raise NoOpFits("a state of it is no floating-point tensor")
     with torch.no_grad(), evaluating(layer.module):
-        with _calls_of_its_own_code():
+        with model_code(_not_without_cache):
             ops, states = _what_runs(layer, scopes)
         if len(ops) < len(layer.spec.states):
             raise NoOpFits("ops are known for some of its states alone")
@@ -100,7 +100,7 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
             error, allowed = _compared(chosen, scopes)
             if error <= allowed:
                 return chosen
-        with _calls_of_its_own_code():  # without kernels: if this is off as well, it is the ops that do not fit
+        with model_code(_not_without_cache):  # without kernels: if this is off as well, it is the ops that do not fit
             own_error, own_allowed = _compared(layer, scopes)
     if not own_error <= own_allowed:
         raise NoOpFits(f"its ops are off by {own_error:.2g} of its size, allowed is {own_allowed:.2g}")
@@ -112,19 +112,14 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
     raise NoOpFits(why)
 
 
+def _not_without_cache(why: str) -> NoOpFits:
+    return NoOpFits(f"it can not be called without a cache: {why}")
+
+
 def _selected(layer: RecurrentLayer, ops: Sequence[str], states: Sequence[StateSpec], backend: str) -> tuple[ScanSelection, ...]:
     device, dtype = _device(layer), layer.operands[0].of(layer.arguments).dtype
     where = (dtype, device_word(device), architecture_of(device))
     return tuple(select_scan(backend, ScanProblem(op, state.shape, *where)) for op, state in zip(ops, states, strict=True))
-
-
-@contextmanager
-def _calls_of_its_own_code() -> Iterator[None]:
-    """Inside, what the model's own code raises is a reason."""
-    try:
-        yield
-    except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:
-        raise NoOpFits(f"it can not be called without a cache: {type(failure).__name__}: {failure}") from failure
 
 
 def scopes_of(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec, slot_bytes
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
@@ -118,12 +119,9 @@ def _both_lengths(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) 
 
 
 def _watched(model: nn.Module, inputs: dict[str, Any], length: int) -> Watched:
-    try:
+    what = f"{type(model).__name__} itself can not run a prompt of {length} tokens with use_cache=True"
+    with model_code(lambda why: UnsupportedError(f"{what}: {why}")):
         return watch(model, inputs)
-    except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as error:  # of the model's own code
-        raise UnsupportedError(
-            f"{type(model).__name__} itself can not run a prompt of {length} tokens with use_cache=True: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class _Running:
 
 _running = _Running()
 _one_at_a_time = threading.Lock()
+_replaced: dict[tuple[int, str], tuple[int, Callable[..., Any]]] = {}  # by module's globals and name: how many use it, what it was
 _proving: set[int] = set()  # threads in which `layer_of_ops` is entered; others may run the same model meanwhile
 
 
@@ -83,13 +84,25 @@ def states_that_were_taken() -> tuple[int, ...]:
 
 @contextmanager
 def replaced_functions(scopes: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Inside, the known names in these modules' globals are ops while a layer runs that `enter_layer` named, and else what they were."""
-    with ExitStack() as undo:
-        for scope in scopes:
-            for name in FUNCTIONS.keys() & scope.keys():
-                undo.callback(scope.__setitem__, name, scope[name])
-                scope[name] = _or_as_it_was(FUNCTIONS[name], scope[name])
+    """Inside, the known names in these modules' globals are ops while a layer runs that `enter_layer` named, and else what they were.
+
+    Several may overlap and end in any order: the last one puts the functions back.
+    """
+    found = [(scope, name) for scope in scopes for name in FUNCTIONS.keys() & scope.keys()]
+    for scope, name in found:
+        uses, original = _replaced.get((id(scope), name), (0, scope[name]))
+        if not uses:
+            scope[name] = _or_as_it_was(FUNCTIONS[name], original)
+        _replaced[id(scope), name] = uses + 1, original
+    try:
         yield
+    finally:
+        for scope, name in found:
+            uses, original = _replaced.pop((id(scope), name))
+            if uses > 1:
+                _replaced[id(scope), name] = uses - 1, original
+            else:
+                scope[name] = original
 
 
 def _or_as_it_was(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.discover import recurrent_modules
 
 
-def refuse_recurrent(model: nn.Module, path: str) -> None:
+def refuse_recurrent(model: nn.Module, path: str, advice: str = "only paged_attn.LLM(model), which traces the model, has one") -> None:
     """Raise UnsupportedError if the model, run on a few tokens with a cache of its own, writes recurrent state into it."""
     if not takes(model, "input_ids") or not hasattr(model, "get_input_embeddings"):
         return
@@ -23,5 +23,5 @@ def refuse_recurrent(model: nn.Module, path: str) -> None:
         others = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
         raise UnsupportedError(
             f"{type(model).__name__} keeps recurrent state in {found[0]}{others}, and {path} has no place for the state of several "
-            "requests; only paged_attn.LLM(model), which traces the model, has one"
+            f"requests; {advice}"
         )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.tolerances import MULTIPLE, rounding, row_errors, worst
 
@@ -58,7 +59,9 @@ def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Resul
         try:
             with torch.no_grad():
                 got = form.step(rows, [state.clone() for state in states])
-        except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:  # of the model's own code
+        except torch.OutOfMemoryError:
+            raise
+        except MODEL_ERRORS as failure:  # of the model's own code
             logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if form.mapped else "as it is", failure)
             continue
         if difference(expected, got) <= allowed_error(expected, layer.own_error):

@@ -17,27 +17,35 @@ from paged_attn.recurrent.functions import enter_layer, leave_layer, replaced_fu
 from paged_attn.recurrent.layer import RecurrentLayer
 
 
+class Switch:
+    """torch.compile guards on `on`: with it and without it a model is compiled apart."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+
 @contextmanager
-def replaced_by_ops(layers: Sequence[RecurrentLayer]) -> Iterator[None]:
+def replaced_by_ops(layers: Sequence[RecurrentLayer], switch: Switch | None = None) -> Iterator[None]:
     """Inside, while torch.compile traces, each layer's module emits `recurrent_layer_with_output` with its index in `layers`.
 
     Of a layer with `ops` those take the place of its functions, and all else that its forward computes is traced.
 
-    Called without torch.compile the module computes what it did before.
+    Called without torch.compile, or while a switch that is given is off, the module computes what it did before.
     """
+    wanted = switch or Switch(True)
     with ExitStack() as undo:
         undo.enter_context(replaced_functions(scopes_of([layer.module for layer in layers if layer.ops])))
         for layer_id, layer in enumerate(layers):
-            emitter = _entering(layer, layer_id) if layer.ops else _emitter(layer, layer_id)
+            emitter = (_entering if layer.ops else _emitter)(layer, layer_id, wanted)
             undo.enter_context(replaced_forward(layer.module, emitter))
         yield
 
 
-def _entering(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
+def _entering(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[..., Any]:
     original, shapes = layer.module.forward, [state.shape for state in layer.spec.states]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() and wanted.on):
             return original(*args, **kwargs)
         enter_layer(layer_id, shapes)
         result = original(*args, **kwargs)
@@ -47,7 +55,7 @@ def _entering(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
     return forward
 
 
-def _emitter(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
+def _emitter(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[..., Any]:
     positional, operands = layer.positional, tuple((operand.name, operand.at) for operand in layer.operands)
     known, dtype = layer.unused | {o.name for o in layer.operands}, layer.output_dtype
     ats, shapes, widths = ([o.at for o in layer.outputs], [o.shape for o in layer.outputs], [o.width for o in layer.outputs])
@@ -56,7 +64,7 @@ def _emitter(layer: RecurrentLayer, layer_id: int) -> Callable[..., Any]:
     original = layer.module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() and wanted.on):
             return original(*args, **kwargs)
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
         for name, value in given.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,15 +11,18 @@ from torch import nn
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import takes, token_argument
 from paged_attn.calling.compiled_calls import CALL
+from paged_attn.check.runs.running import NoAttention
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
 from paged_attn.dynamo_backend import add_graphs, graphs_of
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
+from paged_attn.recurrent.states import ContextWithStates, states_of
 from paged_attn.report.explanation import Explanation, GraphExplanation
 from paged_attn.report.page_groups import page_lines
 
@@ -96,7 +100,7 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
     """The model and its graphs, at least one of them; traces a paged call if no graph is one."""
     model: nn.Module = getattr(compiled, "_orig_mod", compiled)
     graphs = graphs_of(model)
-    if any(graph.split is not None for graph in graphs):
+    if any(graph.split is not None and (states_of(model) is None or graph.stateful_layers) for graph in graphs):
         return model, graphs
     if compiled is model and getattr(model, "_compiled_call_impl", None) is None:
         from paged_attn.engine.runners.model_runner import ModelRunner
@@ -114,11 +118,13 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
 
 def _trace(compiled: nn.Module, model: nn.Module) -> None:
     """Call it as `compiled(**batch.model_inputs())` is called later: any other form would be a second compile."""
-    device = model_device(model)
-    batch = Batch.build([BatchRequest(range(1, 1 + TRACE_TOKENS), [1])], PAGE_SIZE, device)
+    device, states = model_device(model), states_of(model)
+    batch = Batch.build([BatchRequest(range(1, 1 + TRACE_TOKENS), [1], state_slot=1)], PAGE_SIZE, device)
+    pool = KVPool((), 2, PAGE_SIZE, model_dtype(model), device)
+    context = nullcontext() if states is None else ContextWithStates(batch, pool, NoAttention(), states, traced=True)  # type: ignore[arg-type]
     token, given = token_argument(model), batch.model_inputs()
     inputs = {name: value for name, value in given.items() if name != "input_ids" and takes(model, name)}
-    with torch.no_grad(), unwrapped_refusals(), recorded_graphs() as ran:
+    with torch.no_grad(), unwrapped_refusals(), context, recorded_graphs() as ran:
         compiled(**{token: given["input_ids"]}, **inputs)
     add_graphs(model, ran)
 

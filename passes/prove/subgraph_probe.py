@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged
 from paged_attn.passes.fx.mask_literals import hidden_numbers, is_size, scaled_number, scaled_numbers
 from paged_attn.passes.fx.slicing import MAX_NODES, evaluate
@@ -105,8 +106,6 @@ class SubgraphProbe:
                 image = images.get(value) if type(value) is int else None
             return value if image is None else type(value)(image if value > 0 else -image)
 
-        try:
+        with model_code(lambda why: ProbeFailed(f"{self.where}: its mask can not be made for {total} tokens: {why}")):
             result: Tensor = evaluate(self.nodes, known, self.result, constant)
-        except (RuntimeError, IndexError) as error:
-            raise ProbeFailed(f"{self.where}: its mask can not be made for {total} tokens: {error}") from error
         return result

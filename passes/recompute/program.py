@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import as_traced, depends_on, symbol, value_of, writes_in_place
@@ -137,20 +138,16 @@ def prove_causal(
         UnsupportedError: a later token does change one, or the program does not run on another number of tokens than the traced one.
     """
     few = max(SHORT, min_tokens)
+    what = f"what must be recomputed does not run on {few} and {few + MORE} tokens"
+    what = f"{where}: its mask is computed from hidden states, and {what}"
     for each in (program, *_choosing_less(program, few)):
         generator = torch.Generator().manual_seed(13)
         given = [torch.randn(few + MORE, row.width, generator=generator).to(device, row.dtype) for row in rows]
-        try:
-            with torch.no_grad():
-                whole, short = (
-                    each(count, [row.restored(one[:count]) for row, one in zip(rows, given, strict=True)], owned)[:few].float()
-                    for count in (few + MORE, few)
-                )
-        except (RuntimeError, IndexError, ValueError) as error:
-            raise UnsupportedError(
-                f"{where}: its mask is computed from hidden states, and what must be recomputed does not run on {few} and {few + MORE} "
-                f"tokens: {error}"
-            ) from error
+        with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
+            whole, short = (
+                each(count, [row.restored(one[:count]) for row, one in zip(rows, given, strict=True)], owned)[:few].float()
+                for count in (few + MORE, few)
+            )
         limit = operation_limit(whole, *(row.dtype for row in rows))
         if not torch.allclose(whole, short, rtol=0, atol=limit, equal_nan=True):
             raise UnsupportedError(

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.passes.fx.graph_tools import bases_of, depends_on, token_dims, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.mask_literals import op_name
 from paged_attn.passes.fx.token_data import Writers, backward_slice, name_of, read_inputs, writers_of
@@ -71,10 +72,8 @@ class _Search:
         square = {node for node in self.reached if self._is_square(node)}
         inside = self._made_from({self.output, *square})
         beside = [node for node in sorted(self.reached - inside) if self.tokens.holds_data(node)]
-        try:
+        with model_code(lambda why: self.refusal(f"what it is made from can not be evaluated on random values: {why}")):
             mixing = mixing_nodes(beside, self.stops, self.tokens.form, self.tokens.values, self.writers)
-        except (RuntimeError, IndexError) as error:
-            raise self.refusal(f"what it is made from can not be evaluated on random values: {error}") from error
         inside = self._made_from({self.output, *square, *mixing})
         rows = sorted({self._narrowest(node, inside) for node in self._cut(inside)})
         nodes = backward_slice(self.output, self.output, frozenset(rows), self.writers)

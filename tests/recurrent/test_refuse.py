@@ -14,10 +14,9 @@ from tests.engine.models import make_llm
 from tests.recurrent_models import recurrent
 
 NAMES = ["falcon_h1", "lfm2", "mamba2"]
-WORDS = (
-    r"keeps recurrent state in \S*layers\.0\.\w+ \(and \d more like it\), and {} has no place .*; "
-    r"only paged_attn\.LLM\(model\), which traces the model, has one"
-)
+WORDS = r"keeps recurrent state in \S*layers\.0\.\w+ \(and \d more like it\), and {} has no place .*; "
+COMPILED = WORDS.format(r"torch\.compile") + r"paged_attn\.RecurrentStates\(model, num_slots\), made before the model is called, has one"
+HOOKED = WORDS.format(r"paged_attn\.patch") + r"only paged_attn\.LLM\(model\), which traces the model, has one"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -28,15 +27,15 @@ def test_torch_compile_refuses_a_paged_batch(name: str) -> None:
         torch.testing.assert_close(compiled(input_ids=ids).logits, recurrent(name)(input_ids=ids).logits)
     batch = Batch.build([BatchRequest([5, 6, 7], [1]), BatchRequest([8], [2])], 16)
     with paged_attn.forward_context(batch, KVPool([], 4, 16, torch.float32)):
-        with pytest.raises(UnsupportedError, match=WORDS.format(r"torch\.compile")):
+        with pytest.raises(UnsupportedError, match=COMPILED):
             compiled(**batch.model_inputs())
-    with pytest.raises(UnsupportedError, match=WORDS.format(r"torch\.compile")):
+    with pytest.raises(UnsupportedError, match=COMPILED):
         paged_attn.attention_layers(compiled)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_hook_refuses(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=WORDS.format(r"paged_attn\.patch")):
+    with pytest.raises(UnsupportedError, match=HOOKED):
         with paged_attn.patch(recurrent(name)):
             pass
 

@@ -45,7 +45,7 @@ def conv_extend(
     slot_stride, remembered, C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of new tokens of x [T, C]: `taps` [N, TAPS] says where a token's last ones lie, in `remembered` rows of states and then in x."""
+    """New tokens of x [T, C]: `taps` [N, TAPS] says where the last ones of each lie, in `remembered` rows of states and then in x."""
     i, channel = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there, real, total = i < tokens, channel < C, tl.zeros([TOKENS, BLOCK], tl.float32)
     held = there[:, None] & real[None]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.model_code import model_code
 
 
 class NoAttention:
@@ -21,7 +22,6 @@ class NoAttention:
 @contextmanager
 def must_run(what: str, on: str) -> Iterator[None]:
     """A graph that breaks at another length than the traced one was specialised to that length."""
-    try:
+    failed = f"self-check failed: {what} can not run {on}"
+    with model_code(lambda why: UnsupportedError(f"{failed}: {why}. The model's code depends on the length.")):
         yield
-    except (RuntimeError, IndexError) as error:
-        raise UnsupportedError(f"self-check failed: {what} can not run {on}: {error}. The model's code depends on the length.") from error

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.engine.model.model_output import logits_in
@@ -37,7 +38,9 @@ def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> 
             ids = torch.randint(0, num_ids, (total,), generator=torch.Generator().manual_seed(seed)).to(model_device(model))
             try:
                 whole = _logits(model, ids)
-            except (RuntimeError, ValueError, IndexError, AssertionError):  # of the model's own code: it has no more positions
+            except torch.OutOfMemoryError:
+                raise
+            except MODEL_ERRORS:  # of the model's own code: it has no more positions
                 return
             limit = LOGITS.get(model_dtype(model), LOGITS_16_BIT)
             for end in ends:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
@@ -36,10 +37,8 @@ def check_output(model: nn.Module) -> int:
     tables = set[int]()
     with as_served(model), left_as_it_was(model) as changes:
         _note_lookups(model, ids, tables)
-        try:
+        with model_code(lambda why: UnsupportedError(f"{name} itself can not be called on {len(ids)} token ids: {why}")):
             output = model(**inputs)
-        except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as error:  # of the model's own code
-            raise UnsupportedError(f"{name} itself can not be called on {len(ids)} token ids: {type(error).__name__}: {error}") from error
     for path, (was, came) in changes.modules.items():
         raise UnsupportedError(
             f"{name} replaces its own {path}, a {type(was).__name__}, by a {type(came).__name__} when it is called on {len(ids)} "

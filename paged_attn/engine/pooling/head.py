@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.calling.body import Body
 from paged_attn.calling.evaluating import as_served, evaluating
 from paged_attn.engine.requests.pooling_params import KINDS, PoolingKind
@@ -39,13 +40,9 @@ class Head:
         padding = getattr(model.config.get_text_config(), "pad_token_id", None)
         self.padding_id: int | None = padding
         self._is_single = padding is None  # transformers' own heads then refuse batches
-        try:
+        name = type(model).__name__
+        with model_code(lambda why: UnsupportedError(f"{name}: its head can not be run on hidden states alone: {why}")):
             self.pooling = self._find_pooling(model, body)
-        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:  # of the model's own code
-            if isinstance(error, UnsupportedError):
-                raise
-            what = f"{type(error).__name__}: {error}"
-            raise UnsupportedError(f"{type(model).__name__}: its head can not be run on hidden states alone: {what}") from error
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [N, W], pooled -> logits [N, labels] float32, on the CPU."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.body import Body
@@ -181,12 +182,9 @@ class ModelRunner:
 
     def logits_alone(self, prompt: Tensor, positions: bool = False) -> Tensor:
         """Logits [T, vocabulary] of a prompt [T] by the unmodified model, called as its users call it, or with position_ids 0, 1, ..."""
-        try:
+        what = f"{type(self.model).__name__} itself can not be called on {len(prompt)} token ids"
+        with model_code(lambda why: UnsupportedError(f"{what}: {why}")):
             return call_model(self.model, plain_inputs(self.model, prompt, positions))[0]
-        except (AttributeError, TypeError, RuntimeError, IndexError) as error:  # of the model's own code
-            raise UnsupportedError(
-                f"{type(self.model).__name__} itself can not be called on {len(prompt)} token ids: {type(error).__name__}: {error}"
-            ) from error
 
     def _counts_otherwise(self, refusal: UnsupportedError) -> bool:
         """Whether a model that was refused with position_ids 0, 1, ... numbers positions in another way when it is given none.

@@ -14,6 +14,7 @@ from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import CaptureError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.by_group import without_groups
 from paged_attn.check.runs.boundaries import Boundary
@@ -87,10 +88,8 @@ def _errors(served: Served, pool: KVPool, backend: AttentionBackend, tokens: tup
     if states is not None:
         states.pool.copy(1, 2)  # each of the two steps advances its own
     in_two = _run(served, pool, backend, states, second, StepShape(MIN_ROWS, MIN_ROWS, MIN_ROWS), keep)
-    try:
+    with model_code(lambda why: CaptureError(f"one row can not be run: {why}")):  # whatever compiled code meets in such a size
         alone = _run(served, pool, backend, states, second._replace(state_slot=2), StepShape(1, 1, 1), compare)
-    except (RuntimeError, AssertionError, IndexError, ValueError, TypeError) as error:  # whatever compiled code meets in such a size
-        raise CaptureError(f"one row can not be run: {type(error).__name__}: {error}") from error
     errors[LOGITS.removeprefix("the ")] = worst(row_errors(in_two[:1], alone[:1]))
     return errors
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.hf_configs import attention_implementation
@@ -151,7 +152,9 @@ def _runs(model: nn.Module, length: int, positions: bool) -> bool:
     try:
         with as_served(model):
             model(**_trace_inputs(model, length, positions))
-    except (AssertionError, ValueError, IndexError, RuntimeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as error:
         logger.info("%s has no more than %d positions: %s", type(model).__name__, length - 1, error)
         return False
     return True

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.scans.state_rows import RecurrentPlan, StateRows
 from paged_attn.calling.evaluating import evaluating
 from paged_attn.recurrent.by_ops import kind_of
@@ -57,7 +58,9 @@ def _why_not(layer: RecurrentLayer) -> str:
             launches, got = _step(layer, rows, states)
         except NotCapturable as reason:
             return str(reason)
-        except (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError) as failure:  # of the model's own code
+        except torch.OutOfMemoryError:
+            raise
+        except MODEL_ERRORS as failure:  # of the model's own code
             return f"beside padding it raises {type(failure).__name__}: {failure}"
         told.append(launches)
         error, allowed = difference(expected, got), allowed_error(expected, layer.own_error)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.recurrent.watching.watch import Call, named_arguments, watch
 
@@ -50,7 +51,9 @@ def without_unused(call: Call) -> frozenset[str]:
         try:
             with left_as_it_was(call.module), torch.no_grad():
                 again = _output_tensor(call.module(**tried))
-        except (RuntimeError, TypeError, AttributeError, ValueError, IndexError, AssertionError):  # of the module's own code: it needs it
+        except torch.OutOfMemoryError:
+            raise
+        except MODEL_ERRORS:  # of the module's own code: it needs it
             continue
         if again is not None and rows is not None and again.equal(rows):
             call.arguments = tried

@@ -1,0 +1,105 @@
+"""States for who builds an engine on `torch.compile(model, backend="paged_attn")`: kept by the caller, given to the forward context."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.context import Backend, ForwardContext
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
+from paged_attn.calling.call_signature import plain_inputs
+from paged_attn.calling.evaluating import as_served
+from paged_attn.passes.fx.model_facts import model_device
+from paged_attn.recurrent.by_ops import with_ops
+from paged_attn.recurrent.discover import find_recurrent_layers
+from paged_attn.recurrent.run import RecurrentRunner, runner_of
+from paged_attn.recurrent.wrap import Switch, replaced_by_ops
+
+_known: weakref.WeakKeyDictionary[nn.Module, RecurrentStates] = weakref.WeakKeyDictionary()
+
+
+class RecurrentStates:
+    """One slot per request for the state of a model's recurrent layers, such as Qwen3-Next's or Mamba's.
+
+    `with forward_context(batch, pool, states=states): compiled(**batch.model_inputs())`, where each `BatchRequest` names its
+    `state_slot`, taken from `slots`. A request without cached tokens starts from a fresh state; its slot needs no clearing. Calls outside
+    such a context compute what the model does. Contexts of several threads may be open at once; a thread that calls the model outside one
+    meanwhile may get a ContextError.
+
+    Attributes:
+        layers: the recurrent layers, in execution order.
+        pool: [num_slots, ...] per state; slot 0 is of padding.
+        slots: hands out 1 to num_slots - 1.
+
+    Args:
+        model: in evaluation mode; it is kept alive as little as torch.compile keeps it.
+        num_slots: at least 2.
+        scans_backend: what computes the recurrences, as `EngineConfig.scans_backend`.
+
+    Raises:
+        UnsupportedError: the model has no recurrent layer, or one that can not be run by itself or token by token.
+        ValueError: fewer than two slots; or the model has states already.
+    """
+
+    def __init__(self, model: nn.Module, num_slots: int, scans_backend: str = "auto") -> None:
+        if model in _known:
+            raise ValueError(f"this {type(model).__name__} has RecurrentStates already; close them first")
+        self.device = device = model_device(model)
+        with as_served(model), torch.compiler.set_stance("force_eager"):
+            found = find_recurrent_layers(model, lambda length: plain_inputs(model, torch.arange(length, device=device) % 2 + 1, True))
+            self.layers = with_ops(found, scans_backend)
+        if not self.layers:
+            raise UnsupportedError(f"{type(model).__name__} has no layer with recurrent state; leave RecurrentStates and states= out")
+        self.pool = StatePool([layer.spec for layer in self.layers], num_slots, device)
+        self.slots = SlotAllocator(num_slots)
+        self.runner = RecurrentRunner(self.layers, self.pool)
+        self._open, self._lock, self._switch, self._undo = 0, threading.Lock(), Switch(False), ExitStack()
+        self._undo.enter_context(replaced_by_ops(self.layers, self._switch))
+        self._model = weakref.ref(model)
+        _known[model] = self
+
+    def close(self) -> None:
+        """The model's modules are what they were before. Graphs that were compiled meanwhile run in no context any more."""
+        self._undo.close()
+        if (model := self._model()) is not None:
+            _known.pop(model, None)
+
+    def _count(self, contexts: int) -> None:
+        with self._lock:
+            self._open += contexts
+            self._switch.on = self._open > 0
+
+
+class ContextWithStates(ForwardContext):
+    """While it is open, torch.compile takes the model's recurrent layers as ops.
+
+    Args:
+        traced: the call is for its trace's sake: the graph runs as it was traced, and leaves no state.
+    """
+
+    def __init__(self, batch: Batch, pool: KVPool, backend: Backend, states: RecurrentStates, traced: bool = False) -> None:
+        runner = runner_of(states.layers, batch.num_real_requests, states.device) if traced else states.runner
+        super().__init__(batch, pool, backend, runner)
+        self._states, self.rewritten = states, not traced
+
+    def __enter__(self) -> ForwardContext:
+        super().__enter__()
+        self._states._count(1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._states._count(-1)
+        super().__exit__(kind, error, trace)
+
+
+def states_of(model: nn.Module) -> RecurrentStates | None:
+    """Those that were made for a model and not closed."""
+    return _known.get(model)

@@ -1,0 +1,142 @@
+"""An engine of one's own on torch.compile(model, backend="paged_attn") serves models with recurrent state by `RecurrentStates`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import paged_attn
+from paged_attn import Batch, BatchRequest, KVPool, PageAllocator, RecurrentStates, UnsupportedError, forward_context
+from paged_attn.attn_ops.errors import ContextError
+from tests.oracle import greedy
+from tests.recurrent_models import recurrent
+from tests.tiny_models import build
+
+PAGE_SIZE, NEW = 16, 6
+PROMPTS = [list(range(5, 30)), [7, 8, 9], list(range(40, 57)), [3] * 16]
+
+
+class Running:
+    """One request: its tokens, its pages and its slot, and how many of its tokens are computed."""
+
+    def __init__(self, prompt: list[int], pages: PageAllocator, states: RecurrentStates) -> None:
+        self.tokens, self.end, self.computed = list(prompt), len(prompt) + NEW, 0
+        self.pages, self.slot = pages.allocate(pages.pages_for(self.end)), states.slots.allocate()
+
+    def share(self, most: int) -> BatchRequest:
+        return BatchRequest(self.tokens[self.computed : self.computed + most], self.pages, self.computed, state_slot=self.slot)
+
+
+@contextmanager
+def states_for(model: nn.Module, slots: int = 4) -> Iterator[RecurrentStates]:
+    """Fewer slots than prompts, and what lay in them is NaN."""
+    states = RecurrentStates(model, slots)
+    states.pool.fill(float("nan"))
+    try:
+        yield states
+    finally:
+        states.close()
+
+
+def generated(compiled: nn.Module, states: RecurrentStates, chunk: int) -> list[list[int]]:
+    """Greedy tokens of `PROMPTS`: a request joins when a slot is free, prompts go chunk by chunk beside others that decode."""
+    pool = KVPool(paged_attn.attention_layers(compiled), num_pages=32, page_size=PAGE_SIZE, dtype=torch.float32)
+    pages = PageAllocator(pool.num_pages, PAGE_SIZE)
+    waiting, running, done = list(PROMPTS), list[Running](), dict[int, list[int]]()
+    while waiting or running:
+        while waiting and states.slots.num_free:
+            running.append(Running(waiting.pop(0), pages, states))
+        batch = Batch.build([each.share(chunk) for each in running], PAGE_SIZE)
+        with torch.no_grad(), forward_context(batch, pool, states=states):
+            logits = compiled(**batch.model_inputs()).logits[0]
+        for request, token in zip(running, logits[batch.logits_rows[: batch.num_logits]].argmax(-1).tolist(), strict=True):
+            request.computed = min(request.computed + chunk, len(request.tokens))
+            if request.computed == len(request.tokens):
+                request.tokens.append(token)
+        for request in [each for each in running if len(each.tokens) == each.end]:
+            running.remove(request)
+            pages.free(request.pages)
+            states.slots.free(request.slot)
+            prompt = request.tokens[:-NEW]
+            done[PROMPTS.index(prompt)] = request.tokens[-NEW:]
+    return [done[index] for index in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "jamba", "lfm2"])
+def test_tokens_are_the_models(name: str) -> None:
+    model = recurrent(name)
+    compiled = torch.compile(model, backend="paged_attn")
+    ids = torch.arange(2, 22).view(2, 10)
+    with states_for(model) as states, torch.no_grad():
+        assert generated(compiled, states, chunk=10) == [greedy(model, prompt, NEW) for prompt in PROMPTS]
+        torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)  # what it is outside a context
+
+
+def test_a_layer_that_runs_by_its_own_forward(minimax: PreTrainedModel) -> None:
+    with states_for(minimax) as states:
+        assert not any(layer.ops for layer in states.layers)
+        tokens = generated(torch.compile(minimax, backend="paged_attn"), states, chunk=64)
+    assert tokens == [greedy(minimax, prompt, NEW) for prompt in PROMPTS]
+
+
+def test_a_context_without_them_is_refused() -> None:
+    model, batch = recurrent("lfm2"), Batch.build([BatchRequest([5, 6, 7], [1], state_slot=1)], PAGE_SIZE)
+    compiled = torch.compile(model, backend="paged_attn")
+    with states_for(model), torch.no_grad():
+        pool = KVPool(paged_attn.attention_layers(compiled), 4, PAGE_SIZE, torch.float32)
+        with forward_context(batch, pool), pytest.raises(ContextError, match=r"2 layers with recurrent state.*states=states"):
+            compiled(**batch.model_inputs())
+
+
+def test_those_of_another_model_are_refused() -> None:
+    model, other = recurrent("lfm2"), recurrent("lfm2", seed=1)
+    compiled, batch = torch.compile(model, backend="paged_attn"), Batch.build([BatchRequest([5, 6, 7], [1], state_slot=1)], PAGE_SIZE)
+    with states_for(model), states_for(other) as others, torch.no_grad():
+        pool = KVPool(paged_attn.attention_layers(compiled), 4, PAGE_SIZE, torch.float32)
+        with forward_context(batch, pool, states=others), pytest.raises(ContextError, match="made for this model"):
+            compiled(**batch.model_inputs())
+
+
+def test_a_batch_without_slots_is_refused() -> None:
+    model, batch = recurrent("lfm2"), Batch.build([BatchRequest([5, 6, 7], [1])], PAGE_SIZE)
+    with states_for(model) as states, pytest.raises(ContextError, match="slots"):
+        with forward_context(batch, KVPool([], 4, PAGE_SIZE, torch.float32), backend="torch_native", states=states):
+            pass
+
+
+def test_a_model_without_such_layers_needs_none() -> None:
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM has no layer with recurrent state; leave RecurrentStates and states= out"):
+        RecurrentStates(build("llama"), 4)
+
+
+def test_a_model_has_them_once_and_is_what_it_was_afterwards() -> None:
+    model = recurrent("lfm2")
+    before = [vars(module).get("forward") for module in model.modules()]
+    with states_for(model), pytest.raises(ValueError, match="has RecurrentStates already; close them first"):
+        RecurrentStates(model, 4)
+    assert [vars(module).get("forward") for module in model.modules()] == before
+    with states_for(model):
+        pass
+
+
+def test_two_models_of_a_class_may_be_closed_in_any_order() -> None:
+    import transformers.models.lfm2.modeling_lfm2 as file
+
+    before = file.causal_conv1d_fn
+    first, second = RecurrentStates(recurrent("lfm2"), 4), RecurrentStates(recurrent("lfm2", seed=1), 4)
+    first.close()
+    assert file.causal_conv1d_fn is not before
+    second.close()
+    assert file.causal_conv1d_fn is before
+
+
+@pytest.fixture
+def minimax() -> PreTrainedModel:
+    from tests.zoo.build import build as build_of_zoo
+
+    return build_of_zoo("minimax")
