@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
-from paged_attn.engine import engine as engine_module
 from paged_attn.engine.lead import first_rank_leads
+from paged_attn.engine.memory.budget import MemoryBudget
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.parallel.shard import shard
@@ -106,12 +106,12 @@ def unequal_budgets() -> dict[str, Any]:
 
 
 def unequal_memory() -> int:
-    pages = engine_module.pool_pages
+    pages = MemoryBudget.pages
 
-    def fewer(*args: Any, **kwargs: Any) -> int:
-        return pages(*args, **kwargs) - 17 * RANK
+    def fewer(self: MemoryBudget, kept_free: int = 0) -> int:
+        return pages(self, kept_free) - 17 * RANK
 
-    with mock.patch.object(engine_module, "pool_pages", fewer), LLM(sharded("llama"), **{**SETTINGS, "compile": False}) as llm:
+    with mock.patch.object(MemoryBudget, "pages", fewer), LLM(sharded("llama"), **{**SETTINGS, "compile": False}) as llm:
         return llm.engine.pool.num_pages
 
 
