@@ -59,7 +59,8 @@ class StateSnapshots:
         if not self.slots.num_free and self.num_yielding:
             first = self._first() or next(chain(self._spare.values(), self._used.values()))
             if node is not None and first is node:  # its slot is the request's from now on
-                slot, self._stays_held = node.payload, node.payload
+                slot: int = node.payload
+                self._stays_held = slot
                 self.tree.detach(node)
                 self._stays_held = NO_SLOT
                 return slot
