@@ -78,6 +78,18 @@ def test_two_ranks_give_the_tokens_of_the_whole_model(seen: list[dict[str, Any]]
     assert got["cached"] >= 5 * 4
 
 
+@pytest.mark.parametrize("case", ["gemma3_text windows hooked", "gemma3_text windows rewritten"])
+def test_windows_give_back_the_same_pages_on_every_rank(seen: list[dict[str, Any]], case: str) -> None:
+    """Where rank 1 has room for fewer frames. Page tables of each group are among what `on_both` compares."""
+    got = on_both(seen, case)
+    assert got["keeps"] == ["all tokens", "window 8"] and got["pool heads"] == 1 and got["frames"] == 2 * 50 - 17
+    model = whole("gemma3_text", num_hidden_layers=4, sliding_window=8)
+    assert got["runs"] == [[greedy(model, prompt, two_ranks.WINDOWS_TOKENS) for prompt in two_ranks.LONG_PROMPTS]] * 2
+    assert sum(given > 0 for given in got["given back"]) > 20 and sum(got["given back"]) > got["frames"]
+    full, window = (sum(frame > 0 for frame in frames) for frames in got["table"])
+    assert 0 < window < full, "what is cached has no frames any more behind its windows"
+
+
 def test_captured_steps_hold_the_collectives(seen: list[dict[str, Any]]) -> None:
     got = on_both(seen, "qwen3 rewritten and captured")
     assert got["tokens"] == expected("qwen3", RECORDED_TOKENS) and got["modes"] == ["full", "piecewise"]

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
-from paged_attn.engine import engine as engine_module
 from paged_attn.engine.lead import first_rank_leads
+from paged_attn.engine.memory.budget import MemoryBudget
+from paged_attn.engine.memory.grouped_kv import GroupedKVManager
 from paged_attn.graph_cache.entries import VARIABLE, Entries
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.parallel.shard import shard
@@ -105,14 +106,44 @@ def unequal_budgets() -> dict[str, Any]:
     return {"captured": keys, "refused": refused, "modes": modes, "tokens": tokens}
 
 
+def fewer_on_rank_1() -> Any:
+    pages = MemoryBudget.pages
+    return mock.patch.object(MemoryBudget, "pages", lambda self, kept_free=0: pages(self, kept_free) - 17 * RANK)
+
+
 def unequal_memory() -> int:
-    pages = engine_module.pool_pages
-
-    def fewer(*args: Any, **kwargs: Any) -> int:
-        return pages(*args, **kwargs) - 17 * RANK
-
-    with mock.patch.object(engine_module, "pool_pages", fewer), LLM(sharded("llama"), **{**SETTINGS, "compile": False}) as llm:
+    with fewer_on_rank_1(), LLM(sharded("llama"), **{**SETTINGS, "compile": False}) as llm:
         return llm.engine.pool.num_pages
+
+
+WINDOWS_TOKENS = 40
+LONG_PROMPTS = random_prompts((50, 21, 64, 9, 38, 57), seed=12)
+LONG_PROMPTS.append(LONG_PROMPTS[2][:44] + PROMPTS[0])
+
+
+def windows(name: str, compiled: bool) -> dict[str, Any]:
+    """Layers of a window of 8 beside layers that keep all, where memory is wanted all the time and rank 1 has less of it; and what the
+    ranks' books say then."""
+    given_back: list[int] = []
+    unmap = GroupedKVManager.give_back
+
+    def counting(self: GroupedKVManager, *, to_start: bool = True) -> None:
+        before = self.allocator.num_free_frames
+        unmap(self, to_start=to_start)
+        given_back.append(self.allocator.num_free_frames - before)
+
+    settings = {**SETTINGS, "num_pages": 50, "compile": compiled, "overlap": compiled}
+    params = SamplingParams(max_new_tokens=WINDOWS_TOKENS)
+    model = sharded(name, num_hidden_layers=4, sliding_window=8)
+    with mock.patch.object(GroupedKVManager, "give_back", counting), fewer_on_rank_1(), LLM(model, **settings) as llm:
+        runs = [[completion.token_ids for completion in llm.generate(LONG_PROMPTS, params)] for _ in range(2)]
+        kv, pool = llm.engine.kv, llm.engine.pool
+        assert isinstance(kv, GroupedKVManager)
+        return {
+            "runs": runs, "keeps": [group.keeps.describe() for group in pool.groups], "pool heads": pool.key(0).shape[2],
+            "frames": pool.num_pages, "given back": given_back, "table": kv.frames.tolist(), "steps": llm.engine.stats.steps,
+            "preemptions": llm.engine.scheduler.num_preemptions,
+        }  # fmt: skip
 
 
 def sampling() -> dict[str, Any]:
@@ -329,6 +360,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "llama rewritten and merged": left_as_found,
     "unequal budgets": unequal_budgets,
     "unequal memory": unequal_memory,
+    "gemma3_text windows hooked": lambda: windows("gemma3_text", False),
+    "gemma3_text windows rewritten": lambda: windows("gemma3_text", True),
     "sampling": sampling,
     "equal logits": equal_logits,
     "tied": tied,

@@ -1,4 +1,4 @@
-"""The recurrent state of running requests: one slot per request, and in it the state tensors of every recurrent layer."""
+"""Recurrent states: one slot per running request or kept prefix, and in it the state tensors of every recurrent layer."""
 
 from __future__ import annotations
 
@@ -59,19 +59,23 @@ class StatePool:
 
 
 class SlotAllocator:
-    """Hands out slots `first` to `num_slots - 1`, lowest first.
+    """Hands out slots 1 to `num_slots - 1`, lowest first.
 
     Raises:
         ValueError: none is free, or one is freed that nobody holds.
     """
 
-    def __init__(self, num_slots: int, first: int = 1) -> None:
-        self._free = list(range(num_slots - 1, first - 1, -1))
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots - 1, 0, -1))
         self._held: set[int] = set()
 
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
 
     def allocate(self) -> int:
         if not self._free:

@@ -19,6 +19,8 @@ class EngineSnapshot:
         waiting_of: how many of each tenant wait.
         pages_of: of layers with page tables of their own, by what they keep, pages in use and their bytes.
         snapshots: recurrent states at the ends of cached prefixes; snapshot_bytes: their memory.
+        slots_total: of recurrent state, for requests and those; slots_used: by requests.
+        pool_bytes: of all pages; state_bytes: of all slots. Both are taken once and for all.
         tokens_without_state: prompt tokens that the prefix cache had, of no use as no recurrent state was kept there.
         prompt_tokens: computed; cached_tokens: taken from the prefix cache instead.
     """
@@ -31,6 +33,10 @@ class EngineSnapshot:
     pages_free: int = 0
     snapshots: int = 0
     snapshot_bytes: int = 0
+    slots_total: int = 0
+    slots_used: int = 0
+    pool_bytes: int = 0
+    state_bytes: int = 0
     tokens_without_state: int = 0
     steps: int = 0
     prompt_tokens: int = 0
@@ -47,6 +53,8 @@ class EngineSnapshot:
             running=len(scheduler.running), waiting=len(scheduler.waiting), pages_total=kv.num_usable,
             pages_used=kv.held_pages, pages_cached=kv.cached_pages, pages_free=kv.allocator.num_free,
             snapshots=kv.num_snapshots, snapshot_bytes=kv.snapshot_bytes,
+            slots_total=engine.budget.slots.most_running, slots_used=kv.slots_in_use,
+            pool_bytes=pool.nbytes, state_bytes=engine.budget.state_bytes,
             tokens_without_state=scheduler.stats.prompt_tokens_without_state, steps=stats.steps,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,
             preemptions=scheduler.num_preemptions, waiting_of=dict(scheduler.waiting.count_of),

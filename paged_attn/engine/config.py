@@ -37,7 +37,10 @@ class EngineConfig:
     page_size: int = _setting(16, "tokens per KV page", 1)
     num_pages: int | None = _setting(None, "pages in the KV pool, page 0 included; default: as many as fit kv_memory_gib", 2)
     kv_memory_gib: float | None = _setting(
-        None, "KV pool size in GiB; default: 0.25 on CPU, on a GPU 80 % of what weights and graphs leave", 0
+        None,
+        "GiB for KV pages and recurrent states, divided by what requests need of each; default: 0.25 on CPU, on a GPU 80 % of what weights "
+        "and graphs leave",
+        0,
     )
     max_batch_tokens: int | None = _setting(
         None, "token budget of one step; longer prompts are prefilled in chunks; default: 2048, for LLM on CUDA 8192", 1
@@ -56,7 +59,9 @@ class EngineConfig:
         128, "a request waits for one that computes at least so many tokens of the same prefix, and then shares them; 0: never", 0
     )
     state_snapshots: int | None = _advanced(
-        None, "recurrent states kept for shared prefixes, 0: none is reused; default: up to max_requests, a quarter of the state slots", 0
+        None,
+        "recurrent states kept for shared prefixes at most, in slots that requests leave, 0: none is reused; default: as many as are free",
+        0,
     )
     snapshot_interval: int = _advanced(
         1024,

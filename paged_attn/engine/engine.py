@@ -27,8 +27,9 @@ from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
+from paged_attn.engine.memory.budget import MemoryBudget
 from paged_attn.engine.memory.grouped_kv import kv_manager
-from paged_attn.engine.memory.model_limits import ModelLimits, num_state_slots, pool_pages
+from paged_attn.engine.memory.model_limits import ModelLimits
 from paged_attn.engine.output_processor import OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.requests.pooled_rows import PooledRows
@@ -64,6 +65,7 @@ class Engine:
 
     Attributes:
         pooler: of an engine that embeds; None of one that generates.
+        budget: how memory was divided over pages and recurrent states.
         is_causal: no token sees later ones. Else prompts are computed whole, each in one step, and no prefix is kept.
         overlaps: a step is launched before the tokens of the one before it are known.
         last_scheduled: the requests of the last step that `step` launched or tried to.
@@ -105,22 +107,22 @@ class Engine:
             self.config = self.config.with_(prefix_cache=False)
         recurrent = [layer.spec for layer in self.runner.recurrent]
         takes_chunks = all(layer.takes_chunks for layer in self.runner.recurrent)
-        slots = num_state_slots(self.config, recurrent, device, takes_chunks)
-        self.states = StatePool(recurrent, slots.total, device) if recurrent else None
-        states = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
-        state_bytes = self.states.nbytes if self.states else 0
         grouped = self.config.layer_groups and self.pooler is None
         groups = group_layers(layers, limits.max_positions, self.config.page_size) if grouped else ()
-
-        def num_pages(kept_free: int) -> int:
-            return pool_pages(self.config, layers, self.runner.dtype, device, state_bytes, kept_free, groups)
-
+        self.budget = MemoryBudget(
+            self.config, layers, self.runner.dtype, device, groups, recurrent, limits.max_positions, takes_chunks,
+            int if self.runner.ranks is None else self.runner.ranks.least,
+        )  # fmt: skip
+        slots = self.budget.slots
+        self.states = StatePool(recurrent, slots.total, device) if recurrent else None
+        states = RecurrentRunner(self.runner.recurrent, self.states) if self.states else None
         with_adapters = lora_runner(self.runner, self.config)
         self.adapters = None if with_adapters is None else with_adapters.adapters
         self.steps, self.lora_steps, self.pool, self.selection = ready_to_step(
-            self.runner, with_adapters, self.config, num_pages, states, recorder, groups
+            self.runner, with_adapters, self.config, self.budget.pages, states, recorder, groups
         )
-        if self.states and self.config.prefix_cache and not slots.snapshots:
+        logger.info("memory: %s", self.budget.describe(self.pool.num_pages))
+        if self.states and self.config.prefix_cache and not slots.kept:
             logger.info("no prefix is reused: its KV is of no use without the recurrent state at its end (see state_snapshots)")
         interval = self.config.snapshot_interval if takes_chunks else 0  # else all that follows one runs token by token
         self.kv = kv_manager(self.config, groups, self.pool.num_pages, slots, self.states, interval)

@@ -101,7 +101,7 @@ class GraphExplanation:
 class Explanation:
     """A model's graphs, oldest first, and the backend: its name (None if there is none) and the words for why.
 
-    pages: lines about layers with page tables of their own.
+    pages: lines about how memory was divided, and about layers with page tables of their own.
     capture: lines about which steps run through captured graphs.
     """
 

@@ -24,7 +24,7 @@ from paged_attn.dynamo_backend import add_graphs, graphs_of
 from paged_attn.passes.fx.model_facts import model_device, model_dtype
 from paged_attn.recurrent.states import ContextWithStates, states_of
 from paged_attn.report.explanation import Explanation, GraphExplanation
-from paged_attn.report.page_groups import page_lines
+from paged_attn.report.page_groups import memory_lines
 
 if TYPE_CHECKING:
     from paged_attn.engine.engine import Engine
@@ -78,7 +78,7 @@ def explanation(compiled: nn.Module | LLM | Engine) -> Explanation:
         runner, selection = target.runner, target.selection
         graph = GraphExplanation.of(runner.compiled) if isinstance(runner, ModelRunner) else GraphExplanation.of_hooked(runner)
         name, capture = type(runner.model).__name__, tuple(target.steps.report().lines())
-        return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture, tuple(page_lines(target)))
+        return Explanation(name, (graph,), selection.backend.name, selection.describe(), capture, tuple(memory_lines(target)))
     model, graphs = _graphs(target)
     backend, reason = _auto_backend(model, graphs)
     refused = (f"  generate     runs without pages: {calls.refused}",) if isinstance(calls, PagedCalls) and calls.refused else ()

@@ -1,4 +1,4 @@
-"""What `explain` says of layers with page tables of their own."""
+"""What `explain` says of memory: how it was divided, and of layers with page tables of their own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from paged_attn.engine.engine import Engine
 
 MIB = 2**20
+
+
+def memory_lines(engine: Engine) -> list[str]:
+    """How pages and recurrent states share the memory, and who has the states now; then `page_lines`."""
+    kv, slots = engine.kv, engine.budget.slots
+    lines = [f"  memory       {engine.budget.describe(engine.pool.num_pages)}"]
+    if slots.total:
+        free = slots.most_running - kv.slots_in_use - kv.num_snapshots
+        lines.append(f"               {kv.slots_in_use} states of requests, {kv.num_snapshots} of kept prefixes, {free} slots free now")
+    return [*lines, *page_lines(engine)]
 
 
 def page_lines(engine: Engine) -> list[str]:

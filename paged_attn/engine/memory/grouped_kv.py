@@ -17,8 +17,8 @@ from paged_attn.attn_ops.kv.radix_cache import Match
 from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.memory.budget import NO_STATE, StateSlots
 from paged_attn.engine.memory.kv_manager import KVManager
-from paged_attn.engine.memory.model_limits import NO_STATE, StateSlots
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
 

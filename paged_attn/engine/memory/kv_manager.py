@@ -12,7 +12,7 @@ from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.attn_ops.kv.radix_cache import Match, RadixCache
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
-from paged_attn.engine.memory.model_limits import NO_STATE, StateSlots
+from paged_attn.engine.memory.budget import NO_STATE, StateSlots
 from paged_attn.engine.memory.snapshot_points import SnapshotPoints
 from paged_attn.engine.memory.state_snapshots import StateSnapshots
 from paged_attn.engine.requests.request import Request
@@ -25,7 +25,7 @@ class KVManager:
     A request's leading `num_locked` tokens lie in pages of the tree, under its lock; its other pages are its own.
 
     Args:
-        slots, states: of the model's recurrent state, if it has any. Then prefixes are shared only where there are slots for snapshots.
+        slots, states: of the model's recurrent state, if it has any. Then prefixes are shared only where the cache may keep states.
         snapshot_interval: see `SnapshotPoints`.
         allocator: of pages, if it is another than one of `num_pages`.
     """
@@ -42,17 +42,17 @@ class KVManager:
     ) -> None:
         self.allocator = allocator or PageAllocator(num_pages, page_size)
         self.page_size = page_size
-        self.state_slots = SlotAllocator(slots.running) if states else None
+        self.state_slots = SlotAllocator(slots.total) if states else None
         self._states = states
-        self._points = SnapshotPoints(page_size, snapshot_interval, slots.snapshots)
+        self._points = SnapshotPoints(page_size, snapshot_interval, slots.kept)
         self.version = 0  # grows when pages are given back or shared: until then who could not be admitted still can not
         self.snapshots: StateSnapshots | None = None
         self.tree: RadixCache | None = None
         self._advanced: Collection[Request] = ()
         if prefix_cache and states is None:
             self.tree = RadixCache(self.allocator)
-        elif prefix_cache and states is not None and slots.snapshots:
-            self.snapshots = StateSnapshots(self.allocator, SlotAllocator(slots.total, slots.running), states.copy)
+        elif prefix_cache and states is not None and self.state_slots is not None and slots.kept:
+            self.snapshots = StateSnapshots(self.allocator, self.state_slots, states.copy, slots.kept, slots.reserved)
             self.tree = self.snapshots.tree
 
     @property
@@ -111,18 +111,24 @@ class KVManager:
         return 0 if self._states is None else self.num_snapshots * self._states.slot_bytes
 
     @property
+    def slots_in_use(self) -> int:
+        """Slots of recurrent state that requests have, and those that they fill for the prefix cache."""
+        return 0 if self.state_slots is None else self.state_slots.num_held - self.num_snapshots
+
+    @property
     def can_admit(self) -> bool:
-        """Whether one more request could have a state slot."""
-        return self.state_slots is None or self.state_slots.num_free > 0
+        """Whether one more request could have a state slot: a free one, or that of a kept state which gives way."""
+        if self.state_slots is None or self.state_slots.num_free:
+            return True
+        return self.snapshots is not None and self.snapshots.num_yielding > 0
 
     def take_state_slot(self, request: Request) -> None:
         """Give a request that is about to run its slot, where the model has recurrent state, filled with that at the end of its prefix;
         `release` takes it back."""
-        if self.state_slots is not None:
+        if self.snapshots is not None:
+            request.state_slot = self.snapshots.slot_for_request(request.lock if request.num_cached else None)
+        elif self.state_slots is not None:
             request.state_slot = self.state_slots.allocate()
-            if request.num_cached:
-                assert self.snapshots is not None
-                self.snapshots.restore(request.lock, request.state_slot)
 
     def adopt_prefix(self, request: Request) -> None:
         """Give a request without pages the longest cached prefix (with recurrent state: that has a snapshot); its last token is always
@@ -234,14 +240,14 @@ class KVManager:
 
     def release(self, request: Request, *, share: bool) -> None:
         """Take all pages from a request; with `share` its vouched full pages stay in the tree for others. Safe to call twice."""
+        if request.num_pages or request.state_slot:
+            self.version += 1
         if share:
             self._share_pages(request)
             self._share_last_state(request)
         for slot in (*request.snapshots.values(), *request.taken_slots.values()):
             assert self.snapshots is not None
             self.snapshots.drop(slot)
-        if request.num_pages or request.state_slot:
-            self.version += 1
         self.allocator.free(request.pages[request.num_locked // self.page_size :])
         if request.lock is not None:
             assert self.tree is not None
@@ -265,11 +271,12 @@ class KVManager:
             self._advanced = before
 
     def _share_last_state(self, request: Request) -> None:
-        """Keep the state of a request that ends or is preempted, if its tokens fill their last page: where `lock` ends."""
+        """Leave the state of a request that ends or is preempted in its slot, for others, if its tokens fill their last page: where `lock`
+        ends."""
         if self.snapshots is None or request in self._advanced:
             return
         if request.num_validated != request.num_cached or not request.num_cached == request.num_locked > 0:
             return
-        if request.lock.payload is None and (slot := self.snapshots.take()) is not None:
-            self.snapshots.fill(slot, request.state_slot)
-            self.snapshots.attach(request.lock, slot)
+        if request.lock.payload is None and self.snapshots.take_over(request.state_slot):
+            self.snapshots.attach(request.lock, request.state_slot)
+            request.state_slot = 0

@@ -1,4 +1,4 @@
-"""Copies of recurrent states at the ends of cached prefixes, so that a request can start from one."""
+"""Recurrent states at the ends of cached prefixes, so that a request can start from one."""
 
 from __future__ import annotations
 
@@ -11,38 +11,83 @@ from paged_attn.attn_ops.kv.radix_cache import RadixCache
 from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator
 
+NO_SLOT = 0
+SHARED = 2  # locks of a node in whose prefix several requests run
+
 
 class StateSnapshots:
     """A radix tree whose nodes carry snapshots: a node's payload is the slot that holds the state after its last token.
 
-    A slot is first the taker's alone (`take`), who fills it, then the tree's (`attach`). Those of the tree go with their node, or when a
-    slot is needed: spare ones that nobody started from, the oldest first, and then the least recently used. A locked node may lose its
-    snapshot, for who starts from one copies it at once.
+    Slots are those of running requests, too: snapshots have what requests leave, and give way to them. A slot is first the taker's alone
+    (`take`), who fills it, then the tree's (`attach`). Those of the tree go with their node, or when a slot is needed: spare ones that
+    nobody started from, the oldest first, and then the least recently used; last of all, and for requests alone, those in whose prefix
+    several requests run. A locked node may lose its snapshot, for who starts from one copies it at once.
 
     Args:
-        slots: hands out the slots for snapshots.
+        slots: hands out slots to requests and to snapshots.
         copy: makes its second slot hold what its first one holds (`StatePool.copy`).
+        most: slots that takers and the tree may have.
+        reserved: snapshots that do not give way to requests.
     """
 
-    def __init__(self, allocator: PageAllocator, slots: SlotAllocator, copy: Callable[[int, int], None]) -> None:
-        self.slots, self._copy = slots, copy
+    def __init__(self, allocator: PageAllocator, slots: SlotAllocator, copy: Callable[[int, int], None], most: int, reserved: int) -> None:
+        self.slots, self._copy, self._most, self._reserved = slots, copy, most, reserved
         self.tree = RadixCache(allocator, on_payload_removed=self._removed)
+        self.taken: set[int] = set()  # by takers, who have neither attached nor dropped them
         self._spare: dict[int, RadixNode] = {}  # the oldest first
         self._used: OrderedDict[int, RadixNode] = OrderedDict()  # least recently used first
+        self._stays_held = NO_SLOT  # by a request, when its node loses it
 
     @property
     def num_attached(self) -> int:
         """Snapshots in the tree."""
         return len(self._spare) + len(self._used)
 
-    def take(self) -> int | None:
-        """A slot that holds anything, the taker's until it is attached or dropped; None if takers hold all."""
-        if not self.slots.num_free:
-            first = next(chain(self._spare.values(), self._used.values()), None)
-            if first is None:
-                return None
+    @property
+    def num_yielding(self) -> int:
+        """Snapshots that give way to requests."""
+        return max(self.num_attached - self._reserved, 0)
+
+    def slot_for_request(self, node: RadixNode | None) -> int:
+        """A slot for a request that starts from a node's snapshot, and holds that; without a node it holds anything.
+
+        Raises:
+            ValueError: none is free, and no snapshot gives way.
+        """
+        if node is not None:
+            self._use(node)
+        if not self.slots.num_free and self.num_yielding:
+            first = self._first() or next(chain(self._spare.values(), self._used.values()))
+            if node is not None and first is node:  # its slot is the request's from now on
+                slot: int = node.payload
+                self._stays_held = slot
+                self.tree.detach(node)
+                self._stays_held = NO_SLOT
+                return slot
             self.tree.detach(first)
-        return self.slots.allocate()
+        free = self.slots.allocate()
+        if node is not None:
+            self._copy(node.payload, free)
+        return free
+
+    def take(self) -> int | None:
+        """A slot that holds anything, the taker's until it is attached or dropped; None if requests, takers and shared prefixes have
+        them all."""
+        if not self._may_have_one_more() or (not self.slots.num_free and not self._detach_first()):
+            return None
+        slot = self.slots.allocate()
+        self.taken.add(slot)
+        return slot
+
+    def take_over(self, slot: int) -> bool:
+        """Make a request's slot one that is taken; False, and it stays the request's, if there are as many as there may be."""
+        if not self._may_have_one_more():
+            return False
+        self.taken.add(slot)
+        return True
+
+    def _may_have_one_more(self) -> bool:
+        return len(self.taken) + self.num_attached < self._most or self._detach_first()
 
     def fill(self, slot: int, state_slot: int) -> None:
         """Let a taken slot hold what `state_slot` holds."""
@@ -56,17 +101,24 @@ class StateSnapshots:
                 self._use(node)
             self.drop(slot)
             return
+        self.taken.remove(slot)
         self.tree.attach(node, slot)
         (self._spare if spare else self._used)[slot] = node
 
     def drop(self, slot: int) -> None:
         """Free a slot that was taken and not attached."""
+        self.taken.remove(slot)
         self.slots.free(slot)
 
-    def restore(self, node: RadixNode, state_slot: int) -> None:
-        """Let `state_slot` hold the state after the node's last token."""
-        self._use(node)
-        self._copy(node.payload, state_slot)
+    def _first(self) -> RadixNode | None:
+        """Whose snapshot goes for another one."""
+        return next((node for node in chain(self._spare.values(), self._used.values()) if node.lock_count < SHARED), None)
+
+    def _detach_first(self) -> bool:
+        first = self._first()
+        if first is not None:
+            self.tree.detach(first)
+        return first is not None
 
     def _use(self, node: RadixNode) -> None:
         self._spare.pop(node.payload, None)
@@ -75,4 +127,5 @@ class StateSnapshots:
 
     def _removed(self, slot: int) -> None:
         del (self._spare if slot in self._spare else self._used)[slot]
-        self.slots.free(slot)
+        if slot != self._stays_held:
+            self.slots.free(slot)

@@ -76,6 +76,15 @@ class ServerMetrics(Collector):
         snapshots = "Recurrent states at the ends of cached prefixes"
         yield GaugeMetricFamily(PREFIX + "state_snapshots", snapshots, value=now.snapshots)
         yield GaugeMetricFamily(PREFIX + "state_snapshot_bytes", f"{snapshots}, in bytes", value=now.snapshot_bytes)
+        slots = GaugeMetricFamily(PREFIX + "state_slots", "Slots of state: of requests, of cached prefixes, free", labels=["state"])
+        slots.add_metric(["used"], now.slots_used)
+        slots.add_metric(["cached"], now.snapshots)
+        slots.add_metric(["free"], now.slots_total - now.slots_used - now.snapshots)
+        yield slots
+        memory = GaugeMetricFamily(PREFIX + "memory_bytes", "Memory for KV and recurrent states, by kind", labels=["kind"])
+        memory.add_metric(["pages"], now.pool_bytes)
+        memory.add_metric(["states"], now.state_bytes)
+        yield memory
         yield GaugeMetricFamily(PREFIX + "queue_limit", "Requests that may wait", value=self._max_queue)
         yield GaugeMetricFamily(PREFIX + "ready", "1 while requests are served", value=int(self._is_ready()))
         for name, help, value in (

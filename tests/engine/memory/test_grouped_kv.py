@@ -16,9 +16,9 @@ from paged_attn.attn_ops.kv.page_allocator import OutOfPages
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.memory.budget import MemoryBudget, StateSlots
 from paged_attn.engine.memory.grouped_kv import GroupedKVManager, frames_of_request
 from paged_attn.engine.memory.kv_manager import KVManager
-from paged_attn.engine.memory.model_limits import StateSlots, pool_pages
 from tests.engine.scheduling.grouped_world import FULL, GroupedWorld
 from tests.engine.scheduling.world import World
 
@@ -66,8 +66,8 @@ def test_requests_of_16000_tokens_that_fit_in_40_gib(
     layers, config = layers_of(model_type, **shape), EngineConfig(kv_memory_gib=40.0)
     groups = group_layers(layers, shape["max_position_embeddings"], config.page_size)
     assert [len(group.layers) for group in groups] == sizes
-    before = (pool_pages(config, layers, BF16, CUDA) - 1) // -(-16_000 // config.page_size)
-    frames = pool_pages(config, layers, BF16, CUDA, groups=groups) - 1
+    before = (MemoryBudget(config, layers, BF16, CUDA).pages() - 1) // -(-16_000 // config.page_size)
+    frames = MemoryBudget(config, layers, BF16, CUDA, groups).pages() - 1
     after = frames // frames_of_request(groups, 16_000, config.page_size)
     assert (before, after) == fit and after >= 1.5 * before
     page_bytes = page_elements(layers, config.page_size, groups) * BF16.itemsize

@@ -13,13 +13,12 @@ from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
 from paged_attn.engine.memory import snapshot_points
+from paged_attn.engine.memory.budget import StateSlots
 from paged_attn.engine.memory.kv_manager import KVManager
-from paged_attn.engine.memory.model_limits import StateSlots
 from paged_attn.engine.requests.request import Request
 from tests.engine.models import request_of
 
 LAYERS = [RecurrentSpec("layer", (StateSpec("sum", (1,), torch.int64),))]
-RUNNING = 4
 
 
 def state_of(tokens: list[int], namespace: Any) -> int:
@@ -34,20 +33,21 @@ class StateOwnership(RuleBasedStateMachine):
     """Random requests on a model whose state is a number made from all tokens so far; freed slots hold -1."""
 
     @initialize(
-        snapshots=st.integers(1, 5), page_size=st.sampled_from([1, 2]), min_fork=st.sampled_from([1, 2, 16]),
+        slots=st.integers(2, 9), snapshots=st.integers(1, 9), reserved=st.integers(0, 3),
+        page_size=st.sampled_from([1, 2]), min_fork=st.sampled_from([1, 2, 16]),
         interval=st.sampled_from([0, 1, 3]), share=st.sampled_from([1, 2, 8]),
     )  # fmt: skip
-    def start(self, snapshots: int, page_size: int, min_fork: int, interval: int, share: int) -> None:
-        slots = StateSlots(RUNNING, snapshots)
-        self.pool, self.page_size = StatePool(LAYERS, slots.total), page_size
+    def start(self, slots: int, snapshots: int, reserved: int, page_size: int, min_fork: int, interval: int, share: int) -> None:
+        self.most = min(snapshots, slots)
+        state_slots = StateSlots(1 + slots, self.most, min(reserved, self.most, slots - 1))
+        self.pool, self.page_size = StatePool(LAYERS, state_slots.total), page_size
         self.values = self.pool.states(0)[0][:, 0]
         self.values.fill_(-1)
         self.before = snapshot_points.MIN_FORK, snapshot_points.SHARE
         snapshot_points.MIN_FORK, snapshot_points.SHARE = min_fork, share
-        self.kv = KVManager(14, page_size, True, slots, self.pool, interval)
+        self.kv = KVManager(14, page_size, True, state_slots, self.pool, interval)
         self.requests: list[Request] = []
-        for allocator in (self.kv.state_slots, self.kv.snapshots.slots):
-            allocator.free = self.poisoning(allocator.free)
+        self.kv.state_slots.free = self.poisoning(self.kv.state_slots.free)
 
     def poisoning(self, free: Any) -> Any:
         def poisoned(slot: int) -> None:
@@ -115,7 +115,8 @@ class StateOwnership(RuleBasedStateMachine):
         if request.sampled and vouched == done and done % self.page_size == 0:
             node = self.kv.tree.match(tokens, request.namespace).node
             held_by_others = sum(len(r.snapshots) + len(r.taken_slots) for r in self.requests)
-            assert node.payload is not None or held_by_others == self.pool.num_slots - RUNNING
+            shared = sum(kept.payload is not None and kept.lock_count > 0 for kept, _ in self.nodes())
+            assert node.payload is not None or held_by_others + shared >= self.most
 
     def release(self, request: Request, share: bool) -> None:
         self.kv.release(request, share=share)
@@ -139,12 +140,14 @@ class StateOwnership(RuleBasedStateMachine):
         self.kv.tree.check_invariants()
         pending = [slot for request in self.requests for slot in (*request.snapshots.values(), *request.taken_slots.values())]
         attached = [node.payload for node, _ in self.nodes() if node.payload is not None]
-        owned = [*pending, *attached]
-        assert len(set(owned)) == len(owned) and set(owned) == self.kv.snapshots.slots._held
+        assert len(set(pending)) == len(pending) and set(pending) == self.kv.snapshots.taken
+        owned = [*pending, *attached, *(request.state_slot for request in self.requests)]
+        assert len(set(owned)) == len(owned) and set(owned) == self.kv.state_slots._held
+        assert len(pending) + len(attached) <= self.most
         assert sorted(attached) == sorted([*self.kv.snapshots._spare, *self.kv.snapshots._used])
         assert len(attached) == self.kv.snapshots.num_attached
-        assert {request.state_slot for request in self.requests} == self.kv.state_slots._held
-        assert all(RUNNING <= slot < self.pool.num_slots for slot in owned)
+        assert all(0 < slot < self.pool.num_slots for slot in owned)
+        assert self.requests or self.kv.can_admit, "somebody can always run"
 
     def nodes(self) -> list[tuple[RadixNode, list[int]]]:
         found = [(root, []) for root in self.kv.tree._roots.values()]
@@ -158,7 +161,7 @@ class StateOwnership(RuleBasedStateMachine):
             self.kv.release(request, share=False)
         self.kv.tree.clear()
         assert self.kv.allocator.num_free == self.kv.num_usable
-        assert self.kv.snapshots.num_attached == 0 and not self.kv.snapshots.slots._held and not self.kv.state_slots._held
+        assert self.kv.snapshots.num_attached == 0 and not self.kv.state_slots._held and not self.kv.snapshots.taken
 
 
 TestStateOwnership = StateOwnership.TestCase

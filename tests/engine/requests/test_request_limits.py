@@ -7,7 +7,8 @@ from torch import nn
 
 from paged_attn import EngineConfig, SamplingParams, UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import page_elements
-from paged_attn.engine.memory.model_limits import ModelLimits, pool_pages
+from paged_attn.engine.memory.budget import MemoryBudget
+from paged_attn.engine.memory.model_limits import ModelLimits
 from tests.engine.models import assert_idle, make_engine, make_llm, oracle, random_prompts, run_all, tiny
 from tests.tiny_models import VOCAB, build
 
@@ -75,14 +76,14 @@ def test_generation_ends_at_the_last_position() -> None:
 def test_the_pool_has_the_pages_asked_for_or_those_that_fit() -> None:
     layers = make_engine().pool.layers
     cpu = torch.device("cpu")
-    assert pool_pages(EngineConfig(num_pages=7, kv_memory_gib=1.0), layers, torch.float32, cpu) == 7
+    assert MemoryBudget(EngineConfig(num_pages=7, kv_memory_gib=1.0), layers, torch.float32, cpu).pages() == 7
     page_bytes = page_elements(layers, 16) * 4
     assert page_bytes == 3 * 16 * 2 * 2 * 8 * 4  # layers, tokens, K and V, heads, head_dim, bytes
     for gib, expected in ((10 * page_bytes / 2**30, 10), (10.9 * page_bytes / 2**30, 10)):
-        assert pool_pages(EngineConfig(kv_memory_gib=gib), layers, torch.float32, cpu) == expected
-        assert pool_pages(EngineConfig(kv_memory_gib=gib), layers, torch.bfloat16, cpu) // 2 == expected
+        assert MemoryBudget(EngineConfig(kv_memory_gib=gib), layers, torch.float32, cpu).pages() == expected
+        assert MemoryBudget(EngineConfig(kv_memory_gib=gib), layers, torch.bfloat16, cpu).pages() // 2 == expected
     with pytest.raises(UnsupportedError, match=r"holds 1 pages of 0.01 MiB; at least 2"):
-        pool_pages(EngineConfig(kv_memory_gib=1.5 * page_bytes / 2**30), layers, torch.float32, cpu)
+        MemoryBudget(EngineConfig(kv_memory_gib=1.5 * page_bytes / 2**30), layers, torch.float32, cpu).pages()
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_sum() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from paged_attn.attn_ops.kv.layer_groups import LayerGroup, Retention
+from paged_attn.engine.memory.budget import StateSlots
 from paged_attn.engine.memory.grouped_kv import GroupedKVManager
 from paged_attn.engine.memory.kv_manager import KVManager
-from paged_attn.engine.memory.model_limits import StateSlots
 from paged_attn.engine.requests.request import Request
 from tests.engine.scheduling.world import World
 

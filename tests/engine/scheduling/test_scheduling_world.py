@@ -44,7 +44,10 @@ ANYTHING = {
     "seed": st.integers(0, 10**6), "overlap": st.booleans(), "troubles": st.booleans(), "max_batch_tokens": st.integers(1, 20),
     "max_requests": st.integers(1, 6), "prefix_wait_tokens": st.sampled_from([0, 1, 2, 5]), "policy": st.sampled_from(["fcfs", "lpm"]),
 }  # fmt: skip
-WITH_STATES = {"snapshots": st.sampled_from([0, 1, 2, 4, 16, 40]), "snapshot_interval": st.sampled_from([0, 1, 3, 1024])}
+WITH_STATES = {
+    "snapshots": st.sampled_from([0, 1, 2, 4, 16, 40]), "slots": st.sampled_from([None, 1, 2, 3, 5]),
+    "snapshot_interval": st.sampled_from([0, 1, 3, 1024]),
+}  # fmt: skip
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -60,7 +63,7 @@ def test_so_it_does_with_recurrent_states(**drawn: Any) -> None:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(prefix_cache=st.booleans(), snapshots=st.sampled_from([None, None, 4]), **ANYTHING)
+@given(prefix_cache=st.booleans(), snapshots=st.sampled_from([None, None, 4]), slots=st.sampled_from([None, 2]), **ANYTHING)
 def test_so_it_does_with_windows(**drawn: Any) -> None:
     simulate(make=GroupedWorld, **drawn)
 

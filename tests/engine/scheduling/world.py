@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paged_attn import EngineConfig
+from paged_attn.engine.memory.budget import NO_STATE, StateSlots
 from paged_attn.engine.memory.kv_manager import KVManager
-from paged_attn.engine.memory.model_limits import NO_STATE, StateSlots
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from tests.engine.models import request_of
@@ -38,7 +38,8 @@ class World:
     """Steps a scheduler and checks what it does; `trace` has each step's requests and counts.
 
     Args:
-        snapshots: slots for snapshots of a recurrent model; None for a model without states.
+        snapshots: that a recurrent model's prefix cache may keep; None for a model without states.
+        slots: of state for them and for requests; None: for all of both.
         stops: one in so many tokens ends its request.
     """
 
@@ -50,17 +51,21 @@ class World:
         *,
         overlap: bool,
         snapshots: int | None = None,
+        slots: int | None = None,
         stops: int = 9,
         **config: Any,
     ) -> None:
         self.rng, self.overlap, self.stops, self.page_size = rng, overlap, stops, page_size
         self.config = EngineConfig(page_size=page_size, **config)
         self.states: FakeStates | None = None
-        slots = NO_STATE
+        state_slots = NO_STATE
         if snapshots is not None:
-            slots = StateSlots(self.config.max_requests + 1, snapshots)
-            self.states = FakeStates(slots.total)
-        self.kv = self.make_kv(num_pages, slots)
+            total = self.config.max_requests + snapshots if slots is None else slots
+            state_slots = StateSlots(1 + total, min(snapshots, total), rng.randrange(min(snapshots, total - 1) + 1))
+            self.states = FakeStates(state_slots.total)
+        self.kv = self.make_kv(num_pages, state_slots)
+        if self.kv.state_slots is not None:
+            self.kv.state_slots.free = self._forgetting(self.kv.state_slots.free)  # type: ignore[method-assign]
         self.scheduler = Scheduler(self.config, self.kv)
         self.requests: dict[str, Request] = {}
         self.flights: deque[list[Part]] = deque()
@@ -75,6 +80,16 @@ class World:
     def make_kv(self, num_pages: int, slots: StateSlots) -> KVManager:
         interval = self.config.snapshot_interval
         return KVManager(num_pages, self.page_size, self.config.prefix_cache, slots, self.states, interval)  # type: ignore[arg-type]
+
+    def _forgetting(self, free: Callable[[int], None]) -> Callable[[int], None]:
+        """A freed slot of state holds nothing."""
+
+        def forget(slot: int) -> None:
+            free(slot)
+            assert self.states is not None
+            self.states.values[slot] = None
+
+        return forget
 
     def add(self, tokens: list[int], new: int, namespace: Any = None, priority: int = 0) -> Request:
         request = request_of(tokens, namespace)
@@ -217,10 +232,14 @@ class World:
             kv.tree.check_invariants()
             assert not any(self.slots[slot] in self.bad for slot in self.slots_of(kv.tree._owned)), "NaN is in the prefix cache"
             assert kv.tree.locked_pages == len({page for r in running for page in r.pages[: r.num_locked // self.page_size]})
-        if kv.snapshots is not None and kv.state_slots is not None:
+        if kv.state_slots is not None:
             taken = [slot for r in running for slot in (*r.snapshots.values(), *r.taken_slots.values())]
-            assert len(taken) + kv.snapshots.num_attached == len(kv.snapshots.slots._held)
-            assert {r.state_slot for r in running} == kv.state_slots._held
+            kept = [] if kv.tree is None else [node.payload for node, _ in kv.tree.nodes() if node.payload is not None]
+            owned = [*taken, *kept, *(r.state_slot for r in running)]
+            assert len(set(owned)) == len(owned) and set(owned) == kv.state_slots._held, "a slot has one owner"
+            assert kv.slots_in_use == len(taken) + len(running)
+            if kv.snapshots is not None:
+                assert set(taken) == kv.snapshots.taken and kv.num_snapshots == len(kept)
         for request in running:
             assert all(self.kv.allocator.is_allocated(page) for page in request.pages)
 
@@ -242,3 +261,4 @@ class World:
             assert self.kv.tree.locked_pages == 0
             self.kv.tree.clear()
         assert self.kv.allocator.num_free == self.kv.num_usable
+        assert self.kv.state_slots is None or not self.kv.state_slots.num_held

@@ -1,0 +1,226 @@
+"""One budget of memory for KV pages and recurrent states, divided by what a request needs of each.
+
+How long requests will be nobody knows. A request takes one state whatever its length, and pages from `least` bytes (of one token) up to
+`most` (of the longest). If each slot is given e bytes of pages, short requests run out of slots and long ones out of pages. Against a
+division that knew their length, the shortest then come to (s + least) / (s + e) as many, the longest to e / most * (s + most) / (s + e),
+with s the bytes of a state. Both are the same, and the worse of them as good as it can be, at
+
+    e = most * (s + least) / (most + s)
+
+So a hybrid with long requests gets about half of each, one with few positions the pages that these can fill, and a model without attention
+all of it for states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import page_elements
+from paged_attn.attn_ops.kv.layer_groups import LayerGroup, page_bytes_ratio
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, slot_bytes
+from paged_attn.engine.config import EngineConfig
+
+CPU_KV_GIB = 0.25
+GPU_KV_SHARE = 0.8
+BESIDE_PAGES = 0.5  # of the memory setting: what states have at least where the number of pages is given
+TOKENS_WITHOUT_KV = 1 << 20
+RESERVE = 16  # one of so many slots stays with the prefix cache, so that a shared beginning is still found when all others run
+MIB = 2**20
+
+
+class StateSlots(NamedTuple):
+    """Slots of recurrent state, slot 0 included, for requests and for states that the prefix cache keeps.
+
+    kept: the cache has at most so many; reserved: so many of them it need not give to requests.
+    """
+
+    total: int
+    kept: int
+    reserved: int = 0
+
+    @property
+    def most_running(self) -> int:
+        """Requests that can run at the same time."""
+        return max(self.total - 1, 0)
+
+
+NO_STATE = StateSlots(0, 0)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a model takes of the memory for KV and states.
+
+    slot: one request's recurrent state; 0 without recurrent layers.
+    page: one page of the pool, which holds all layers or one group of them; 0 without attention.
+    least, most: pages of a request of one token, and of the longest; None: no limit.
+    """
+
+    slot: int
+    page: int
+    least: int
+    most: int | None
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+        groups: Sequence[LayerGroup] = (),
+        recurrent: Sequence[RecurrentSpec] = (),
+        longest: int | None = None,
+    ) -> Needs:
+        """`longest`: tokens that a request may come to."""
+        page = page_elements(layers, config.page_size, groups) * dtype.itemsize
+        most = None if longest is None else _pages_of(groups, longest, config)
+        return cls(slot_bytes(recurrent), page, _pages_of(groups, 1, config), most)
+
+    @property
+    def pages_per_slot(self) -> float:
+        """Bytes of pages for each slot of state: see above."""
+        least = self.least * self.page
+        if self.most is None:
+            return self.slot + least
+        most = self.most * self.page
+        return most * (self.slot + least) / (most + self.slot) if most else 0.0
+
+
+def _pages_of(groups: Sequence[LayerGroup], num_tokens: int, config: EngineConfig) -> int:
+    if not groups:
+        return -(-num_tokens // config.page_size)
+    return sum(group.keeps.pages(num_tokens, config.page_size, config.step_tokens) for group in groups)
+
+
+class MemoryBudget:
+    """How many slots of state and how many pages there are; asked for the slots first, and for pages when the states have been made.
+
+    Args:
+        layers, dtype, groups: of the KV pool.
+        recurrent: of the state pool; none for a model without states.
+        longest: tokens that a request may come to; None: no limit.
+        chunks: whether every recurrent layer takes several tokens at once onto a state. Where one does not, what follows a reused prefix
+            runs token by token, slower than the whole prompt at once: there states are only kept if asked for.
+        agree: makes of this process's number that of all; for ranks the least.
+
+    Attributes:
+        slots: of recurrent state.
+
+    Raises:
+        UnsupportedError: not one request fits; the message does the sum.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layers: Sequence[AttentionSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: Sequence[LayerGroup] = (),
+        recurrent: Sequence[RecurrentSpec] = (),
+        longest: int | None = None,
+        chunks: bool = True,
+        agree: Callable[[int], int] = int,
+    ) -> None:
+        self.config, self.layers, self.groups, self.device = config, tuple(layers), tuple(groups), device
+        self.needs = Needs.of(config, layers, dtype, groups, recurrent, longest)
+        self.slots = NO_STATE
+        if recurrent:
+            self.slots = self._state_slots(chunks, agree)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.slots.total * self.needs.slot
+
+    def pages(self, kept_free: int = 0) -> int:
+        """Pages of the pool, page 0 included: as configured, or as many as the memory holds beside the states; with states no more than
+        requests and kept prefixes in all their slots can fill.
+
+        With groups of layers a page holds those of one group; then `num_pages` pages of all layers are as many of these as take their
+        bytes.
+
+        Args:
+            kept_free: bytes of free memory that something else will take, such as graphs.
+
+        Raises:
+            UnsupportedError: fewer than two fit, or than one for each group and one more; the message does the sum.
+        """
+        if self.config.num_pages is not None:
+            return self._configured_pages(self.config.num_pages)
+        if self.needs.page == 0:  # no attention: a page is only a count of tokens
+            return 1 + -(-TOKENS_WITHOUT_KV // self.config.page_size)
+        memory = self._bytes(kept_free, taken=self.state_bytes) - self.state_bytes
+        pages = int(memory // self.needs.page)
+        if pages < (least := 1 + self.needs.least):
+            raise UnsupportedError(
+                f"{memory / MIB:.1f} MiB for KV holds {pages} pages of {self.needs.page / MIB:.2f} MiB; at least {least} are needed. "
+                "Raise kv_memory_gib or lower page_size."
+            )
+        if self.slots.total and self.needs.most is not None:
+            return min(pages, 1 + self.slots.most_running * self.needs.most)
+        return pages
+
+    def describe(self, num_pages: int) -> str:
+        """What the pools take, by kind."""
+        needs, slots, size = self.needs, self.slots, self.config.page_size
+        parts = []
+        if slots.total:
+            kept = f", up to {slots.kept} of them for kept prefixes" if slots.kept else ""
+            parts.append(f"{slots.total} slots of state, {needs.slot / MIB:.2f} MiB each ({self.state_bytes / MIB:.1f} MiB){kept}")
+        if needs.page:
+            of = f" in {len(self.groups)} groups of layers" if self.groups else ""
+            pages = f"{num_pages} pages of {size} tokens{of}, {needs.page / MIB:.3f} MiB each ({num_pages * needs.page / MIB:.1f} MiB)"
+            parts.append(pages)
+        return f"{(self.state_bytes + num_pages * needs.page) / MIB:.1f} MiB: {'; '.join(parts)}"
+
+    def _configured_pages(self, num_pages: int) -> int:
+        of_all, of_group = page_bytes_ratio(self.layers, self.groups)
+        return max(num_pages * of_all // of_group, 1 + len(self.groups)) if self.groups else num_pages
+
+    def _state_slots(self, chunks: bool, agree: Callable[[int], int]) -> StateSlots:
+        config, needs = self.config, self.needs
+        kept = config.state_snapshots if config.prefix_cache else 0
+        if kept is None and not chunks:
+            kept = 0
+        memory, fit, full = self._bytes(), 0, 0
+        if config.num_pages is not None:
+            memory = max(memory - self._configured_pages(config.num_pages) * needs.page, memory * BESIDE_PAGES)
+            fit = int(memory // needs.slot)
+        else:
+            fit = self._slots_beside_pages(memory)
+            full = 0 if needs.most is None else int((memory - needs.slot - needs.page) // (needs.slot + needs.most * needs.page))
+        wanted = config.max_requests + (config.max_requests if kept is None else kept)
+        if kept is None and config.num_pages is None:
+            wanted = max(wanted, full)  # beside so many, each with all its pages, nothing else is left to use memory for
+        total = agree(min(fit, wanted + 1))
+        if total < 2:
+            beside = f", beside {1 + needs.least} pages of {needs.page / MIB:.2f} MiB" if needs.page and config.num_pages is None else ""
+            raise UnsupportedError(
+                f"{memory / MIB:.1f} MiB for KV and recurrent state holds {total} slots of {needs.slot / MIB:.2f} MiB{beside}; "
+                "at least 2 are needed. Raise kv_memory_gib."
+            )
+        kept = total - 1 if kept is None else min(kept, total - 1)
+        return StateSlots(total, kept, min(kept, (total - 1) // RESERVE))
+
+    def _slots_beside_pages(self, memory: float) -> int:
+        """Slot 0 included."""
+        needs = self.needs
+        fit = int(memory // (needs.slot + needs.pages_per_slot))
+        if needs.most is not None:  # and a request of full length fits wherever half of the memory holds it
+            fit = min(fit, int((memory - min((1 + needs.most) * needs.page, memory / 2)) // needs.slot))
+        most = int((memory - (1 + needs.least) * needs.page) // needs.slot)
+        return min(max(fit, 2), max(most, 0))
+
+    def _bytes(self, kept_free: int = 0, taken: int = 0) -> float:
+        """For KV and recurrent state, of which `taken` are allocated."""
+        if self.config.kv_memory_gib is not None:
+            return self.config.kv_memory_gib * 2**30
+        if self.device.type == "cuda":
+            return max(torch.cuda.mem_get_info(self.device)[0] + taken - kept_free, 0) * GPU_KV_SHARE
+        return CPU_KV_GIB * 2**30
