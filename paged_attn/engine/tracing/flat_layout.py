@@ -58,7 +58,7 @@ def flat_layouts(module: nn.Module) -> list[FlatLayout]:
     owners = [part for part in module.modules() if part._parameters]
     if any(type(part).__module__.startswith("torch.nn") for part in owners) or any(map(_is_hooked, module.modules())):
         return []
-    return list(_fitting(module, {name: tuple(weight.shape) for name, weight in owned.items()}))
+    return list(_fitting(module, {name: (weight.shape[0], weight.shape[1]) for name, weight in owned.items()}))
 
 
 def _fitting(module: nn.Module, shapes: dict[str, tuple[int, int]]) -> Iterator[FlatLayout]:
