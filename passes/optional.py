@@ -1,6 +1,8 @@
 """Which passes may be left out, by name. Imports nothing, since settings are checked with it."""
 
-OPTIONAL = ("latent_attention", "experts", "scans", "complex_as_real", "early_logits_gather", "routing", "merge_linears", "gemv")
+OPTIONAL = (
+    "latent_attention", "experts", "scans", "complex_as_real", "early_logits_gather", "routing", "merge_linears", "linear_float32", "gemv",
+)  # fmt: skip
 
 
 def check_disabled(names: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import remove_dead_code
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts.replace import replace_dense_experts
+from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
@@ -122,6 +123,11 @@ def _routing(graph: fx.Graph, facts: Facts) -> str:
     return f"{facts.result.num_routed} routers"
 
 
+def _float32(graph: fx.Graph, facts: Facts) -> str:
+    facts.result.num_float32 = use_linear_float32(graph, facts.form, facts.values)
+    return f"{facts.result.num_float32} products"
+
+
 def _gemv(graph: fx.Graph, facts: Facts) -> str:
     facts.result.num_gemv = use_gemv(graph, facts.form)
     return f"{facts.result.num_gemv} linears"
@@ -142,6 +148,7 @@ PASSES = (
     GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
     GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing, optional=True),
     GraphPass("merge_linears", "one matrix product for q, k and v, one for gate and up", _merge, optional=True),
+    GraphPass("linear_float32", "products in float32 of tensors in 16 bits, as routers have, without casts", _float32, optional=True),
     GraphPass("gemv", "linears through an op that has a kernel for a single row", _gemv, optional=True),
 )
 assert tuple(each.name for each in PASSES if each.optional) == OPTIONAL

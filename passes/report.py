@@ -52,6 +52,7 @@ class OptionalPasses:
         routing: what stands between a router's logits and its experts is one op.
         scans: functions of layers with recurrent state are ops on slots of a pool, where that is proved.
         complex_as_real: products of complex numbers in real arithmetic.
+        linear_float32: products in float32 of tensors in 16 bits through an op that casts neither.
     """
 
     latent_attention: bool = False
@@ -62,6 +63,7 @@ class OptionalPasses:
     routing: bool = False
     scans: bool = False
     complex_as_real: bool = False
+    linear_float32: bool = False
 
     def without(self, names: Sequence[str]) -> OptionalPasses:
         return replace(self, **dict.fromkeys(names, False))
@@ -92,6 +94,7 @@ class Rewrite:
     experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
     num_routed: int = 0  # routers that are one op
     num_real: int = 0  # operations on complex numbers that are done in real ones
+    num_float32: int = 0  # products in float32 that take tensors in 16 bits as they are
     num_scans: int = 0  # ops on slots of recurrent state
     max_positions: int | None = None  # as far as the graph shows; a longer sequence can not run
     evaluated: tuple[int, ...] = ()  # the inputs on whose values the proofs rest

@@ -36,11 +36,19 @@ def experts_one_by_one(
         if not count:
             continue
         own = rows[start : start + count]
-        inner = gating(torch.nn.functional.linear(x[own].to(w1.dtype), w1[expert], None if b1 is None else b1[expert]))
+        inner = gating(_first_product(x[own].to(w1.dtype), w1[expert], None if b1 is None else b1[expert]))
         result = torch.nn.functional.linear(inner, w2[expert], None if b2 is None else b2[expert])
         output.index_add_(0, own, result.float() * scale[start : start + count, None])
         start += count
     return output.to(x.dtype)
+
+
+def _first_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[n, 2 I] of a weight [2 I, H], or of gate and up apart, [2, I, H]."""
+    if weight.dim() == 2:
+        return torch.nn.functional.linear(rows, weight, bias)
+    both = torch.cat([torch.nn.functional.linear(rows, half) for half in weight], -1)
+    return both if bias is None else both + bias
 
 
 def _run(
@@ -60,8 +68,8 @@ def _fake(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# x [T, H], ids [T, k] of experts, weights [T, k]; w1 [E, 2 I, H] (I without a gate), w2 [E, H, I], of any strides; b1 [E, 2 I], b2 [E, H]
-# -> [T, H] of x's dtype. What stands between the products: `Gating`. `backend` was
+# x [T, H], ids [T, k] of experts, weights [T, k]; w1 [E, 2 I, H] (I without a gate), or [E, 2, I, H] where gate and up lie apart, and
+# w2 [E, H, I], of any strides; b1 [E, 2 I], b2 [E, H] -> [T, H] of x's dtype. What stands between the products: `Gating`. `backend` was
 # taken when the graph was made, so that the graph says what computes it.
 EXPERTS = define_op(
     "experts(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, "

@@ -11,6 +11,7 @@ from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.ops.module import MODULE
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
@@ -54,6 +55,7 @@ KINDS = (
     OpKind(EXPERTS, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(ROUTE, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR, splits=False, in_full_graphs=True, on_disk=True),
+    OpKind(LINEAR_FLOAT32, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LORA, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LORA_UP, splits=False, in_full_graphs=True, on_disk=True),
 )

@@ -19,7 +19,7 @@ class ExpertsProblem:
     """A layer of experts on a device: a word of `device_word`, and 90 for SM90, None off CUDA.
 
     Attributes:
-        in_rows: w1 [E, n, H] and w2 [E, H, I] lie as they are written, and are no views of transposed ones.
+        in_rows: w1 [E, n, H] and w2 [E, H, I] lie as they are written, and are no views of transposed ones, or with gate and up apart.
     """
 
     spec: ExpertsSpec
@@ -29,9 +29,10 @@ class ExpertsProblem:
     in_rows: bool = True
 
     @classmethod
-    def of(cls, spec: ExpertsSpec, weight: Tensor) -> ExpertsProblem:
-        """A layer with such weights, where they lie."""
-        return cls(spec, weight.dtype, device_word(weight.device), architecture_of(weight.device), weight.is_contiguous())
+    def of(cls, spec: ExpertsSpec, *weights: Tensor) -> ExpertsProblem:
+        """A layer with such weights (w1, and w2 where it may lie otherwise), where they lie."""
+        first, in_rows = weights[0], all(weight.dim() == 3 and weight.is_contiguous() for weight in weights)
+        return cls(spec, first.dtype, device_word(first.device), architecture_of(first.device), in_rows)
 
 
 class ExpertsBackend(ABC):
@@ -55,7 +56,8 @@ class ExpertsBackend(ABC):
 
         Args:
             x: [T, H]; ids: [T, k] integers, of which those beyond the experts count as none; weights: [T, k].
-            w1: [E, 2 I, H] (I where nothing is gated); w2: [E, H, I], of any strides; b1: [E, 2 I]; b2: [E, H].
+            w1: [E, 2 I, H] (I where nothing is gated), or [E, 2, I, H] where gate and up lie apart; w2: [E, H, I]; both of any strides;
+                b1: [E, 2 I]; b2: [E, H].
 
         Returns:
             [T, H] in x's dtype.

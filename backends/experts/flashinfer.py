@@ -45,7 +45,7 @@ class FlashInferExpertsBackend(ExpertsBackend):
         if gating.activation not in known or ((gating.alpha or gating.limit) and gating.activation != "silu"):
             reasons.append(f"it has no {gating.describe()}, only {', '.join(known)}")
         if not problem.in_rows:
-            reasons.append("the weights of this layer lie transposed")
+            reasons.append("the weights of this layer lie transposed, or gate and up apart")
         odd = [width for width in (spec.hidden, spec.inner) if width * problem.dtype.itemsize % ALIGNMENT]
         return reasons + [f"a width of {width} is no multiple of {ALIGNMENT // problem.dtype.itemsize}" for width in odd]
 

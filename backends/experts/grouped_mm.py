@@ -38,7 +38,9 @@ class GroupedMmBackend(ExpertsBackend):
         numbers = torch.arange(w1.shape[0], device=ids.device, dtype=experts.dtype)
         ends = torch.searchsorted(experts, numbers, right=True).int()
         own = experts.clamp(max=w1.shape[0] - 1)  # rows of no expert are not computed, and masked below
-        first = torch.nn.functional.grouped_mm(x[order // top_k].to(w1.dtype), w1.transpose(1, 2), offs=ends)
+        rows, parts = x[order // top_k].to(w1.dtype), (w1,) if w1.dim() == 3 else w1.unbind(1)
+        products = [torch.nn.functional.grouped_mm(rows, part.transpose(1, 2), offs=ends) for part in parts]
+        first = products[0] if len(products) == 1 else torch.cat(products, -1)
         inner = gating(first if b1 is None else first + b1[own])
         second = torch.nn.functional.grouped_mm(inner, w2.transpose(1, 2), offs=ends)
         second = (second if b2 is None else second + b2[own]).float() * weights.reshape(-1, 1)[order].float()

@@ -6,6 +6,7 @@ are on their way while that one ends (CUDA programming guide, "Programmatic Depe
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -25,21 +26,22 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return weight.is_floating_point() and 2 <= weight.itemsize <= 4 and weight.stride(1) == 1 and x.stride(-1) == 1 and not long
 
 
-def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """x [..., K] of one row, weight [N, K], bias [N] or None -> [..., N], or None where that does not fit (`fits`).
+def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """x [..., K] of one row, weight [N, K], bias [N] or None -> [..., N] of `dtype`, by default that of x; None where that does not fit
+    (`fits`).
 
     Launched early: nothing under way may write the weight.
     """
     if not fits(x, weight):
         return None
     count, length = weight.shape
-    out = x.new_empty((*x.shape[:-1], count))
+    out = x.new_empty((*x.shape[:-1], count), dtype=dtype)
     block_k = power_of_2(length)
     block_n = max(PROGRAM_ELEMENTS // block_k, 1)
     early = machine_of(x.device).early
     constants = {"BLOCK_N": block_n, "BLOCK_K": block_k, "HAS_BIAS": bias is not None, "EARLY": early}
     options = {"num_warps": NUM_WARPS, "launch_pdl": early}
-    key = (weight.dtype, count, length, weight.stride(0), bias is not None)
+    key = (weight.dtype, out.dtype, count, length, weight.stride(0), None if bias is None else bias.dtype)
     arguments = (x, weight, weight if bias is None else bias, out, count, length, weight.stride(0))
     _fast_one_row(key, (triton.cdiv(count, block_n), 1), arguments, constants, options, device_index(x.device))
     return out

@@ -82,6 +82,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             routing=True,
             scans=True,
             complex_as_real=True,
+            linear_float32=not config.deterministic,  # which of its two products runs depends on the number of rows
             merge_linears=bool(config.merge_linears),
             early_logits_gather=config.early_logits_gather,
             gemv=bool(config.gemv),

@@ -63,6 +63,7 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "experts": found.experts,
         "num_routed": found.num_routed,
         "num_real": found.num_real,
+        "num_float32": found.num_float32,
         "positions_redirected": found.positions_redirected,
         "max_positions": found.max_positions,
         "evaluated": list(found.evaluated),
@@ -110,7 +111,7 @@ def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
         nodes_before=before, nodes_after=after, positions_redirected=record["positions_redirected"],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
         num_latents=record["num_latents"], num_gathered=record["num_gathered"], num_gemv=record["num_gemv"],
-        experts=dict(record["experts"]), num_routed=record["num_routed"], num_real=record["num_real"],
+        experts=dict(record["experts"]), num_routed=record["num_routed"], num_real=record["num_real"], num_float32=record["num_float32"],
         max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
         modules=dict(record["modules"]),
     )  # fmt: skip

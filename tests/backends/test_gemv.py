@@ -27,6 +27,18 @@ def test_kernel(dtype: torch.dtype, biased: bool, count: int, length: int) -> No
     assert (got.double() - expected).abs().max() <= rounded + summed
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_result_in_float32_of_16_bits(dtype: torch.dtype, biased: bool) -> None:
+    """After the same in 16 bits: another dtype of result, or of bias, is another kernel."""
+    x, weight, bias = numbers(1, 1, 100, dtype=dtype), numbers(33, 100, dtype=dtype), numbers(33) if biased else None
+    expected = F.linear(x.float(), weight.float(), bias)
+    assert one_row_linear(x, weight, None if bias is None else bias.to(dtype)).dtype == dtype
+    got = one_row_linear(x, weight, bias, torch.float32)
+    assert got is not None and got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
 def test_rows_of_a_wider_weight() -> None:
     """A slice of a merged weight: rows further apart than they are long, and NaN between them."""
     wide = torch.full((12, 40), float("nan"))

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
 from paged_attn.capture.split.fingerprint import fingerprint, portable
 
 _mine = torch.library.Library("fingerprint_test", "DEF")
@@ -144,6 +145,7 @@ def test_only_torch_and_our_ops_are_the_same_in_another_process() -> None:
         torch.nn.functional.silu,
         torch._C._nn.linear,
         LINEAR,
+        LINEAR_FLOAT32,
         torch.ops._c10d_functional.all_reduce.default,
     ):
         assert portable(piece(target)), target

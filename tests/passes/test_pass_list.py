@@ -17,7 +17,8 @@ from tests.tiny_models import build
 ALL = {"merge_linears": True, "early_logits_gather": True, "gemv": True, "num_pages": 16, "self_check": False}
 DID = {
     "latent_attention": "num_latents", "experts": "experts", "scans": "num_scans", "complex_as_real": "num_real",
-    "early_logits_gather": "num_gathered", "routing": "num_routed", "merge_linears": "merges", "gemv": "num_gemv",
+    "early_logits_gather": "num_gathered", "routing": "num_routed", "merge_linears": "merges", "linear_float32": "num_float32",
+    "gemv": "num_gemv",
 }  # fmt: skip
 
 
@@ -30,8 +31,8 @@ def test_every_optional_pass_can_be_switched_off_by_its_name() -> None:
     assert set(DID) == set(OPTIONAL)
     whole = rewrite_of("deepseek_v3")
     found = {did for did in DID.values() if getattr(whole, did)}
-    assert found == {*DID.values()} - {"num_scans", "num_real"}
-    elsewhere = ("scans", "complex_as_real")  # tests/engine/test_recurrent.py, and below
+    assert found == {*DID.values()} - {"num_scans", "num_real", "num_float32"}
+    elsewhere = ("scans", "complex_as_real", "linear_float32")  # tests/engine/test_recurrent.py, below, optimize/test_float32_products.py
     for name in [each for each in OPTIONAL if each not in elsewhere]:
         without = rewrite_of("deepseek_v3", disable_passes=(name,))
         lost = {DID[name], "num_routed"} if name == "experts" else {DID[name]}  # routers are those of experts
@@ -45,7 +46,7 @@ def test_complex_numbers_stay_where_that_is_asked() -> None:
 
 @pytest.mark.parametrize("name", ["prove_attention", "nonsense"])
 def test_a_pass_that_is_needed_or_not_there_is_named(name: str) -> None:
-    allowed = "latent_attention, experts, scans, complex_as_real, early_logits_gather, routing, merge_linears, gemv"
+    allowed = "latent_attention, experts, scans, complex_as_real, early_logits_gather, routing, merge_linears, linear_float32, gemv"
     with pytest.raises(ValueError, match=f"'{name}'.* can be switched off are {allowed}"):
         EngineConfig(disable_passes=["gemv", name])
 

@@ -14,7 +14,7 @@ RUN = {
     "bert": "an encoder as a decoder, post-norm",
     "bloom": "ALiBi",
     "cohere2": "rotary and position-free layers",
-    "dbrx": "experts that branch on their data",
+    "dbrx": "experts whose rows lie in matrices",
     "deepseek_v3": "latent attention, unequal head dims, grouped experts",
     "diffllama": "attention in two halves",
     "gemma2": "softcaps and windows",

@@ -8,27 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.ops.define import define_op
 
-OneRowKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
+OneRowKernel = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor | None]
 _one_row: OneRowKernel | None = None
 
 
 def use_one_row_kernel(kernel: OneRowKernel) -> None:
-    """From now on `kernel` computes what has one row and lies on a GPU; for what it does not serve it returns None."""
+    """From now on `kernel` computes what has one row and lies on a GPU, with a result of the given dtype; for what it does not serve it
+    returns None."""
     global _one_row
     _one_row = kernel
 
 
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """x [..., K] of one row on a GPU times weight [N, K] -> [..., N] of `dtype`; None for what no kernel serves."""
+    if _one_row is None or not x.is_cuda or x.numel() != x.shape[-1]:
+        return None
+    return _one_row(x, weight, bias, dtype)
+
+
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if _one_row is not None and x.is_cuda and x.numel() == x.shape[-1]:
-        result = _one_row(x, weight, bias)
-        if result is not None:
-            return result
-    return F.linear(x, weight, bias)
+    result = one_row(x, weight, bias, x.dtype)
+    return F.linear(x, weight, bias) if result is None else result
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

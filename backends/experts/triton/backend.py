@@ -30,7 +30,7 @@ class TritonExpertsBackend(ExpertsBackend):
         from paged_attn.backends.experts.triton.grouped import grouped_experts
 
         given = (x if x.stride(1) == 1 else x.contiguous()).to(w1.dtype)
-        kernel = few_experts if len(x) <= FEW_TOKENS and w1.stride(2) == 1 and w2.stride(2) == 1 else grouped_experts
+        kernel = few_experts if len(x) <= FEW_TOKENS and w1.stride(-1) == 1 and w2.stride(2) == 1 else grouped_experts
         return kernel(given, ids.contiguous(), weights.contiguous(), w1, w2, b1, b2, gating).to(x.dtype)
 
     def compile_ahead(

@@ -11,6 +11,7 @@ from torch import Tensor
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.experts.triton.few_kernel import few_first, few_second
+from paged_attn.backends.experts.triton.strides import strides_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def few_experts(
     output = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     launch(
         few_first, (tokens * top_k, triton.cdiv(width, tiling.rows)),
-        x, ids, w1, b1, inner, x.stride(0), *w1.stride(), 0 if b1 is None else b1.stride(0), gating.limit, gating.alpha,
+        x, ids, w1, b1, inner, x.stride(0), *strides_of(w1, width), 0 if b1 is None else b1.stride(0), gating.limit, gating.alpha,
         EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
         ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
         GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first,

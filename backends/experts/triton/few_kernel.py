@@ -16,13 +16,13 @@ from paged_attn.backends.experts.triton.gate import activated, gated
 
 @triton.jit
 def few_first(
-    x, ids, w1, b1, inner, x_stride, expert_stride, row_stride, column_stride, bias_stride, limit, alpha,
+    x, ids, w1, b1, inner, x_stride, expert_stride, up_stride, row_stride, column_stride, bias_stride, limit, alpha,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
     GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """inner [T k, I] of x [T, H], ids [T, k], w1 [E, rows, H]; rows: all gates, then all ups; or in turns."""
+    """inner [T k, I] of x [T, H], ids [T, k], w1 [E, rows, H]; rows: all gates, and all ups `up_stride` behind; or in turns."""
     pair = tl.program_id(0)
     expert = tl.load(ids + pair)
     if expert >= EXPERTS:
@@ -40,7 +40,7 @@ def few_first(
             gate, up = tl.split(tl.reshape(value, [BLOCK_I, 2]))
         else:
             gate = _rows(row, weight, bias, i, row_stride, column_stride, WIDTH, H, HAS_BIAS, BLOCK_I, BLOCK_H)
-            ups = weight + WIDTH * row_stride
+            ups = weight + up_stride
             if HAS_BIAS:
                 bias += WIDTH
             up = _rows(row, ups, bias, i, row_stride, column_stride, WIDTH, H, HAS_BIAS, BLOCK_I, BLOCK_H)

@@ -12,7 +12,8 @@ from paged_attn.backends.experts.triton.gate import activated, gated
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def grouped_first(
-    x, pairs, blocks, w1, b1, inner, num_blocks, x_stride, expert_stride, row_stride, column_stride, bias_stride, limit, alpha,
+    x, pairs, blocks, w1, b1, inner, num_blocks, x_stride, expert_stride, up_stride, row_stride, column_stride, bias_stride,
+    limit, alpha,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
     GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
@@ -46,7 +47,7 @@ def grouped_first(
         else:
             gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            ups = weight + WIDTH * row_stride
+            ups = weight + up_stride
             for start in range(0, H, BLOCK_K):
                 left = _left(rows, start, H, BLOCK_K)
                 right = _right(weight, n, start, row_stride, column_stride, WIDTH, H, BLOCK_N, BLOCK_K)

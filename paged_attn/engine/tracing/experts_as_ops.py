@@ -23,6 +23,8 @@ from paged_attn.backends.selection.experts import ExpertsSelection, select_exper
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.compiled.kernels_ahead import compile_experts_ahead
 from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
+from paged_attn.engine.tracing.flat_layout import FlatLayout
+from paged_attn.engine.tracing.movable_weights import MovableWeights
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts
 from paged_attn.passes.fx.row_layout import MISFITS
 
@@ -43,6 +45,7 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
     """
     with ExitStack() as undo:
         proved: dict[tuple[Any, ...], ProvedExperts | None] = {}
+        movable = MovableWeights(model)
         count = 0
         for name, module in model.named_modules():
             if not is_experts(module):
@@ -52,11 +55,17 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
                 found = proved[key] = proved_experts(module, backend)
                 what = "stays as it is" if found is None else f"is one op: {found.gating.describe()}, by {found.backend.describe()}"
                 logger.info("%s (%s) %s", name, type(module).__name__, what)
-            if (found := proved[key]) is not None:
+            if (found := proved[key]) is not None and _may_move(movable, name, found.layout.moved(module)):
                 owner = _owner(module)
                 undo.enter_context(replaced_forward(owner, _emitter(module, owner.forward, found)))
                 count += 1
         yield count
+
+
+def _may_move(movable: MovableWeights, name: str, weights: list[Any]) -> bool:
+    if reason := movable.other_kind(weights) or movable.shared([weights] if weights else []):
+        logger.info("%s stays as it is: %s", name, reason)
+    return not reason
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -75,16 +84,22 @@ class ProvedExperts:
 
     Attributes:
         identity: ids beyond the experts stand for the token itself, times its weight (LongCat), and not for nothing.
+        dims: of the hidden states that the module takes: [T, H], or [1, T, H].
     """
 
-    layout: Layout
+    layout: Layout | FlatLayout
     gating: Gating
     identity: bool
     backend: ExpertsSelection
+    dims: int = 2
 
     def __call__(self, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The op, of x [T, H], and ids and weights [T, k]."""
-        result: Tensor = EXPERTS(x, ids, weights, *self.layout.operands(module), *self.gating.arguments, self.backend.name)
+        return self.of(self.layout.operands(module), x, ids, weights)
+
+    def of(self, operands: Operands, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The same of the layout's operands."""
+        result: Tensor = EXPERTS(x, ids, weights, *operands, *self.gating.arguments, self.backend.name)
         if self.identity:
             result = result + x * (weights * (ids >= self.layout.experts)).sum(-1, keepdim=True).to(x.dtype)
         return result
@@ -94,23 +109,25 @@ def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
     """What the op must be called with to give the module's numbers; None if nothing that is known does."""
     with torch.no_grad():
         for layout in layouts_of(module):
+            operands = layout.operands(module)
             probes: list[Probe] | None = None
-            for gating in _fitting_gates(module, layout):
-                selection = select_experts(backend, _problem(module, layout, gating))
+            dims = 2
+            for gating in _fitting_gates(module, operands):
+                selection = select_experts(backend, _problem(operands, gating))
                 if probes is None:
-                    _compile_ahead(module, layout, gating, selection.name)
-                    probes = _probes(module, layout)
+                    _compile_ahead(module, operands, gating, selection.name)
+                    dims, probes = _probes(module, layout, operands)
                 for identity in (False, True) if _num_ids(module, layout) > layout.experts else (False,):
-                    found = ProvedExperts(layout, gating, identity, selection)
-                    if probes and all(apart(expected, found(module, *given)) <= allowed(expected) for given, expected in probes):
+                    found = ProvedExperts(layout, gating, identity, selection, dims)
+                    if probes and all(apart(expected, found.of(operands, *given)) <= allowed(expected) for given, expected in probes):
                         return found
     return None
 
 
-def _compile_ahead(module: nn.Module, layout: Layout, gating: Gating, backend: str) -> None:
+def _compile_ahead(module: nn.Module, operands: Operands, gating: Gating, backend: str) -> None:
     """The kernels that the op will need if the module is what it seems to be, while it is proved and traced."""
-    operands, top_k = layout.operands(module), _chosen(module, layout.experts)
-    x = operands[0].new_empty(0, operands[0].shape[2])
+    top_k = _chosen(module, len(operands[0]))
+    x = operands[0].new_empty(0, operands[0].shape[-1])
     compile_experts_ahead(backend, x, x.new_empty(0, top_k, dtype=torch.int64), x.new_empty(0, top_k), *operands, gating)
 
 
@@ -120,24 +137,27 @@ def _chosen(module: nn.Module, most: int) -> int:
     return max(1, min(told if isinstance(told, int) else CHOSEN, most))
 
 
-def _problem(module: nn.Module, layout: Layout, gating: Gating) -> ExpertsProblem:
-    w1, w2, b1, _ = layout.operands(module)
-    spec = ExpertsSpec(w1.shape[0], w1.shape[2], w2.shape[2], gating, b1 is not None)
-    return ExpertsProblem.of(spec, w1)
+def _problem(operands: Operands, gating: Gating) -> ExpertsProblem:
+    w1, w2, b1, _ = operands
+    spec = ExpertsSpec(w1.shape[0], w1.shape[-1], w2.shape[2], gating, b1 is not None)
+    return ExpertsProblem.of(spec, w1, w2)
 
 
-def _fitting_gates(module: Any, layout: Layout) -> Iterator[Gating]:
+def _fitting_gates(module: Any, operands: Operands) -> Iterator[Gating]:
     """All that are known, or, where the module has a function for it, those that give the function's numbers beyond any limit, too."""
-    w1, w2, *_ = layout.operands(module)
-    gated = w1.shape[1] == 2 * w2.shape[2]
-    if (not gated and w1.shape[1] != w2.shape[2]) or w1.shape[2] != w2.shape[1]:
+    w1, w2, *_ = operands
+    wide = w1[0, ..., 0].numel()
+    gated = wide == 2 * w2.shape[2]
+    if (not gated and wide != w2.shape[2]) or w1.shape[-1] != w2.shape[1]:
         return
     numbers = torch.Generator().manual_seed(0)
     sizes = torch.tensor([0.5, 3.0, 30.0]).repeat(8)[:, None]
-    both = (torch.randn(24, w1.shape[1], generator=numbers) * sizes).to(w1.device)
+    both = (torch.randn(24, wide, generator=numbers) * sizes).to(w1.device)
     function = getattr(module, "_apply_gate" if gated else "act_fn", None)
     expected = None if function is None else _numbers_of(function, both, w1.dtype)
     for gating in known_gates(module, gated):
+        if gating.interleaved and w1.dim() == 4:
+            continue  # gate and up lie apart
         if function is None or (expected is not None and apart(expected, gating(both.to(expected.dtype))) <= allowed(expected)):
             yield gating
 
@@ -173,14 +193,22 @@ def _softcaps(module: nn.Module) -> list[float]:
     return sorted({float(value) for name, value in numbers if "softcap" in name and value > 0})
 
 
+Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and what the module makes of them
 
 
-def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
+def _probes(module: nn.Module, layout: Layout | FlatLayout, operands: Operands) -> tuple[int, list[Probe]]:
+    """(dims of the hidden states that the module takes, probes): none for a module that takes other things."""
+    for dims in (2, 3):
+        if probes := _probes_of(module, layout, operands[0], dims):
+            return dims, probes
+    return 2, []
+
+
+def _probes_of(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: int) -> list[Probe]:
     """Ragged loads, with experts that get nothing, ids beyond the experts where there are such, and two experts that get every token; none
     for a module that does not take them."""
-    w1, *_ = layout.operands(module)
-    experts, hidden, device = layout.experts, w1.shape[2], w1.device
+    experts, hidden, device = layout.experts, w1.shape[-1], w1.device
     numbers = torch.Generator().manual_seed(1)
     compute = owner.forward if isinstance(owner := _owner(module), OwnExperts) else module
     found: list[Probe] = []
@@ -191,18 +219,22 @@ def _probes(module: nn.Module, layout: Layout) -> list[Probe]:
         ids = chosen.topk(min(count, _chosen(module, experts)), dim=1).indices
         weights = torch.rand(ids.shape, generator=numbers).to(device, w1.dtype)
         ids = ids.to(device)
+        given = x.clone().view(*(1,) * (dims - 2), *x.shape)
         try:
-            found.append(((x, ids, weights), compute(x.clone(), ids.clone(), weights.clone())))
+            expected = compute(given, ids.clone(), weights.clone())
         except NOT_EXPERTS:
             return []
-    return found if all(isinstance(expected, Tensor) for _, expected in found) else []
+        if not isinstance(expected, Tensor) or expected.shape != given.shape:
+            return []
+        found.append(((x, ids, weights), expected.reshape(x.shape)))
+    return found
 
 
-def _num_ids(module: nn.Module, layout: Layout) -> int:
+def _num_ids(module: nn.Module, layout: Layout | FlatLayout) -> int:
     """Those of experts, also of other ranks, and those that a weight has a row for beyond them."""
     if isinstance(owner := _owner(module), WholeExperts):
         return owner.total
-    return max(len(getattr(module, layout.first)), len(getattr(module, layout.second)))
+    return layout.num_ids(module)
 
 
 def allowed(expected: Tensor) -> float:
@@ -222,11 +254,14 @@ def apart(expected: Tensor, given: Tensor) -> float:
 def _emitter(module: nn.Module, original: Callable[..., Tensor], found: ProvedExperts) -> Callable[..., Tensor]:
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given = [*args, *kwargs.values()]
-        if not torch.compiler.is_compiling() or len(given) != 2 or hidden_states.dim() != 2:
+        many = hidden_states.dim() == 3 and hidden_states.shape[0] != 1
+        if not torch.compiler.is_compiling() or len(given) != 2 or hidden_states.dim() != found.dims or many:
             result: Tensor = original(hidden_states, *args, **kwargs)
             return result
         ids, weights = given if not given[0].is_floating_point() else reversed(given)
-        return found(module, hidden_states, ids, weights)
+        if found.dims == 2:
+            return found(module, hidden_states, ids, weights)
+        return found(module, hidden_states.flatten(0, 1), ids, weights).view(hidden_states.shape)
 
     return forward
 
@@ -240,5 +275,6 @@ def kind_of(module: nn.Module) -> tuple[Any, ...]:
     numbers = tuple(
         sorted((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items() if _is_plain(value))
     )
-    weights = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in module.named_parameters(recurse=False))
-    return type(module), numbers, repr(getattr(module, "act_fn", None)), weights
+    weights = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in module.named_parameters())
+    kinds = tuple(type(part) for part in module.modules())
+    return kinds, numbers, repr(getattr(module, "act_fn", None)), weights

@@ -1,16 +1,20 @@
 """Where a module of experts has its weights.
 
 transformers' modules say so by flags (`is_transposed`, `has_bias`, ...). Others, as remote code has them, may be experts if they hold two
-stacked weights whose shapes fit each other, and are called with hidden states, ids and weights. What either computes is then proved.
+stacked weights whose shapes fit each other, or matrices of all experts' rows (`flat_layout.py`), and are called with hidden states, ids
+and weights. What either computes is then proved.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from paged_attn.engine.tracing.flat_layout import FlatLayout, flat_layouts
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")
 OTHER_KINDS = ("has_post_expert_norm",)  # newer than transformers 5.17
@@ -40,12 +44,22 @@ class Layout(NamedTuple):
         b1, b2 = (getattr(module, name)[: self.experts] for name in self.biases)
         return w1, w2, b1, b2
 
+    def num_ids(self, module: nn.Module) -> int:
+        """How many ids the weights have rows for."""
+        return max(len(getattr(module, self.first)), len(getattr(module, self.second)))
 
-def layouts_of(module: nn.Module) -> list[Layout]:
+    def moved(self, module: nn.Module) -> list[Any]:
+        """None of them need be moved."""
+        return []
+
+
+def layouts_of(module: nn.Module) -> Sequence[Layout | FlatLayout]:
     """Those that the module may have, by flags or by shapes; none if it is no module of experts, or has no plain tensors."""
     if any(getattr(module, kind, False) for kind in OTHER_KINDS):
         return []
-    return _by_flags(module) if all(hasattr(module, flag) for flag in FLAGS) else _by_shapes(module)
+    if all(hasattr(module, flag) for flag in FLAGS):
+        return _by_flags(module)
+    return (_by_shapes(module) or flat_layouts(module)) if _num_arguments(module) == 3 else []
 
 
 def _by_flags(module: Any) -> list[Layout]:
@@ -60,7 +74,7 @@ def _by_shapes(module: nn.Module) -> list[Layout]:
     own = dict(module.named_parameters(recurse=False))
     stacked = [name for name, weight in own.items() if is_stacked(weight)]
     biases = [name for name, weight in own.items() if weight.dim() == 2]
-    if len(stacked) != 2 or len(biases) not in (0, 2) or len(own) != 2 + len(biases) or _num_arguments(module) != 3:
+    if len(stacked) != 2 or len(biases) not in (0, 2) or len(own) != 2 + len(biases):
         return []
     found = []
     for first, second in (stacked, stacked[::-1]):

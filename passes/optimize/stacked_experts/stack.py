@@ -1,6 +1,6 @@
 """Weights of experts that are stacked in the graph become one tensor that its caller keeps, as merged linears have it.
 
-Before: paged_attn.experts(..., torch.cat([owned, owned, ...]).view(E, rows, H), ...)
+Before: paged_attn.experts(..., torch.cat([owned, owned, ...]).view(E, rows, H), ...), or other views of it
 After:  paged_attn.experts(..., merged.view(E, rows, H), ...)
 Left alone: whatever else than the graph's own inputs is stacked, or is used elsewhere too.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import is_view, value_of
 from paged_attn.passes.optimize.linears.merge import Merge
 
 logger = logging.getLogger("paged_attn")
@@ -28,8 +28,8 @@ def keep_stacked(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Merge,
     merges = []
     for experts in [node for node in graph.nodes if node.target is EXPERTS]:
         for view in experts.args[WEIGHTS]:
-            stack = view.args[0] if isinstance(view, fx.Node) and view.args else None
-            if not isinstance(stack, fx.Node) or stack.target is not torch.cat:
+            stack = _behind_views(view)
+            if stack is None or stack.target is not torch.cat:
                 continue
             parts: list[Any] = list(stack.args[0])  # type: ignore[arg-type]
             if not all(part in values and set(part.users) == {stack} for part in parts):
@@ -42,3 +42,9 @@ def keep_stacked(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Merge,
     if merges:
         logger.info("%d weights of experts lie in %d tensors", sum(len(merge.inputs) for merge in merges), len(merges))
     return tuple(merges)
+
+
+def _behind_views(node: Any) -> fx.Node | None:
+    while isinstance(node, fx.Node) and is_view(node) and node.target is not torch.cat and node.args:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None

@@ -25,7 +25,7 @@ GATINGS = {
 
 def operands(
     tokens: int, gating: Gating, *, experts: int = 6, top_k: int = 2, hidden: int = 48, width: int = 20, bias: bool = False,
-    transposed: bool = False, dtype: torch.dtype = torch.float32,
+    transposed: bool = False, apart: bool = False, dtype: torch.dtype = torch.float32,
 ) -> tuple[Any, ...]:  # fmt: skip
     numbers = torch.Generator().manual_seed(tokens)
 
@@ -39,7 +39,10 @@ def operands(
     rows = width * (1 + gating.gated)
     ids = torch.rand(tokens, experts, generator=numbers).topk(top_k, dim=1).indices.to(DEVICE)
     biases = (random(experts, rows), random(experts, hidden)) if bias else (None, None)
-    return random(tokens, hidden), ids, random(tokens, top_k).abs(), weight(rows, hidden), weight(hidden, width), *biases, gating
+    w1, w2 = weight(rows, hidden), weight(hidden, width)
+    if apart:  # all gates, and all ups behind them, as two parameters of a model that lie in one tensor
+        w1 = w1.view(experts, 2, width, hidden).transpose(0, 1).contiguous().transpose(0, 1)
+    return random(tokens, hidden), ids, random(tokens, top_k).abs(), w1, w2, *biases, gating
 
 
 def close(given: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> bool:

@@ -30,6 +30,16 @@ def test_every_gate(tokens: int, gating: str, kernel: str) -> None:
     assert close(KERNELS[kernel](*given), experts_one_by_one(*given))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("gating", ["silu", "up first", "soft caps"])
+def test_gate_and_up_that_lie_apart(kernel: str, gating: str) -> None:
+    apart, together = operands(5, GATINGS[gating], bias=True, apart=True), operands(5, GATINGS[gating], bias=True)
+    assert apart[3].dim() == 4 and torch.equal(apart[3].flatten(1, 2), together[3])
+    expected = experts_one_by_one(*together)
+    assert close(experts_one_by_one(*apart), expected, 1e-6)
+    assert close(KERNELS[kernel](*apart), expected)
+
+
 LOADS = ("one expert has all", "one pair each", "ids of no expert", "no id of an expert")
 
 

@@ -32,6 +32,13 @@ def test_grouped_mm_gives_the_numbers_of_the_experts_one_by_one(tokens: int, bia
     assert close(experts_backend("grouped_mm").forward(*given), expected, 0.02)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_grouped_mm_takes_gate_and_up_that_lie_apart(bias: bool) -> None:
+    apart, together = (operands(7, Gating(), width=24, bias=bias, apart=apart, dtype=torch.bfloat16) for apart in (True, False))
+    backend = experts_backend("grouped_mm")
+    assert apart[3].dim() == 4 and close(backend.forward(*apart), backend.forward(*together), 0.01)
+
+
 def test_ids_of_no_expert_count_as_none() -> None:
     x, ids, *rest = operands(9, Gating(), hidden=48, width=24, bias=True, dtype=torch.bfloat16)
     ids[3], ids[5, 0] = 6, 6  # there are six experts

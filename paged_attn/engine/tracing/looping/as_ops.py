@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,13 +12,12 @@ from torch import nn
 
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.looping.calls import BlockCall, calls_of
-from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP
 from paged_attn.engine.tracing.looping.find import blocks_of, hooked_within, kind_within
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.prove import ProvedBlock, proved_block
-from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, holds_one_stack
+from paged_attn.engine.tracing.looping.stacked_pair import holds_one_stack
+from paged_attn.engine.tracing.movable_weights import MovableWeights
 from paged_attn.hashing.code_files import made_of
-from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 
 logger = logging.getLogger("paged_attn")
 
@@ -40,7 +38,7 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
     """
     found = list(blocks_of(model))
     calls = calls_of(model, [block for _, block, _ in found], inputs) if found else {}
-    weights = _Weights(model)
+    weights = MovableWeights(model)
     proved: dict[Any, ProvedBlock | NotProved] = {}
     put: dict[str, str] = {}
     with ExitStack() as undo:
@@ -53,7 +51,7 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
                     raise NotProved(f"{hooked} has hooks or a forward of its own")
                 lie_stacked = all(map(holds_one_stack, experts))
                 if not lie_stacked:
-                    weights.check_kind(experts)
+                    _refuse(weights.other_kind(weight for expert in experts for weight in expert.parameters()))
                 key = (kind_within(block), call)
                 known = proved.get(key)
                 if known is None:
@@ -64,7 +62,7 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
                 if isinstance(known, NotProved):
                     raise known
                 if not lie_stacked:
-                    weights.check(experts, known.mlp)
+                    _refuse(weights.shared(known.mlp.columns(experts)))
             except NotProved as reason:
                 logger.info("%s (%s) stays as it is: %s", name, type(block).__name__, reason)
                 continue
@@ -75,35 +73,16 @@ def looping_experts_as_ops(model: nn.Module, inputs: Callable[[int], dict[str, A
         yield put
 
 
+def _refuse(reason: str) -> None:
+    if reason:
+        raise NotProved(reason)
+
+
 def _attempt(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, backend: str) -> ProvedBlock | NotProved:
     try:
         return proved_block(block, experts, call, backend)
     except NotProved as reason:
         return reason
-
-
-class _Weights:
-    """Which parameters of a model may be moved, so that they lie stacked."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._memory = Memory([*model.parameters(), *model.buffers()])
-        self._owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None)
-
-    def check_kind(self, experts: Sequence[nn.Module]) -> None:
-        """Raises NotProved for weights that are no ordinary parameters, as a rank's shards are, or whose rows are not aligned."""
-        weights = [weight for expert in experts for weight in expert.parameters()]
-        other = next((weight for weight in weights if not is_ordinary_parameter(weight)), None)
-        if other is not None:
-            kind = f"{type(other).__name__} {list(other.shape)} of {other.dtype}"
-            raise NotProved(f"a weight of its experts is a {kind}; known are dense parameters with rows of a multiple of 16 bytes together")
-
-    def check(self, experts: Sequence[nn.Module], mlp: ExpertMLP | StackedPair) -> None:
-        """Raises NotProved for weights that somebody else has, too."""
-        for column in mlp.columns(experts):
-            single = all(self._owners[id(weight)] == 1 for weight in column)
-            if not single or not (lie_in_a_row(column) or all(self._memory.is_own(weight) for weight in column)):
-                shape = list(column[0].shape)
-                raise NotProved(f"the weights {shape} of its experts can not be moved into one tensor: somebody else has their memory, too")
 
 
 def _emitter(block: nn.Module, experts: Sequence[nn.Module], call: BlockCall, found: ProvedBlock) -> Callable[..., Any]:

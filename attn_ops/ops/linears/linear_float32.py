@@ -1,0 +1,40 @@
+"""`torch.ops.paged_attn.linear_float32`: a linear layer of tensors in 16 bits whose result is in float32, as routers compute their logits.
+
+A product of two numbers of 16 bits is exact in float32, and so are both casts: tensor cores, which add up in float32, give the sums of the
+model's own product of casts, in another order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.ops.linears.linear import one_row
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not x.is_cuda or torch.version.hip is not None or _adds_up_in_16_bits(x.dtype):
+        return F.linear(x.float(), weight.float(), bias)
+    result = one_row(x, weight, bias, torch.float32)
+    if result is None:
+        flat = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+        result = flat.view(*x.shape[:-1], weight.shape[0])
+        if bias is not None:
+            result.add_(bias)
+    return result
+
+
+def _adds_up_in_16_bits(dtype: torch.dtype) -> bool:
+    """Whether somebody asked for that; the model's own product, of casts, does not do it."""
+    return dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+
+# x [..., K] and weight [N, K], both bfloat16 or both float16; bias [N] float32 or none -> [..., N] float32. Nothing that runs on the GPU
+# meanwhile may write the weight.
+LINEAR_FLOAT32 = define_op("linear_float32(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", _run, _fake)

@@ -1,0 +1,159 @@
+"""Products in float32 of two tensors in 16 bits become `paged_attn::linear_float32`, which casts neither.
+
+Before: F.linear(x.float(), weight.float(), bias), or by matmul, mm or addmm; x [..., T, K] and weight [N, K] in 16 bits
+After:  paged_attn.linear_float32(x, weight, bias)
+Left alone: weights that the graph computes or writes to, values that are written to between cast and product, products of one size in every
+step, and what does not give the op's numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import SymInt, Tensor, fx, nn
+
+from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import bases_of, in_graph_order, shape_of, sizes_of, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.row_layout import MISFITS
+from paged_attn.passes.fx.slicing import evaluate_all
+from paged_attn.passes.fx.token_data import name_of
+
+logger = logging.getLogger("paged_attn")
+
+# The names of a product's operands, in their order: as a function, or as a method of the first.
+_OPERANDS = {
+    "linear": ("x", "weight", "bias"),
+    "matmul": ("x", "weight"),
+    "mm": ("x", "weight"),
+    "addmm": ("bias", "x", "weight"),
+}
+_KEYWORDS = {"input": "x", "mat1": "x", "mat2": "weight", "other": "weight"}
+_CASTS = {"float", "to", "type", "_to_copy"}
+_TURNS = {"t", "transpose", "permute", "swapaxes", "swapdims", "adjoint", "contiguous", "getattr"}
+_HALVES = (torch.bfloat16, torch.float16)
+_PROBED_ROWS = (1, 5)
+_PROBED_OUTPUTS = 64  # of a weight, which may be as long as a vocabulary
+_LARGEST = 8  # number in a probe: sums of products of whole numbers are exact in float32, in every order, and too large for 16 bits
+
+
+class _Product(NamedTuple):
+    """`nodes`: the casts, what turns the weight, and the product, in graph order."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    nodes: list[fx.Node]
+
+
+def use_linear_float32(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
+    """Rewrite in place; returns how many products take the op now.
+
+    `values`: the real tensors behind the graph's inputs.
+    """
+    found = [product for node in graph.nodes if (product := _product(node, form, values)) is not None]
+    found = [product for product in found if not _is_written(product) and _gives_the_same(product)]
+    for product in found:
+        product.node.op, product.node.target, product.node.kwargs = "call_function", LINEAR_FLOAT32, {}
+        product.node.args = (product.x, product.weight, product.bias)
+        for node in reversed(product.nodes):
+            if node is not product.node and not node.users:
+                graph.erase_node(node)
+    if found:
+        logger.info("%d products in float32 take tensors in 16 bits as they are", len(found))
+    return len(found)
+
+
+def _product(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Product | None:
+    given = _operands(node)
+    if given is None or not _is_float32(node):
+        return None
+    cast, turned, bias = given["x"], given["weight"], given.get("bias")
+    x, between = _behind(cast, frozenset())
+    weight, others = _behind(turned, frozenset(_TURNS))
+    if x is None or weight is None or form.roles.get(weight) != "owned" or type(values.get(weight)) not in (Tensor, nn.Parameter):
+        return None
+    if value_of(x).dtype != value_of(weight).dtype or not any(isinstance(size, SymInt) for size in shape_of(x)):
+        return None
+    outputs = sizes_of(node)[-1:]
+    if sizes_of(weight) != (*outputs, *sizes_of(x)[-1:]) or len(sizes_of(x)) < 2:
+        return None
+    if bias is not None and not (isinstance(bias, fx.Node) and _is_float32(bias) and sizes_of(bias) == outputs):
+        return None
+    return _Product(node, x, weight, bias, in_graph_order(node.graph, {*between, *others, node}))
+
+
+def _operands(node: fx.Node) -> dict[str, Any] | None:
+    """By name; None for what is no product, or has further arguments."""
+    names = _OPERANDS.get(name_of(node)) if node.op in ("call_function", "call_method") else None
+    if names is None or len(node.args) > len(names):
+        return None
+    given = dict(zip(names, node.args, strict=False))
+    renamed = {"input": "bias"} if name_of(node) == "addmm" else {}
+    for keyword, value in node.kwargs.items():
+        given[renamed.get(keyword, _KEYWORDS.get(keyword, keyword))] = value
+    return given if given.keys() <= set(names) and {"x", "weight"} <= given.keys() else None
+
+
+def _behind(value: Any, also: frozenset[str]) -> tuple[fx.Node | None, list[fx.Node]]:
+    """The tensor in 16 bits whose cast to float32 `value` is, and the nodes up to there; `also`: what else may be done with it."""
+    casts, nodes = 0, list[fx.Node]()
+    while isinstance(value, fx.Node) and value.all_input_nodes == [value.args[0] if value.args else None]:
+        source, name = value.args[0], name_of(value)
+        assert isinstance(source, fx.Node)
+        if name in _CASTS and _widens(source, value):
+            casts += 1
+        elif name not in also or len(sizes_of(value)) != 2:
+            break
+        nodes.append(value)
+        value = source
+        if casts and not also:
+            break
+    return (value, nodes) if casts == 1 and isinstance(value, fx.Node) else (None, [])
+
+
+def _widens(source: fx.Node, cast: fx.Node) -> bool:
+    value = value_of(source)
+    return isinstance(value, Tensor) and value.dtype in _HALVES and _is_float32(cast) and value.device == value_of(cast).device
+
+
+def _is_float32(node: Any) -> bool:
+    value = value_of(node)
+    return isinstance(value, Tensor) and value.dtype == torch.float32
+
+
+def _is_written(product: _Product) -> bool:
+    """Whether the op, in the product's place, would read other numbers than the casts did."""
+    weights = bases_of([product.weight])
+    read = bases_of([product.x, *product.nodes[:-1]])
+    for node in product.node.graph.nodes:
+        if writes_in_place(node):
+            written = written_values(node)
+            if written & weights or (written & read and product.nodes[0] < node < product.node):
+                return True
+    return False
+
+
+def _gives_the_same(product: _Product) -> bool:
+    """Bit for bit, on whole numbers; with the kernels that run here, for one row and for several."""
+    numbers = torch.Generator().manual_seed(0)
+    dtype, device, (outputs, length) = value_of(product.x).dtype, value_of(product.x).device, sizes_of(product.weight)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randint(1, _LARGEST + 1, shape, generator=numbers).to(device, dtype)
+
+    weight = random(min(outputs, _PROBED_OUTPUTS), length)
+    bias = None if product.bias is None else random(len(weight)).float()
+    for rows in _PROBED_ROWS:
+        x = random(*(1,) * (value_of(product.x).dim() - 2), rows, length)
+        given = {product.x: x, product.weight: weight} | ({} if product.bias is None else {product.bias: bias})
+        try:
+            expected = evaluate_all(product.nodes, given)[product.node]
+        except MISFITS:  # of a square weight that is not turned
+            return False
+        if not torch.equal(LINEAR_FLOAT32(x, weight, bias), expected):
+            return False
+    return True
