@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.order import sort_by_seconds
 from tests.overlap import ROOT, runs_both_ways
 from tests.quick import function_and_case, slow_tests
 
@@ -83,7 +84,12 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_ATTN_CACHE", "none")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would order files by how many tests they have: see tests/order.py
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """`-m "not slow"` is `make test`: see tests/quick.py. `make overlap` runs what its variable changes: see tests/overlap.py."""
     slow = slow_tests()
     if "PAGED_ATTN_TEST_OVERLAP" in os.environ:
@@ -94,6 +100,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         function, case = function_and_case(item.nodeid)
         if function in slow and (slow[function] is None or slow[function] != case):
             item.add_marker("slow")
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        sort_by_seconds(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
