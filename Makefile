@@ -5,7 +5,8 @@ VENV := .venv
 TORCH ?= torch==2.13.*
 BIN := $(VENV)/bin
 # One OpenMP thread per process: test workers on few cores spin against each other otherwise.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# Bytecode is kept, also where the image says not to: pytest rewrites 250 modules of tests, which takes each worker 20 s.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: demo test test-slow test-all overlap soak attack examples lint types docs clean
 

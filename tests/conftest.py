@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.order import sort_by_seconds
 from tests.overlap import ROOT, runs_both_ways
 from tests.quick import function_and_case, slow_tests
 
@@ -27,9 +28,8 @@ os.environ["PAGED_ATTN_CACHE"] = "none"  # nor may what is in this user's cache;
 # Where a trace is what is tested, or what the passes make of one, every test traces anew: a graph from disk has no values of nodes.
 TRACING_ROOMS = ("capture", "check", "engine.tracing", "graph_cache", "passes", "recurrent")
 TRACING_MODULES = (
-    "backends.selection.test_experts", "cli.test_ranks", "engine.runners.test_model_runner", "engine.steps.test_single_row",
-    "engine.test_latent_models", "test_drop_in", "test_expert_parallel", "test_explain", "test_inductor", "test_tensor_parallel",
-    "test_two_ways",
+    "backends.selection.test_experts", "cli.test_ranks", "engine.runners.test_model_runner", "test_drop_in", "test_expert_parallel",
+    "test_explain", "test_inductor", "test_tensor_parallel",
 )  # fmt: skip
 
 
@@ -63,7 +63,14 @@ def folder_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_trace_a_model(request: pytest.FixtureRequest, folder_of_graphs: str) -> Iterator[None]:
-    """A model that any test has traced is not traced again: an engine that starts on the graph that another kept takes an eighth."""
+    """A model that any test has traced is not traced again: an engine that starts on the graph that another kept takes an eighth.
+
+    transformers' table of attentions, where `patch` leaves its own, is evidence: it is there from the start, so that tests that come after
+    a patched model find what those before one have kept.
+    """
+    from paged_attn.hf.patch import register_attention
+
+    register_attention()
     module = request.module.__name__.removeprefix("tests.")
     with pytest.MonkeyPatch.context() as patch:
         if not module.startswith(tuple(f"{room}." for room in TRACING_ROOMS)) and module not in TRACING_MODULES:
@@ -77,7 +84,12 @@ def traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_ATTN_CACHE", "none")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would order files by how many tests they have: see tests/order.py
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """`-m "not slow"` is `make test`: see tests/quick.py. `make overlap` runs what its variable changes: see tests/overlap.py."""
     slow = slow_tests()
     if "PAGED_ATTN_TEST_OVERLAP" in os.environ:
@@ -88,6 +100,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         function, case = function_and_case(item.nodeid)
         if function in slow and (slow[function] is None or slow[function] != case):
             item.add_marker("slow")
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        sort_by_seconds(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from paged_attn import Batch, BatchRequest, KVPool, UnsupportedError, attention_layers, forward_context
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.dynamo_backend import graphs_of
+from tests.covering import every_pair
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
@@ -24,15 +25,18 @@ def _fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama4_text", "opt"])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (1, 9), (3, 7), (2, 40)])
-def test_same_logits_for_any_batch_shape(name: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape", "by_keyword"),
+    every_pair(["llama", "gemma3_text", "llama4_text", "opt"], [(1, 1), (1, 2), (1, 9), (3, 7), (2, 40)], [False, True]),
+)
+def test_same_logits_for_any_batch_shape(name: str, shape: tuple[int, int], by_keyword: bool) -> None:
+    """Called with ids alone, and as a model without a cache is."""
     model = build(name)
     compiled = torch.compile(model, backend="paged_attn")
     ids = torch.randint(2, 96, shape)
     with torch.no_grad():
-        assert torch.equal(compiled(ids).logits, model(ids).logits)
-        assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, model(ids).logits)
+        found = compiled(input_ids=ids, use_cache=False) if by_keyword else compiled(ids)
+        assert torch.equal(found.logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt2"])

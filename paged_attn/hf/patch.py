@@ -62,7 +62,7 @@ class Patched:
 
     @in_plain_modes
     def __enter__(self) -> Patched:
-        _register()
+        register_attention()
         if any(config._attn_implementation_internal == NAME for config in attention_configs(self.model)):
             raise ContextError("this model is patched already; leave the first patch before entering another")
         with ExitStack() as undo:
@@ -176,7 +176,7 @@ def can_be_hooked(model: nn.Module) -> bool:
     """Whether the model takes another attention through transformers' interface; `patch` may refuse it yet for what it computes."""
     if not hasattr(model, "set_attn_implementation"):
         return False
-    _register()
+    register_attention()
     try:
         with attention_implementation(model, NAME):
             return _is_switched(model)
@@ -188,7 +188,8 @@ def _is_switched(model: nn.Module) -> bool:
     return all(config._attn_implementation == NAME for config in attention_configs(model))
 
 
-def _register() -> None:
+def register_attention() -> None:
+    """In transformers' tables, which every process has one of; again is harmless."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -7,13 +7,16 @@ their results alone, or every operation rounds at random.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
-from paged_attn.check.runs.choices import ChosenRun, Perturbation, PerturbedRun
+from paged_attn.check.compare import suspects
+from paged_attn.check.runs.choices import ChosenRun, Perturbation, PerturbedRun, same_choices
+from paged_attn.check.runs.served import HowToRun
 from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun
 from paged_attn.check.runs.traced_served import PiecewiseRun
 from tests.check.checked import Traced, refused
@@ -70,14 +73,18 @@ def play_pieces(monkeypatch: pytest.MonkeyPatch, play: Play) -> None:
     monkeypatch.setattr(PiecewiseRun, "fetch_attr", fetched)
 
 
+@cache
+def traced(family: str) -> Traced:
+    return Traced(build(family, **MANY).to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_that_round_otherwise_are_no_false_alarm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = Traced(build(family, **MANY).to(torch.bfloat16))
     plays = [in_wide_numbers, *map(rounding_at_random, range(4))]
     for play in plays:
         with monkeypatch.context() as undo:
             play_pieces(undo, play)
-            assert refused(traced) == ""
+            assert refused(traced(family)) == ""
 
 
 class OneWrongExpert(TappedRun):
@@ -94,18 +101,40 @@ class OneWrongExpert(TappedRun):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
 def test_an_expert_that_no_rounding_chooses_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = Traced(build(family, **MANY).to(torch.bfloat16))
+    checked = traced(family)
     play_pieces(monkeypatch, lambda piece: OneWrongExpert(piece, NOTHING, as_it_is))
-    assert "computes something else" in refused(traced)
+    assert "computes something else" in refused(checked)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_row_that_a_hook_changes_is_seen_among_rows_that_choose_otherwise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family, **MANY).to(torch.bfloat16)
     assert hook_a_row(model)
-    traced = Traced(model)
+    checked = Traced(model)
     play_pieces(monkeypatch, rounding_at_random(0))
-    assert "every row must depend on its own token" in refused(traced)
+    assert "every row must depend on its own token" in refused(checked)
+
+
+def test_only_another_choice_is_worth_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without choices the original runs as often as it takes to see what rounding does to a row, and once as it is, for each prompt."""
+    runs: list[tuple[int, bool]] = []
+    run = suspects.OtherRun
+
+    def counted(original: Any, truth: Any, prompt: int, how: HowToRun) -> Any:
+        runs.append((prompt, how.choices is not None))
+        return run(original, truth, prompt, how)
+
+    monkeypatch.setattr(suspects, "OtherRun", counted)
+    assert "computes something else" in refused(Traced(build("llama", num_hidden_layers=1)), "position")
+    prompt = runs[0][0]
+    assert [chosen for other, chosen in runs if other == prompt] == [False, True, *[False] * 7]
+
+
+def test_choices_are_the_same_if_the_same_is_taken() -> None:
+    best, other = torch.topk(X, 2, 1), torch.topk(MOVED, 2, 1)
+    assert same_choices({}, {}) and same_choices({"best": best}, {"best": (best[0] + 1, best[1])})
+    assert not same_choices({"best": best}, {"best": (best[0], other[1])})
+    assert not same_choices({"best": best}, {}) and not same_choices({"larger": X > 2}, {"larger": X > 3})
 
 
 def chosen_in(function: Callable[[Tensor], Any], x: Tensor, moved: Tensor) -> Any:

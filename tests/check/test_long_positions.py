@@ -22,7 +22,8 @@ PROMPTS = random_prompts((5, 20, 3))
 
 
 def long_rope(original: int) -> dict[str, Any]:
-    return {**LONG_ROPE, "original_max_position_embeddings": original}
+    """And one layer: what moves its tokens moves those of the others."""
+    return {**LONG_ROPE, "original_max_position_embeddings": original, "num_hidden_layers": 1}
 
 
 @newest_only

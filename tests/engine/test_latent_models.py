@@ -65,6 +65,7 @@ def served(**settings: Any) -> tuple[list[list[int]], Any]:
         return [completion.token_ids for completion in done], llm.engine.runner
 
 
+@pytest.mark.usefixtures("traced_anew")
 def test_a_row_per_token_and_layer_is_kept() -> None:
     tokens, runner = served(max_batch_tokens=16)
     assert tokens == truth()[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.runs.boundaries import Boundary
-from paged_attn.check.runs.choices import Perturbation
+from paged_attn.check.runs.choices import Choices, Perturbation, same_choices
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.truth import OtherRun, Truth
 from paged_attn.tolerances import MULTIPLE, row_errors
@@ -65,14 +65,23 @@ def without_choices(suspects: Sequence[Suspect], original: Original, truth: Trut
     for prompt in {suspect.prompt for suspect in suspects}:
         rows = [_Row(suspect, truth, noise) for suspect in suspects if suspect.prompt == prompt]
         generator = torch.Generator().manual_seed(prompt)
+        chosen: Choices | None = None
         for attempt in range(TRIES):
+            units = UNITS[attempt % len(UNITS)]
             if not rows:
                 break
-            moved = Perturbation(generator, UNITS[attempt % len(UNITS)])
+            if units != 1 and chosen == {}:
+                continue  # only another choice would tell more of these runs
+            moved = Perturbation(generator, units)
             near = OtherRun(original, truth, prompt, HowToRun(perturbed=moved))
-            exact = OtherRun(original, truth, prompt, HowToRun(choices=moved.choices))
+            if is_new := chosen is None or not same_choices(chosen, moved.choices):
+                chosen = moved.choices
+                exact = OtherRun(original, truth, prompt, HowToRun(choices=chosen))
             for row in rows:
-                row.see(near, exact, moved.units)
+                if is_new:
+                    row.see_chosen(exact)
+                if units == 1:
+                    row.see_moved(near, exact)
             rows = [row for row in rows if not row.explained]
         left += [row.suspect for row in rows]
     return [suspect for suspect in suspects if suspect in left]
@@ -90,12 +99,14 @@ class _Row:
         self.limit = noise.limit(suspect.name)
         self.off, self.own, self.is_like_a_moved_one = suspect.error, list[float](), False
 
-    def see(self, moved: OtherRun, exact: OtherRun, units: float) -> None:
-        near, chosen = self._of(moved), self._of(exact)
-        self.off = min(self.off, self._apart(chosen, self.suspect.got))
-        if units == 1:
-            self.own.append(self._apart(chosen, near))
-            self.is_like_a_moved_one |= self._apart(near, self.suspect.got) <= self.limit
+    def see_chosen(self, exact: OtherRun) -> None:
+        self.off = min(self.off, self._apart(self._of(exact), self.suspect.got))
+
+    def see_moved(self, moved: OtherRun, exact: OtherRun) -> None:
+        """Of a run whose numbers rounding alone might give, and one of the same choices."""
+        near = self._of(moved)
+        self.own.append(self._apart(self._of(exact), near))
+        self.is_like_a_moved_one |= self._apart(near, self.suspect.got) <= self.limit
 
     @property
     def explained(self) -> bool:

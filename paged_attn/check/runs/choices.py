@@ -20,6 +20,12 @@ from paged_attn.passes.fx.graph_tools import is_view, writes_in_place
 Choices = Mapping[str, Any]  # by node, what the operation returned
 
 
+def same_choices(one: Choices, other: Choices) -> bool:
+    """Whether a run with these takes what a run with those takes: numbers that came with indices are its own in both."""
+    taken = [[t for result in choices.values() for t in tensors_in(result) if not t.is_floating_point()] for choices in (one, other)]
+    return one.keys() == other.keys() and all(torch.equal(mine, theirs) for mine, theirs in zip(*taken, strict=True))
+
+
 @dataclass(frozen=True)
 class Perturbation:
     """Of one run.

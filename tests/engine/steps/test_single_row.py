@@ -132,6 +132,7 @@ class TestWhereOneRowIsNotWhatMoreAre:
             engine_of(graph_strict=True)
 
 
+@pytest.mark.usefixtures("traced_anew")
 def test_compiled_pieces_run_one_row() -> None:
     """Inductor compiled them for two rows and more."""
     options = CompileOptions(inductor=True, passes=OptionalPasses(merge_linears=True, early_logits_gather=True, gemv=True))
@@ -144,6 +145,7 @@ def test_compiled_pieces_run_one_row() -> None:
         check_one_row(runner.served(), pool, backend)
 
 
+@pytest.mark.usefixtures("traced_anew")
 def test_the_graph_calls_the_op_and_explain_says_so() -> None:
     found = engine_of().runner.compiled.rewrite  # type: ignore[attr-defined]
     calls = [node for node in found.gm.graph.nodes if node.target is LINEAR]
