@@ -21,6 +21,7 @@ class CompileOptions:
         max_loras, max_lora_rank: for engines only: room for so many adapters of such a rank, and a graph with them beside that without.
         passes: for engines only, as whoever calls the graph must merge weights, and give the rows whose logits are wanted as a tensor.
         experts_backend, scans_backend: for engines only: "auto" or a name of `paged_attn.backends.selection.experts`, or `.scans`.
+        state_dtype: for engines only: "auto", or what recurrent states of a 16-bit model are kept in.
     """
 
     inductor: bool | None = None
@@ -29,6 +30,7 @@ class CompileOptions:
     passes: OptionalPasses = NO_PASSES
     experts_backend: str = "auto"
     scans_backend: str = "auto"
+    state_dtype: str = "auto"
     max_loras: int = 0
     max_lora_rank: int = 0
 
@@ -36,7 +38,7 @@ class CompileOptions:
     def parse(cls, given: Mapping[str, Any] | None) -> CompileOptions:
         """Raises ValueError for an unknown option, listing the known ones, and TypeError for a wrong type."""
         allowed = {field.name: (bool, type(None)) if field.name == "inductor" else (bool,) for field in fields(cls)}
-        for name in ("pdl", "passes", "experts_backend", "scans_backend", "max_loras", "max_lora_rank"):
+        for name in ("pdl", "passes", "experts_backend", "scans_backend", "state_dtype", "max_loras", "max_lora_rank"):
             del allowed[name]
         for name, value in (given or {}).items():
             if name not in allowed:

@@ -52,7 +52,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
     """Trace and rewrite the model, or hook its attention, as `config.compile` says; the config is resolved."""
     options = CompileOptions(
         inductor=config.inductor, self_check=config.self_check, experts_backend=config.experts_backend,
-        scans_backend=config.scans_backend,
+        scans_backend=config.scans_backend, state_dtype=config.state_dtype,
         max_loras=config.max_loras, max_lora_rank=config.max_lora_rank if config.max_loras else 0,
     )  # fmt: skip
     with served_locally(model) as ranks:

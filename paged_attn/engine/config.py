@@ -76,6 +76,12 @@ class EngineConfig:
     backend: str = _setting("auto", "attention backend: auto, a name that `paged-attn backends` lists, or two as prefill,decode")
     experts_backend: str = _advanced("auto", "what computes layers of experts: auto, or a name that `paged-attn backends` lists for them")
     scans_backend: str = _advanced("auto", "what computes recurrences: auto, or a name that `paged-attn backends` lists for them")
+    state_dtype: str = _advanced(
+        "auto",
+        "what recurrent states of a model in 16 bits are kept in: auto is its own dtype, float32 for most; 16 bits take half of the "
+        "memory and of the time to read and write it, and are rounded at every step",
+        choices=("auto", "bfloat16", "float16"),
+    )
     speculative_backend: str = _advanced(
         "prefill", "which of two backends runs the verifying and drafting steps of speculative decoding", choices=("prefill", "decode")
     )

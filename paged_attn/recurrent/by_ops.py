@@ -137,15 +137,18 @@ def _what_runs(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple
 
 def _compared(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """The error of the ops, and what it may be."""
-    error, allowed = _apart(layer, scopes), _limit(layer)
+    error, allowed = apart(layer, layer, scopes), _limit(layer)
     if layer.chunks and allowed < error < LIMIT:
         allowed = min(LIMIT, max(allowed, MULTIPLE * _own_noise(layer)))
     return error, allowed
 
 
-def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
-    """The largest error of an output row or of a request's state, in ragged steps from states among NaN; infinite where one has NaN."""
-    pools = [StatePool([layer.spec], max(SLOTS) + 1, _device(layer)) for _ in range(2)]
+def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
+    """The largest error of an output row or of a request's state, in ragged steps from states among NaN; infinite where one has NaN.
+
+    served: the layer as its ops run it, whose states may have another dtype.
+    """
+    pools = [StatePool([each.spec], max(SLOTS) + 1, _device(layer)) for each in (layer, served)]
     for pool in pools:
         pool.fill(float("nan"))
     own = RecurrentRunner([layer], pools[0])
@@ -159,10 +162,10 @@ def _apart(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
         inputs = _rows(layer, total, number)
         output = torch.zeros(1, total + PADDING, *_output_shape(layer), dtype=layer.output_dtype, device=_device(layer))
         own.forward(own.plan(batch), 0, inputs, output)
-        result = _by_ops(layer, scopes, pools[1], batch, inputs)
+        result = _by_ops(served, scopes, pools[1], batch, inputs)
         slots = [*(SLOTS[i] for i in active), *(kept.slot for kept in KEPT.get(number, ()))]
         results = [
-            (rows[:, :total].flatten(2), [state[slots] for state in pool.states(0)])
+            (rows[:, :total].flatten(2), [state[slots].float() for state in pool.states(0)])
             for rows, pool in zip((output, result), pools, strict=True)
         ]
         error = max(error, difference(*results))
@@ -180,7 +183,7 @@ def _by_ops(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: State
 
 
 def _own_noise(layer: RecurrentLayer) -> float:
-    """What rounding does to the rows of `_apart` in the layer's own forward: token by token instead of all of a step at once, and with
+    """What rounding does to the rows of `apart` in the layer's own forward: token by token instead of all of a step at once, and with
     each number that it is given off by a little, of which `MULTIPLE` times is one rounding."""
     states: list[Sequence[Tensor] | None] = [None] * len(SLOTS)
     noise = 0.0

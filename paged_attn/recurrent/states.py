@@ -21,6 +21,7 @@ from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.by_ops import with_ops
 from paged_attn.recurrent.discover import find_recurrent_layers
 from paged_attn.recurrent.run import RecurrentRunner, runner_of
+from paged_attn.recurrent.state_dtype import with_state_dtype
 from paged_attn.recurrent.wrap import Switch, replaced_by_ops
 
 _known: weakref.WeakKeyDictionary[nn.Module, RecurrentStates] = weakref.WeakKeyDictionary()
@@ -42,20 +43,20 @@ class RecurrentStates:
     Args:
         model: in evaluation mode; it is kept alive as little as torch.compile keeps it.
         num_slots: at least 2.
-        scans_backend: what computes the recurrences, as `EngineConfig.scans_backend`.
+        scans_backend, state_dtype: what computes the recurrences, and what states are kept in, as in `EngineConfig`.
 
     Raises:
         UnsupportedError: the model has no recurrent layer, or one that can not be run by itself or token by token.
         ValueError: fewer than two slots; or the model has states already.
     """
 
-    def __init__(self, model: nn.Module, num_slots: int, scans_backend: str = "auto") -> None:
+    def __init__(self, model: nn.Module, num_slots: int, scans_backend: str = "auto", state_dtype: str = "auto") -> None:
         if model in _known:
             raise ValueError(f"this {type(model).__name__} has RecurrentStates already; close them first")
         self.device = device = model_device(model)
         with as_served(model), torch.compiler.set_stance("force_eager"):
             found = find_recurrent_layers(model, lambda length: plain_inputs(model, torch.arange(length, device=device) % 2 + 1, True))
-            self.layers = with_ops(found, scans_backend)
+            self.layers = with_state_dtype(with_ops(found, scans_backend), state_dtype)
         if not self.layers:
             raise UnsupportedError(f"{type(model).__name__} has no layer with recurrent state; leave RecurrentStates and states= out")
         self.pool = StatePool([layer.spec for layer in self.layers], num_slots, device)

@@ -37,6 +37,7 @@ from paged_attn.recurrent.by_ops import with_ops
 from paged_attn.recurrent.capturing.in_graphs import with_graphs
 from paged_attn.recurrent.discover import find_attribute_layers, find_recurrent_layers, state_outside_layers
 from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.state_dtype import with_state_dtype
 from paged_attn.recurrent.wrap import replaced_by_ops
 from paged_attn.tolerances import logits_apart
 
@@ -133,6 +134,7 @@ class ModelRunner:
             self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
             if options.passes.scans:
                 self.recurrent = with_ops(self.recurrent, options.scans_backend)
+            self.recurrent = with_state_dtype(self.recurrent, options.state_dtype)
             if self.state_in_attributes:
                 self.recurrent += find_attribute_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
             self.recurrent = with_graphs(self.recurrent)

@@ -44,13 +44,15 @@ def same(one: Tensor, other: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(one, other, equal_nan=True, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype, wide", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("rows", [None, [6, 0, 3, 4]])
 @pytest.mark.parametrize("name", STEPS)
-def test_decoding_rows(name: str, rows: list[int] | None, dtype: torch.dtype) -> None:
+def test_decoding_rows(name: str, rows: list[int] | None, dtype: torch.dtype, wide: torch.dtype) -> None:
     torch.manual_seed(5)
     kind, slots = RECURRENCES[name], [5, 2, 0, 8]
-    kept = torch.float32 if name != "short_conv" else dtype
+    kept = wide if name != "short_conv" else dtype
     states = [states_of(name, [5, 2, 8], kept)]
     states.append(states[0].clone())
     given = [strided(value.to(DEVICE, dtype)) for value in kind.given(7)]
