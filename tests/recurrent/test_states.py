@@ -45,13 +45,13 @@ def states_for(model: nn.Module, slots: int = 4) -> Iterator[RecurrentStates]:
 
 def generated(compiled: nn.Module, states: RecurrentStates, chunk: int) -> list[list[int]]:
     """Greedy tokens of `PROMPTS`: a request joins when a slot is free, prompts go chunk by chunk beside others that decode."""
-    pool = KVPool(paged_attn.attention_layers(compiled), num_pages=32, page_size=PAGE_SIZE, dtype=torch.float32)
+    pool = KVPool(paged_attn.attention_layers(compiled), num_pages=32, page_size=PAGE_SIZE, dtype=torch.float32, device=states.device)
     pages = PageAllocator(pool.num_pages, PAGE_SIZE)
     waiting, running, done = list(PROMPTS), list[Running](), dict[int, list[int]]()
     while waiting or running:
         while waiting and states.slots.num_free:
             running.append(Running(waiting.pop(0), pages, states))
-        batch = Batch.build([each.share(chunk) for each in running], PAGE_SIZE)
+        batch = Batch.build([each.share(chunk) for each in running], PAGE_SIZE, states.device)
         with torch.no_grad(), forward_context(batch, pool, states=states):
             logits = compiled(**batch.model_inputs()).logits[0]
         for request, token in zip(running, logits[batch.logits_rows[: batch.num_logits]].argmax(-1).tolist(), strict=True):
