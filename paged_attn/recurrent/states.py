@@ -18,11 +18,11 @@ from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
 from paged_attn.calling.call_signature import plain_inputs
 from paged_attn.calling.evaluating import as_served
 from paged_attn.passes.fx.model_facts import model_device
-from paged_attn.recurrent.by_ops import with_ops
+from paged_attn.recurrent.as_ops.by_ops import with_ops
+from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
+from paged_attn.recurrent.as_ops.wrap import Switch, replaced_by_ops
 from paged_attn.recurrent.discover import find_recurrent_layers
 from paged_attn.recurrent.run import RecurrentRunner, runner_of
-from paged_attn.recurrent.state_dtype import with_state_dtype
-from paged_attn.recurrent.wrap import Switch, replaced_by_ops
 
 _known: weakref.WeakKeyDictionary[nn.Module, RecurrentStates] = weakref.WeakKeyDictionary()
 

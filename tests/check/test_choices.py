@@ -179,3 +179,20 @@ def test_whole_numbers_are_not_moved() -> None:
     gm = fx.symbolic_trace(lambda x: x.float())
     run = PerturbedRun(gm, NOTHING, as_it_is, torch.float32, Perturbation(torch.Generator().manual_seed(0), 4.0))
     assert torch.equal(run.run(torch.arange(1, 9)), torch.arange(1.0, 9.0))
+
+
+def test_counts_are_not_moved() -> None:
+    """As gpt_oss finds where an expert's rows begin: a count that is moved below the next whole number would begin them one row earlier."""
+    graph = fx.Graph()
+    ids, numbers = graph.placeholder("ids"), graph.placeholder("numbers")
+    counts = graph.call_function(torch.histc, (ids, 4, 0, 4))
+    whole = graph.call_function(torch.cumsum, (counts, 0), {"dtype": torch.int32})
+    graph.output((whole, graph.call_function(torch.mul, (numbers, 3.0))))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    given = torch.tensor([0.0, 1, 1, 3, 2, 3, 3]), torch.tensor([300.0, 0.1])
+    expected, plain = gm(*given)
+    for seed in range(8):
+        run = PerturbedRun(gm, NOTHING, as_it_is, torch.float32, Perturbation(torch.Generator().manual_seed(seed), 8.0))
+        ends, moved = run.run(*given)
+        assert ends.tolist() == expected.tolist() == [1, 3, 4, 7]
+        assert not torch.equal(moved, plain)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from paged_attn.recurrent import by_ops
-from paged_attn.recurrent.by_ops import scopes_of, with_ops
+from paged_attn.recurrent.as_ops import by_ops
+from paged_attn.recurrent.as_ops.by_ops import scopes_of, with_ops
+from paged_attn.recurrent.as_ops.functions import layer_of_ops, replaced_functions
 from paged_attn.recurrent.discover import find_recurrent_layers
-from paged_attn.recurrent.functions import layer_of_ops, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
 from tests.recurrent.test_discover import Mixer, Toy
 from tests.recurrent_models import RECURRENT, recurrent
@@ -113,7 +113,7 @@ def test_rounding_of_the_layers_own_two_forms_may_be_more_than_is_usual(noise: f
     layers = layers_of(recurrent("qwen3_next"))
     with torch.no_grad():
         assert 1e-5 < by_ops._own_noise(layers[0]) < 1e-4, "as measured, not as below"
-    monkeypatch.setattr(by_ops, "_apart", lambda *_: 3e-5)
+    monkeypatch.setattr(by_ops, "apart", lambda *_: 3e-5)
     monkeypatch.setattr(by_ops, "_own_noise", lambda _: noise)
     # The replaced comparison runs no op, so that it is the number of ops that would refuse it.
     monkeypatch.setattr(by_ops, "ops_that_ran", lambda: OPS["qwen3_next"])

@@ -15,9 +15,9 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import StateSpec
+from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
 from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules
 from paged_attn.recurrent.run import RecurrentRunner
-from paged_attn.recurrent.wrap import replaced_by_ops
 from tests.recurrent_models import RECURRENT, recurrent
 from tests.tiny_models import build
 

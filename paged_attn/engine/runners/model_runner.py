@@ -33,12 +33,12 @@ from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, c
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
-from paged_attn.recurrent.by_ops import with_ops
+from paged_attn.recurrent.as_ops.by_ops import with_ops
+from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
+from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
 from paged_attn.recurrent.capturing.in_graphs import with_graphs
 from paged_attn.recurrent.discover import find_attribute_layers, find_recurrent_layers, state_outside_layers
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.state_dtype import with_state_dtype
-from paged_attn.recurrent.wrap import replaced_by_ops
 from paged_attn.tolerances import logits_apart
 
 logger = logging.getLogger("paged_attn")

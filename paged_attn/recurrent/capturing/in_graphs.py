@@ -18,7 +18,7 @@ from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.attn_ops.scans.state_rows import RecurrentPlan, StateRows
 from paged_attn.calling.evaluating import evaluating
-from paged_attn.recurrent.by_ops import kind_of
+from paged_attn.recurrent.as_ops.by_ops import kind_of
 from paged_attn.recurrent.capturing.launches import Launches, NotCapturable, first_difference
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner

@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 from paged_attn.engine.lora.adapter_files import read_adapter
 from paged_attn.server.api.bounds import Closed, Name
 from paged_attn.server.api.of_request import state_of
-from paged_attn.server.http.error_reply import MODEL_ERRORS
+from paged_attn.server.http.error_reply import ERRORS
 from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
 
-router = APIRouter(responses=MODEL_ERRORS)
+router = APIRouter(responses=ERRORS)
 
 
 class LoadBody(Closed):

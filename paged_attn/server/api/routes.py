@@ -34,14 +34,14 @@ from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import EventStream
-from paged_attn.server.http.error_reply import MODEL_ERRORS
+from paged_attn.server.http.error_reply import ERRORS
 from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
     from paged_attn.server.state import ServerState
 
-router = APIRouter(responses=MODEL_ERRORS)
+router = APIRouter(responses=ERRORS)
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {

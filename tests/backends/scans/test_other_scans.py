@@ -26,7 +26,7 @@ from paged_attn.backends.scans.fla import FlaScans
 from paged_attn.backends.scans.flashinfer import FlashInferScans
 from paged_attn.backends.selection import packages as optional_packages
 from paged_attn.backends.selection.scans import BUILT_IN, kernels_of, scans_backend, select_scan
-from paged_attn.recurrent import by_ops
+from paged_attn.recurrent.as_ops import by_ops
 from paged_attn.recurrent.layer import RecurrentLayer
 from tests.engine.models import assert_idle
 from tests.oracle import greedy, random_prompts
@@ -154,13 +154,13 @@ def test_prompts_and_states_on_the_way_are_those_of_the_truth(
 def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """One for each comparison of a layer's ops with its own forward: whether kernels computed them."""
     seen: list[bool] = []
-    apart = by_ops._apart
+    apart = by_ops.apart
 
     def noted(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
         seen.append(bool(layer.kernels))
         return apart(layer, scopes)
 
-    monkeypatch.setattr(by_ops, "_apart", noted)
+    monkeypatch.setattr(by_ops, "apart", noted)
     return seen
 
 

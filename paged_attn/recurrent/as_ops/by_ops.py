@@ -23,7 +23,7 @@ from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.selection.scans import ScanSelection, scans_backend, select_scan
 from paged_attn.calling.evaluating import evaluating
 from paged_attn.calling.forward_scopes import forward_scopes
-from paged_attn.recurrent.functions import (
+from paged_attn.recurrent.as_ops.functions import (
     FUNCTIONS,
     NoOpFits,
     layer_of_ops,
