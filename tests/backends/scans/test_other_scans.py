@@ -156,9 +156,9 @@ def comparisons(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
     apart = by_ops.apart
 
-    def noted(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
-        seen.append(bool(layer.kernels))
-        return apart(layer, scopes)
+    def noted(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> float:
+        seen.append(bool(served.kernels))
+        return apart(layer, served, scopes)
 
     monkeypatch.setattr(by_ops, "apart", noted)
     return seen
