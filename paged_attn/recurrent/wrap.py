@@ -19,9 +19,12 @@ from paged_attn.recurrent.layer import RecurrentLayer
 
 
 class Switch:
-    """torch.compile guards on `on`: with it and without it a model is compiled apart."""
+    """torch.compile guards on `on`: with it and without it a model is compiled apart.
 
-    def __init__(self, on: bool) -> None:
+    RecurrentStates give a name of their own: Dynamo shares graphs among models of a class, and a graph is of one's states.
+    """
+
+    def __init__(self, on: bool | str) -> None:
         self.on = on
 
 
