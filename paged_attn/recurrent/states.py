@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from paged_attn.recurrent.discover import find_recurrent_layers
 from paged_attn.recurrent.run import RecurrentRunner, runner_of
 
 _known: weakref.WeakKeyDictionary[nn.Module, RecurrentStates] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
 
 
 class RecurrentStates:
@@ -62,7 +64,8 @@ class RecurrentStates:
         self.pool = StatePool([layer.spec for layer in self.layers], num_slots, device)
         self.slots = SlotAllocator(num_slots)
         self.runner = RecurrentRunner(self.layers, self.pool)
-        self._open, self._lock, self._switch, self._undo = 0, threading.Lock(), Switch(False), ExitStack()
+        self._open, self._lock, self._switch, self._undo = 0, threading.Lock(), Switch(""), ExitStack()
+        self._name = f"states {next(_numbers)}"
         self._undo.enter_context(replaced_by_ops(self.layers, self._switch))
         self._model = weakref.ref(model)
         _known[model] = self
@@ -76,7 +79,7 @@ class RecurrentStates:
     def _count(self, contexts: int) -> None:
         with self._lock:
             self._open += contexts
-            self._switch.on = self._open > 0
+            self._switch.on = self._name if self._open else ""
 
 
 class ContextWithStates(ForwardContext):

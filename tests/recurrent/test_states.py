@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -133,6 +134,28 @@ def test_two_models_of_a_class_may_be_closed_in_any_order() -> None:
     assert file.causal_conv1d_fn is not before
     second.close()
     assert file.causal_conv1d_fn is before
+
+
+def test_two_models_of_a_class_and_states_made_anew_have_graphs_of_their_own() -> None:
+    models = recurrent("lfm2"), recurrent("lfm2", seed=1)
+    first, second = (torch.compile(model, backend="paged_attn") for model in models)
+    expected = [[greedy(model, prompt, NEW) for prompt in PROMPTS] for model in models]
+    with states_for(models[0]) as states, states_for(models[1]) as others:
+        assert [generated(first, states, 10), generated(second, others, 10)] == expected
+    with states_for(models[0]) as anew:
+        assert generated(first, anew, 10) == expected[0]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+def test_a_deepcopy_computes_with_its_own_weights(name: str) -> None:
+    model, ids = recurrent(name), torch.arange(2, 12)[None]
+    with states_for(model), torch.no_grad():
+        copied, expected = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+        for parameter in copied.parameters():
+            parameter.mul_(1.5)
+        other = type(model)(model.config).eval()
+        other.load_state_dict({key: value * 1.5 for key, value in expected.items()})
+        torch.testing.assert_close(copied(input_ids=ids).logits, other(input_ids=ids).logits)
 
 
 @pytest.fixture

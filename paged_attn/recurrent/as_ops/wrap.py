@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
@@ -18,9 +19,12 @@ from paged_attn.recurrent.layer import RecurrentLayer
 
 
 class Switch:
-    """torch.compile guards on `on`: with it and without it a model is compiled apart."""
+    """torch.compile guards on `on`: with it and without it a model is compiled apart.
 
-    def __init__(self, on: bool) -> None:
+    RecurrentStates give a name of their own: Dynamo shares graphs among models of a class, and a graph is of one's states.
+    """
+
+    def __init__(self, on: bool | str) -> None:
         self.on = on
 
 
@@ -37,18 +41,26 @@ def replaced_by_ops(layers: Sequence[RecurrentLayer], switch: Switch | None = No
         undo.enter_context(replaced_functions(scopes_of([layer.module for layer in layers if layer.ops])))
         for layer_id, layer in enumerate(layers):
             emitter = (_entering if layer.ops else _emitter)(layer, layer_id, wanted)
-            undo.enter_context(replaced_forward(layer.module, emitter))
+            undo.enter_context(replaced_forward(layer.module, MethodType(emitter, layer.module)))  # a deepcopy binds it to the copy
         yield
 
 
-def _entering(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[..., Any]:
-    original, shapes = layer.module.forward, [state.shape for state in layer.spec.states]
+def _unbound(module: nn.Module) -> Callable[..., Any]:
+    """Its forward, to be called with the module, so that a deepcopy of it computes with the weights of the copy."""
+    bound = module.forward
+    if isinstance(bound, MethodType) and bound.__self__ is module:
+        return bound.__func__
+    return lambda _, *args, **kwargs: bound(*args, **kwargs)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+
+def _entering(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[..., Any]:
+    original, shapes = _unbound(layer.module), [state.shape for state in layer.spec.states]
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_compiling() and wanted.on):
-            return original(*args, **kwargs)
+            return original(module, *args, **kwargs)
         enter_layer(layer_id, shapes)
-        result = original(*args, **kwargs)
+        result = original(module, *args, **kwargs)
         leave_layer()
         return result
 
@@ -61,11 +73,11 @@ def _emitter(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[.
     ats, shapes, widths = ([o.at for o in layer.outputs], [o.shape for o in layer.outputs], [o.width for o in layer.outputs])
     whole = layer.outputs[0].shape if len(layer.outputs) == 1 else (sum(widths),)
     length, where = layer.output_length, layer.spec.module
-    original = layer.module.forward
+    original = _unbound(layer.module)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (torch.compiler.is_compiling() and wanted.on):
-            return original(*args, **kwargs)
+            return original(module, *args, **kwargs)
         given = {**dict(zip(positional, args, strict=False)), **kwargs}
         for name, value in given.items():
             if isinstance(value, Tensor) and name not in known:
