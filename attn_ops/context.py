@@ -56,9 +56,10 @@ class ForwardContext:
 
     Attributes:
         rewritten: a compiled model runs its rewritten graph, and not the one that was traced.
+        ran: an op or a compiled graph of ours has run in it; `must_run`: if none has when it is left, that is a ContextError.
     """
 
-    rewritten = True
+    rewritten, ran, must_run = True, False, False
 
     def __init__(self, batch: Batch, pool: KVPool, backend: Backend, recurrent: Recurrent | None = None, plan: Any = None) -> None:
         if batch.page_size != pool.page_size:
@@ -104,6 +105,11 @@ class ForwardContext:
         stack.pop()
         torch.set_grad_enabled(self._gradients)
         self.plan = self.recurrent_plan = self.latent_plan = None
+        if self.must_run and kind is None and not self.ran:
+            raise ContextError(
+                "nothing ran on pages in this forward context: the model was not compiled with backend='paged_attn' or patched, or "
+                "torch.compile gave it up (torch._dynamo.config.recompile_limit); what it gave takes the batch's requests for one"
+            )
 
 
 def _stack() -> list[ForwardContext]:
@@ -133,4 +139,5 @@ def context_of(op: str, rows: int) -> ForwardContext:
             f"attention got {rows} rows but the forward context's batch has {context.batch.num_rows}; "
             "call the model with batch.model_inputs()"
         )
+    context.ran = True
     return context

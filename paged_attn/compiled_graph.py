@@ -36,6 +36,8 @@ class CompiledGraph(RewrittenGraph):
         super().__post_init__(traced_from)
         self._run_paged: Callable[..., Any] | None = None if self.split is None else self.split.gm.forward
         self.stateful_layers = 0 if self.rewrite.gm is None else _stateful_layers(self.rewrite.gm.graph)
+        states = None if traced_from is None or not self.stateful_layers else states_of(traced_from)
+        self.traced_with = "" if states is None else states.name
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
         self._marker = self.roles.index("owned") if "owned" in self.roles else None
         self._checked: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -47,9 +49,10 @@ class CompiledGraph(RewrittenGraph):
         if recorded is not None:
             recorded.append(self)
         context = current_context()
-        if context is None or not context.rewritten:
+        if context is None:
             return self.original.forward(*args)
-        return self.run_paged(context, args)
+        context.ran = True
+        return self.run_paged(context, args) if context.rewritten else self.original.forward(*args)
 
     def run_paged(self, context: ForwardContext, args: Sequence[Any]) -> Any:
         """Run the rewritten graph for the context's batch.
@@ -104,7 +107,7 @@ class CompiledGraph(RewrittenGraph):
         if self.recurrent and (self.stateful_layers < len(self.recurrent) or given is not self.recurrent):
             raise ContextError(
                 f"the model has {len(self.recurrent)} layers with recurrent state, and the forward context has not their states; enter "
-                "forward_context(batch, pool, states=states) with the RecurrentStates that were made for this model"
+                "forward_context(batch, pool, states=states) with the RecurrentStates that were made for this model and are not closed"
             )
 
     def _check_call(self, context: ForwardContext, args: Sequence[Any]) -> None:

@@ -37,7 +37,7 @@ def paged_attn(
     if model is not None:
         with _graphs_lock:
             known = _graphs.setdefault(model, [])
-            alike = [other for other in known if other.split is not None and other.stateful_layers == compiled.stateful_layers]
+            alike = [other for other in known if other.split is not None and other.traced_with == compiled.traced_with]
             if compiled.split is not None and alike:
                 logger.warning(
                     "%s was compiled again for paged batches%s; all lengths should share one compile",

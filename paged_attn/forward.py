@@ -29,10 +29,12 @@ def forward_context(
     Raises:
         ValueError: an unknown backend name; or `deterministic` with an object that was not made so.
         UnsupportedError: the backend can not run some layer; the message says why.
-        ContextError: batch and pool disagree; or, on use, the context is entered twice or left out of order.
+        ContextError: batch and pool disagree; or, on use, the context is entered twice or left out of order, or nothing ran on pages in it.
     """
     if isinstance(backend, str):
         backend = select_for_pool(backend, pool, deterministic=deterministic).backend
     elif deterministic and not backend.deterministic:
         raise ValueError(f"deterministic=True, but the {backend.name} backend was made without it; make it with deterministic=True")
-    return ForwardContext(batch, pool, backend) if states is None else ContextWithStates(batch, pool, backend, states)
+    context = ForwardContext(batch, pool, backend) if states is None else ContextWithStates(batch, pool, backend, states)
+    context.must_run = True
+    return context

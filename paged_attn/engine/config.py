@@ -10,7 +10,17 @@ from typing import Any
 
 from paged_attn.attn_ops.switches import OFF, ON
 from paged_attn.engine.sampling_params import INTO_PARAMS
-from paged_attn.engine.setting_names import GONE, NEW_NAMES, OF_LLM, OTHER_SETTING, SAME_SETTING, renamed, what_instead
+from paged_attn.engine.setting_names import (
+    GONE,
+    NEW_NAMES,
+    OF_LLM,
+    OTHER_SETTING,
+    PREFIX,
+    SAME_SETTING,
+    renamed,
+    warn_of_unknown_variables,
+    what_instead,
+)
 from paged_attn.passes.optional import check_disabled
 
 
@@ -181,16 +191,18 @@ class EngineConfig:
 
     @classmethod
     def from_environment(cls, **given: Any) -> EngineConfig:
-        """Settings from PAGED_ATTN_* variables, overridden by `given`.
+        """Settings from PAGED_ATTN_* variables, overridden by `given`. One that is no setting is warned about.
 
         Raises:
             ValueError: an unknown setting in `given`, listing the known ones; or a variable that does not parse or is out of range, named.
         """
         settings = renamed(given)
+        variables = {f"{PREFIX}{name.upper()}": name for name in (*NEW_NAMES, *(setting.name for setting in fields(cls)))}
+        warn_of_unknown_variables(variables)
         values = {
             name: cls._of_variable(name, variable)
-            for name in (*NEW_NAMES, *(setting.name for setting in fields(cls)))
-            if (variable := f"PAGED_ATTN_{name.upper()}") in os.environ and NEW_NAMES.get(name, name) not in settings
+            for variable, name in variables.items()
+            if variable in os.environ and NEW_NAMES.get(name, name) not in settings
         }
         return cls(**{**values, **settings})
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import logging
+import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
+
+logger = logging.getLogger("paged_attn")
+PREFIX = "PAGED_ATTN_"
+OTHERS = ("PAGED_ATTN_API_KEY", "PAGED_ATTN_CACHE", "PAGED_ATTN_DUMP", "PAGED_ATTN_TUNED")  # no settings of an engine
+OF_TESTS = "PAGED_ATTN_TEST_"
 
 F = TypeVar("F", bound=Callable[..., Any])
 NEW_NAMES = {"early_rows": "early_logits_gather", "one_row_linears": "gemv", "early_launches": "pdl"}
@@ -18,7 +25,7 @@ GONE = {"rope_and_store": "it gained a percent at most and cost two for batches 
 SAME_SETTING = {
     "block_size": "page_size", "num_gpu_blocks_override": "num_pages", "max_num_seqs": "max_requests",
     "max_running_requests": "max_requests", "max_num_batched_tokens": "max_batch_tokens", "enable_prefix_caching": "prefix_cache",
-    "attention_backend": "backend",
+    "attention_backend": "backend", "mamba_ssm_cache_dtype": "state_dtype",
 }  # fmt: skip
 # What has no setting of that meaning: what to do instead.
 OTHER_SETTING = {
@@ -130,3 +137,12 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _warn(text: str) -> None:
     warnings.warn(text, DeprecationWarning, stacklevel=4)
+
+
+def warn_of_unknown_variables(settings: Iterable[str]) -> None:
+    """One warning for each variable that nothing reads; `settings`: the names of those that are settings."""
+    known = [*settings, *OTHERS]
+    for variable in sorted(os.environ.keys() - set(known)):
+        if variable.startswith(PREFIX) and not variable.startswith(OF_TESTS):
+            near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(variable, known, n=1))
+            logger.warning("nothing reads the environment variable %s%s", variable, near)

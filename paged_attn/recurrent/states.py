@@ -38,6 +38,7 @@ class RecurrentStates:
     meanwhile may get a ContextError.
 
     Attributes:
+        name: of no others.
         layers: the recurrent layers, in execution order.
         pool: [num_slots, ...] per state; slot 0 is of padding.
         slots: hands out 1 to num_slots - 1.
@@ -65,7 +66,7 @@ class RecurrentStates:
         self.slots = SlotAllocator(num_slots)
         self.runner = RecurrentRunner(self.layers, self.pool)
         self._open, self._lock, self._switch, self._undo = 0, threading.Lock(), Switch(""), ExitStack()
-        self._name = f"states {next(_numbers)}"
+        self.name = f"states {next(_numbers)}"
         self._undo.enter_context(replaced_by_ops(self.layers, self._switch))
         self._model = weakref.ref(model)
         _known[model] = self
@@ -73,13 +74,14 @@ class RecurrentStates:
     def close(self) -> None:
         """The model's modules are what they were before. Graphs that were compiled meanwhile run in no context any more."""
         self._undo.close()
-        if (model := self._model()) is not None:
-            _known.pop(model, None)
+        model = self._model()
+        if model is not None and _known.get(model) is self:
+            del _known[model]
 
     def _count(self, contexts: int) -> None:
         with self._lock:
             self._open += contexts
-            self._switch.on = self._name if self._open else ""
+            self._switch.on = self.name if self._open else ""
 
 
 class ContextWithStates(ForwardContext):
@@ -92,7 +94,7 @@ class ContextWithStates(ForwardContext):
     def __init__(self, batch: Batch, pool: KVPool, backend: Backend, states: RecurrentStates, traced: bool = False) -> None:
         runner = runner_of(states.layers, batch.num_real_requests, states.device) if traced else states.runner
         super().__init__(batch, pool, backend, runner)
-        self._states, self.rewritten = states, not traced
+        self._states, self.rewritten, self.must_run = states, not traced, True
 
     def __enter__(self) -> ForwardContext:
         super().__enter__()

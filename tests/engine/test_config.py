@@ -112,6 +112,15 @@ def test_a_variable_that_does_not_parse_is_refused_by_name(monkeypatch: pytest.M
         EngineConfig.from_environment()
 
 
+def test_a_variable_that_nothing_reads_is_warned_about(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("PAGED_ATTN_PAGE_SISE", "PAGED_ATTN_CACHE", "PAGED_ATTN_PAGE_SIZE", "PAGED_ATTN_EARLY_ROWS"):
+        monkeypatch.setenv(name, "1")
+    with pytest.warns(DeprecationWarning):
+        EngineConfig.from_environment()
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == ["nothing reads the environment variable PAGED_ATTN_PAGE_SISE; did you mean PAGED_ATTN_PAGE_SIZE?"]
+
+
 def test_a_variable_out_of_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_ATTN_PAGE_SIZE", "0")
     with pytest.raises(ValueError, match="the environment variable PAGED_ATTN_PAGE_SIZE: page_size is 0"):

@@ -19,6 +19,12 @@ COMPILED = WORDS.format(r"torch\.compile") + r"paged_attn\.RecurrentStates\(mode
 HOOKED = WORDS.format(r"paged_attn\.patch") + r"only paged_attn\.LLM\(model\), which traces the model, has one"
 
 
+@pytest.fixture(autouse=True)
+def few_compiles() -> None:
+    """Dynamo gives up a call of transformers after eight compiles, whichever models they were of."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_compile_refuses_a_paged_batch(name: str) -> None:
     compiled = torch.compile(recurrent(name), backend="paged_attn")

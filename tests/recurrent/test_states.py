@@ -68,6 +68,12 @@ def generated(compiled: nn.Module, states: RecurrentStates, chunk: int) -> list[
     return [done[index] for index in range(len(PROMPTS))]
 
 
+@pytest.fixture(autouse=True)
+def few_compiles() -> None:
+    """Dynamo gives up a call of transformers after eight compiles, whichever models they were of."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "jamba", "lfm2"])
 def test_tokens_are_the_models(name: str) -> None:
     model = recurrent(name)
@@ -156,6 +162,41 @@ def test_a_deepcopy_computes_with_its_own_weights(name: str) -> None:
         other = type(model)(model.config).eval()
         other.load_state_dict({key: value * 1.5 for key, value in expected.items()})
         torch.testing.assert_close(copied(input_ids=ids).logits, other(input_ids=ids).logits)
+
+
+def test_a_model_that_torch_compile_gave_up_is_no_silent_mistake() -> None:
+    model, batch = recurrent("lfm2"), Batch.build([BatchRequest([5, 6, 7], [1], state_slot=1)], PAGE_SIZE)
+    compiled = torch.compile(model, backend="paged_attn")
+    with states_for(model) as states, torch.no_grad():
+        pool = KVPool(paged_attn.attention_layers(compiled), 4, PAGE_SIZE, torch.float32)
+        with pytest.raises(ContextError, match="nothing ran on pages in this forward context"):
+            with torch.compiler.set_stance("force_eager"), forward_context(batch, pool, states=states):
+                compiled(**batch.model_inputs())
+
+
+@pytest.mark.parametrize("slots", [(0, 1), (1, 1), (1, 4), (1, -1)])
+def test_slots_that_are_not_the_requests_own_are_refused(slots: tuple[int, int]) -> None:
+    requests = [BatchRequest([5, 6], [page], state_slot=slot) for page, slot in enumerate(slots, 1)]
+    batch, pool = Batch.build(requests, PAGE_SIZE), KVPool([], 4, PAGE_SIZE, torch.float32)
+    with states_for(recurrent("lfm2")) as states, pytest.raises(ContextError, match=r"allowed are 1 to 3, each once"):
+        with forward_context(batch, pool, backend="torch_native", states=states):
+            pass
+
+
+def test_states_for_a_model_that_was_called_before_and_closing_twice() -> None:
+    model = recurrent("lfm2")
+    compiled, ids = torch.compile(model, backend="paged_attn"), torch.arange(2, 12)[None]
+    with torch.no_grad():
+        compiled(input_ids=ids)
+    old = RecurrentStates(model, 4)
+    old.close()
+    with states_for(model) as states:
+        old.close()
+        assert generated(compiled, states, 10) == [greedy(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def test_explain_of_a_model_that_was_not_compiled_says_which_ops_it_would_run() -> None:
+    assert "by ops on the slots of its state (short_conv)" in paged_attn.explain(recurrent("lfm2"))
 
 
 @pytest.fixture
