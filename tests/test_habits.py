@@ -64,7 +64,7 @@ def test_a_mapping_of_something_else_is_refused(llm: LLM) -> None:
 
 @pytest.mark.parametrize(("theirs", "ours"), setting_names.SAME_SETTING.items())
 def test_a_setting_by_another_engines_name(theirs: str, ours: str) -> None:
-    value: Any = {"prefix_cache": False, "backend": "reference"}.get(ours, 8)
+    value: Any = {"prefix_cache": False, "backend": "reference", "state_dtype": "bfloat16"}.get(ours, 8)
     for made in (
         EngineConfig(**{theirs: value}),
         EngineConfig.from_environment(**{theirs: value}),
