@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec, slot_bytes
+from paged_attn.calling.call_signature import plain_inputs
+from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
+from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, name_of
 from paged_attn.recurrent.kept_attributes import KeptAttributes, call_with_attributes
 from paged_attn.recurrent.layer import RecurrentLayer
@@ -38,8 +43,19 @@ logger = logging.getLogger("paged_attn")
 _PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attentions")
 
 
+InputsOf = Callable[[int], dict[str, Any]]
+
+
+@contextmanager
+def without_engine(model: nn.Module) -> Iterator[InputsOf]:
+    """Inside, a model that no engine has traced can be looked at; the value makes the arguments of a call on so many tokens."""
+    device = model_device(model)
+    with as_served(model), torch.compiler.set_stance("force_eager"):
+        yield lambda length: plain_inputs(model, torch.arange(length, device=device) % 2 + 1, True)
+
+
 @part("find recurrent layers")
-def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
+def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf) -> tuple[RecurrentLayer, ...]:
     """The recurrent layers of a model in evaluation mode, in execution order.
 
     Args:
@@ -65,14 +81,14 @@ def find_recurrent_layers(model: nn.Module, inputs_of: Callable[[int], dict[str,
 
 
 @part("find recurrent layers")
-def find_attribute_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[RecurrentLayer, ...]:
+def find_attribute_layers(model: nn.Module, inputs_of: InputsOf) -> tuple[RecurrentLayer, ...]:
     """The outermost modules with state in plain attributes, of them or of modules inside them; as `find_recurrent_layers`."""
     owners = owners_of(attribute_states(*attributes_after(model, inputs_of, (SHORT, LONG))))
     short, long = (calls_of(model, {**inputs_of(length), "use_cache": True}, owners) for length in (SHORT, LONG))
     return tuple(verified(_attribute_layer(name, paths, short[name], long[name])) for name, paths in owners.items())
 
 
-def recurrent_modules(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> list[str]:
+def recurrent_modules(model: nn.Module, inputs_of: InputsOf) -> list[str]:
     """The paths of the modules that keep recurrent state in a cache, whether they can be driven or not, or that give it back."""
     watched = _both_lengths(model, inputs_of)
     if watched is None:
@@ -82,7 +98,7 @@ def recurrent_modules(model: nn.Module, inputs_of: Callable[[int], dict[str, Any
     return [call.name for call in _recurrent_calls(*watched)]
 
 
-def state_outside_layers(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> str:
+def state_outside_layers(model: nn.Module, inputs_of: InputsOf) -> str:
     """Where a model keeps tensors of a fixed size per request otherwise than in a transformers cache, or ""."""
     watched = _both_lengths(model, inputs_of)
     if watched is None:
@@ -108,7 +124,7 @@ def _recurrent_calls(short: Watched, long: Watched) -> list[Call]:
     return [call for call in calls if not any(call.name.startswith(f"{outer.name}.") for outer in calls)]
 
 
-def _both_lengths(model: nn.Module, inputs_of: Callable[[int], dict[str, Any]]) -> tuple[Watched, Watched] | None:
+def _both_lengths(model: nn.Module, inputs_of: InputsOf) -> tuple[Watched, Watched] | None:
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     config = getattr(model, "config", None)

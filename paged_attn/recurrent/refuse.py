@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.calling.call_signature import plain_inputs, takes
-from paged_attn.calling.evaluating import as_served
-from paged_attn.passes.fx.model_facts import model_device
-from paged_attn.recurrent.discover import recurrent_modules
+from paged_attn.calling.call_signature import takes
+from paged_attn.recurrent.discover import recurrent_modules, without_engine
 
 
 def refuse_recurrent(model: nn.Module, path: str, advice: str = "only paged_attn.LLM(model), which traces the model, has one") -> None:
     """Raise UnsupportedError if the model, run on a few tokens with a cache of its own, writes recurrent state into it."""
     if not takes(model, "input_ids") or not hasattr(model, "get_input_embeddings"):
         return
-    device = model_device(model)
-    with as_served(model), torch.compiler.set_stance("force_eager"):
-        found = recurrent_modules(model, lambda length: plain_inputs(model, torch.arange(length, device=device) % 2 + 1, True))
+    with without_engine(model) as inputs_of:
+        found = recurrent_modules(model, inputs_of)
     if found:
         others = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
         raise UnsupportedError(

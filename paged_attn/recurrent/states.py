@@ -8,7 +8,6 @@ import weakref
 from contextlib import ExitStack
 from types import TracebackType
 
-import torch
 from torch import nn
 
 from paged_attn.attn_ops.batch.batch import Batch
@@ -16,13 +15,11 @@ from paged_attn.attn_ops.context import Backend, ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
-from paged_attn.calling.call_signature import plain_inputs
-from paged_attn.calling.evaluating import as_served
 from paged_attn.passes.fx.model_facts import model_device
 from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
 from paged_attn.recurrent.as_ops.wrap import Switch, replaced_by_ops
-from paged_attn.recurrent.discover import find_recurrent_layers
+from paged_attn.recurrent.discover import find_recurrent_layers, without_engine
 from paged_attn.recurrent.run import RecurrentRunner, runner_of
 
 _known: weakref.WeakKeyDictionary[nn.Module, RecurrentStates] = weakref.WeakKeyDictionary()
@@ -56,13 +53,12 @@ class RecurrentStates:
     def __init__(self, model: nn.Module, num_slots: int, scans_backend: str = "auto", state_dtype: str = "auto") -> None:
         if model in _known:
             raise ValueError(f"this {type(model).__name__} has RecurrentStates already; close them first")
-        self.device = device = model_device(model)
-        with as_served(model), torch.compiler.set_stance("force_eager"):
-            found = find_recurrent_layers(model, lambda length: plain_inputs(model, torch.arange(length, device=device) % 2 + 1, True))
-            self.layers = with_state_dtype(with_ops(found, scans_backend), state_dtype)
+        self.device = model_device(model)
+        with without_engine(model) as inputs_of:
+            self.layers = with_state_dtype(with_ops(find_recurrent_layers(model, inputs_of), scans_backend), state_dtype)
         if not self.layers:
             raise UnsupportedError(f"{type(model).__name__} has no layer with recurrent state; leave RecurrentStates and states= out")
-        self.pool = StatePool([layer.spec for layer in self.layers], num_slots, device)
+        self.pool = StatePool([layer.spec for layer in self.layers], num_slots, self.device)
         self.slots = SlotAllocator(num_slots)
         self.runner = RecurrentRunner(self.layers, self.pool)
         self._open, self._lock, self._switch, self._undo = 0, threading.Lock(), Switch(""), ExitStack()
@@ -94,7 +90,7 @@ class ContextWithStates(ForwardContext):
     def __init__(self, batch: Batch, pool: KVPool, backend: Backend, states: RecurrentStates, traced: bool = False) -> None:
         runner = runner_of(states.layers, batch.num_real_requests, states.device) if traced else states.runner
         super().__init__(batch, pool, backend, runner)
-        self._states, self.rewritten, self.must_run = states, not traced, True
+        self._states, self.rewritten = states, not traced
 
     def __enter__(self) -> ForwardContext:
         super().__enter__()

@@ -6,6 +6,7 @@ not read off that: gates are tried on numbers, and the module itself is run besi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
     """
     with ExitStack() as undo:
         proved: dict[tuple[Any, ...], ProvedExperts | None] = {}
-        movable = MovableWeights(model)
+        movable = functools.cache(lambda: MovableWeights(model))  # most models' experts stay where they are
         count = 0
         for name, module in model.named_modules():
             if not is_experts(module):
@@ -55,7 +56,10 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
                 found = proved[key] = proved_experts(module, backend)
                 what = "stays as it is" if found is None else f"is one op: {found.gating.describe()}, by {found.backend.describe()}"
                 logger.info("%s (%s) %s", name, type(module).__name__, what)
-            if (found := proved[key]) is not None and _may_move(movable, name, found.layout.moved(module)):
+            if (found := proved[key]) is None:
+                continue
+            moved = found.layout.moved(module)
+            if not moved or _may_move(movable(), name, moved):
                 owner = _owner(module)
                 undo.enter_context(replaced_forward(owner, _emitter(module, owner.forward, found)))
                 count += 1
@@ -63,7 +67,7 @@ def experts_as_ops(model: nn.Module, backend: str = "auto") -> Iterator[int]:
 
 
 def _may_move(movable: MovableWeights, name: str, weights: list[Any]) -> bool:
-    if reason := movable.other_kind(weights) or movable.shared([weights] if weights else []):
+    if reason := movable.other_kind(weights) or movable.shared([weights]):
         logger.info("%s stays as it is: %s", name, reason)
     return not reason
 
