@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 logger = logging.getLogger("paged_attn")
 PREFIX = "PAGED_ATTN_"
 OTHERS = ("PAGED_ATTN_API_KEY", "PAGED_ATTN_CACHE", "PAGED_ATTN_DUMP", "PAGED_ATTN_TUNED")  # no settings of an engine
-OF_TESTS = "PAGED_ATTN_TEST_"
+OF_TESTS = f"{PREFIX}TEST_"
 
 F = TypeVar("F", bound=Callable[..., Any])
 NEW_NAMES = {"early_rows": "early_logits_gather", "one_row_linears": "gemv", "early_launches": "pdl"}
