@@ -63,9 +63,9 @@ types: $(VENV)/.dev
 	$(BIN)/mypy --strict -p paged_attn
 
 docs: $(VENV)/.base
-	$(BIN)/python docs/make_backends.py
-	$(BIN)/python docs/make_capture.py
-	$(BIN)/python docs/make_settings.py
+	$(BIN)/python -m docs.make_backends
+	$(BIN)/python -m docs.make_capture
+	$(BIN)/python -m docs.make_settings
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info

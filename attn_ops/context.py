@@ -136,8 +136,19 @@ def context_of(op: str, rows: int) -> ForwardContext:
         raise ContextError(f"{op} was called outside any forward context; wrap the call in `with paged_attn.forward_context(batch, pool):`")
     if rows != context.batch.num_rows:
         raise ContextError(
-            f"attention got {rows} rows but the forward context's batch has {context.batch.num_rows}; "
-            "call the model with batch.model_inputs()"
+            f"{op} got {rows} rows but the forward context's batch has {context.batch.num_rows}; call the model with batch.model_inputs()"
         )
     context.ran = True
     return context
+
+
+def recurrent_context_of(op: str, layer_id: int, rows: int) -> tuple[ForwardContext, Recurrent]:
+    """As `context_of`, and what runs layers with recurrent state in it; it must have that."""
+    context = current_context()
+    if context is None or context.recurrent is None:
+        where = "outside any forward context" if context is None else "in a forward context without recurrent state"
+        raise ContextError(
+            f"{op} of recurrent layer {layer_id} was called {where}; run the model through paged_attn.LLM, which keeps the state of "
+            "every request"
+        )
+    return context_of(f"{op} of recurrent layer {layer_id}", rows), context.recurrent

@@ -46,26 +46,16 @@ def check_private_folder(folder: Path) -> None:
             raise RefusedFileError(f"others can write to {each} (mode {mode:o}); run `chmod go-w {each}`, or choose another folder")
 
 
-def read_private_file(path: Path, most_bytes: int) -> bytes:
-    """The content of a file that nobody else can have written. A pipe or a device is not waited for.
-
-    Raises:
-        RefusedFileError: others can write it, it is larger than `most_bytes`, a link, or no file.
-        OSError: it can not be read.
-    """
-    return _read(path, most_bytes, is_private=True)
-
-
-def read_file(path: Path, most_bytes: int) -> bytes:
+def read_file(path: Path, most_bytes: int, *, is_private: bool = False) -> bytes:
     """The content of a file of anybody's, or of what a link leads to. A pipe or a device is not waited for.
 
+    Args:
+        is_private: take only what nobody else can have written, and no link.
+
     Raises:
-        OSError: it can not be read, is larger than `most_bytes`, or no file.
+        RefusedFileError: it is no file, it is larger than `most_bytes`, or others can write it.
+        OSError: it can not be read.
     """
-    return _read(path, most_bytes, is_private=False)
-
-
-def _read(path: Path, most_bytes: int, is_private: bool) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_private else 0))
     try:
         info = os.fstat(descriptor)

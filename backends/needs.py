@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,15 @@ class Requirement:
     module: str
     version: str
     install: str
+
+
+@contextmanager
+def importing(backend: str, what: str, requirement: Requirement) -> Iterator[None]:
+    """Around imports from an optional package: what it lacks is an ImportError with `what` the backend needs, and the install line."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"the {backend} backend needs {what}: {requirement.install} (found: {error})") from error
 
 
 TRITON = Requirement("triton", "3.6", "pip install 'triton>=3.6'")

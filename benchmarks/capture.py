@@ -245,7 +245,7 @@ def measure_startup(args: argparse.Namespace) -> dict[str, Any]:
         first = time.perf_counter() - started
         while engine.has_work:
             engine.step()
-        assert len(request.sampled) == 2
+        assert request.num_sampled == 2
         parts = dict(engine.start_seconds)
         graphs = parts.pop("graphs and pool")
         row = {

@@ -2,6 +2,7 @@
 vLLM's, and beside what reading the chosen experts once takes.
 
     python benchmarks/experts.py --json out.json                 every shape, as the Triton backend chooses
+    python benchmarks/experts.py --beside sgl_kernel flashinfer  those backends, too; flashinfer, where it may, with up before gate
     python benchmarks/experts.py --tune --shape qwen3-30b-a3b    every tiling, best first
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -22,10 +24,12 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.ops.experts import experts_one_by_one
-from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
+from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from paged_attn.backends.experts.triton.few import FewTiling, few_experts
 from paged_attn.backends.experts.triton.grouped import GroupedTiling, grouped_experts
+from paged_attn.backends.selection.experts import BUILT_IN, experts_backend, reasons_against
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
 Run = Callable[[], Tensor]
@@ -157,7 +161,30 @@ def compile_each(name: str, own: list[tuple[str, Any]]) -> None:
             KERNELS[kind](*operands, tiling=tiling)
 
 
-def measured(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
+def beside(name: str, layer: Layer, given: Sequence[tuple[Any, ...]]) -> tuple[list[Run], Gating] | str:
+    """A backend's runs and the gate that it ran with, or why it can not run: the same weights are read with up before gate, if it must."""
+    shape = layer.shape
+    for gating in (shape.gating, dataclasses.replace(shape.gating, up_first=True)):
+        spec = ExpertsSpec(shape.experts, shape.hidden, shape.width, gating, shape.has_bias)
+        reasons = reasons_against(name, ExpertsProblem.of(spec, layer.w1, layer.w2))
+        if not reasons:
+            return [functools.partial(experts_backend(name).forward, *operands[:-1], gating) for operands in given], gating
+    return "; ".join(reasons)
+
+
+@contextlib.contextmanager
+def tuning(names: Sequence[str]) -> Iterator[None]:
+    """Inside, FlashInfer tries its tiles."""
+    if "flashinfer" in names and importlib.util.find_spec("flashinfer"):
+        from flashinfer.autotuner import autotune
+
+        with autotune(True):
+            yield
+    else:
+        yield
+
+
+def measured(layer: Layer, tokens: int, rate: float, names: Sequence[str] = ()) -> dict[str, Any]:
     given = layer.several(tokens)
     expected = experts_one_by_one(*given[0])
     ours = TritonExpertsBackend().forward if torch.cuda.is_available() else experts_one_by_one
@@ -171,6 +198,16 @@ def measured(layer: Layer, tokens: int, rate: float) -> dict[str, Any]:
     row: dict[str, Any] = {"tokens": tokens, "floor_us": round(floor, 1)}
     for name, runs in systems.items():
         row[f"{name}_error"] = round(error(expected, runs[0]()), 5)
+        row[f"{name}_us"] = round(1e3 * milliseconds(runs), 1)
+    for name in names:
+        other = beside(name, layer, given)
+        if isinstance(other, str):
+            row[f"{name}_refused"] = other
+            continue
+        runs, gating = other
+        with tuning(names):
+            runs[0]()
+        row[f"{name}_error"] = round(error(experts_one_by_one(*given[0][:-1], gating), runs[0]()), 5)
         row[f"{name}_us"] = round(1e3 * milliseconds(runs), 1)
     return row
 
@@ -208,6 +245,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--beside", nargs="*", default=[], choices=BUILT_IN, help="backends that are measured, too")
     parser.add_argument("--rate", type=float, default=4.632e12, help="bytes per second of memory, measured (an H200)")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile tilings")
     parser.add_argument("--json", type=Path)
@@ -218,7 +256,7 @@ def main() -> None:
             compile_all(name, options.tokens, options.jobs)
         layer = layer_of(name)
         for tokens in options.tokens:
-            row = {"best": tuned(layer, tokens)} if options.tune else measured(layer, tokens, options.rate)
+            row = {"best": tuned(layer, tokens)} if options.tune else measured(layer, tokens, options.rate, options.beside)
             results.setdefault(name, []).append({"tokens": tokens, **row})
             print(name, json.dumps(results[name][-1]), flush=True)
             if options.json is not None:

@@ -58,7 +58,7 @@ def measure(requests: int, prompt: int, steps: int, text: bool) -> list[float]:
     for _ in range(requests):
         ids = [rng.randrange(200) for _ in range(prompt)]
         engine.add_request(ids, SamplingParams(max_new_tokens=steps + 100, ignore_eos=True), text_at_end=not text)
-    while not all(request.sampled for request in engine.requests.values()):
+    while not all(request.num_sampled for request in engine.requests.values()):
         engine.step()
     for _ in range(10):
         engine.step()

@@ -22,7 +22,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.devices import device_name
 from paged_attn.backends.selection.packages import PACKAGES, unmet_requirement
 from paged_attn.backends.selection.registry import backend_class, backend_names
-from paged_attn.backends.timing.time_backends import TimedProblem, Timing, time_backends, time_writes
+from paged_attn.backends.timing.inputs import Inputs
+from paged_attn.backends.timing.run import WrongResultError, time_all
+from paged_attn.backends.timing.time_backends import TimedProblem, Timing, time_backends
 
 PEERS = ("flashinfer", "fa3")
 RAGGED = (64, 16_384)  # shortest and longest context of the ragged batches, log-uniform between
@@ -131,6 +133,30 @@ def measure(
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
     return [row_of(name, kind, backend, [run[backend] for run in runs]) for backend in backends]
+
+
+def time_writes(
+    backends: Mapping[str, AttentionBackend], problem: TimedProblem, *, min_ms: float, device: torch.device
+) -> dict[str, Timing]:
+    """As `time_backends`, for `write_kv` alone; bytes are K and V of the new tokens, read and written once."""
+    inputs = Inputs.make(problem, device)
+
+    def prepare(backend: AttentionBackend) -> tuple[Callable[[], None], float]:
+        plan = backend.plan(inputs.batch, inputs.pool)
+        backend.plan_in_graph(plan)
+        calls = [inputs.call(layer) for layer in range(inputs.num_sets)]
+
+        def one_pass() -> None:
+            for call in calls:
+                backend.write_kv(plan, call)
+
+        inputs.poison_new()
+        one_pass()
+        if wrong := inputs.num_wrong():
+            raise WrongResultError(f"{wrong} of {2 * inputs.num_sets * problem.num_tokens} rows were not stored as they were given")
+        return one_pass, 0.0
+
+    return time_all(backends, inputs, prepare, min_ms, problem.bytes_written, 0)
 
 
 def row_of(shape: str, kind: str, backend: str, timings: Sequence[Timing]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
+from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import Feature
 from paged_attn.backends.selection.registry import backend_class, backend_names
 from paged_attn.backends.selection.requirements import Requirements
@@ -76,21 +77,21 @@ class Step:
             one_pass()
         return _median(graph.replay, self.device) / self.layers
 
-    def layer_of(self, name: str) -> Layer:
-        """A backend's attention of one layer, planned for this step as for a captured graph.
+    def layer_of(self, backend: AttentionBackend) -> Layer:
+        """Its attention of one layer, planned for this step as for a captured graph.
 
         Raises:
             ImportError, UnsupportedError: it can not be loaded, or not run these sizes.
         """
         count = len(self.lengths)
-        backend = backend_class(name)().for_graph(count, count * self.batch.page_table.shape[1])
-        plan = backend.plan(self.batch, self.pool)
-        backend.plan_in_graph(plan)
+        planned = backend.for_graph(count, count * self.batch.page_table.shape[1])
+        plan = planned.plan(self.batch, self.pool)
+        planned.plan_in_graph(plan)
 
         def layer(index: int) -> None:
             key = self.query[index, :, :1]  # not looked at: the new rows are in the pool
             operands = (self.query[index], key, key[..., : self.spec.rank], self.output[index])
-            backend.forward(plan, index, self.pool.layers[index], *operands, save_kv_cache=False)
+            planned.forward(plan, index, self.pool.layers[index], *operands, save_kv_cache=False)
 
         return layer
 
@@ -159,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in names:
             step.output.fill_(float("nan"))
             try:
-                seconds = step.seconds(step.layer_of(name))
+                seconds = step.seconds(step.layer_of(backend_class(name)()))
             except (ImportError, UnsupportedError) as error:
                 print(f"{batch:<16}{name:<14} {error}", flush=True)
                 continue

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from docs import marked_tables
 from paged_attn.backends.needs import architecture_words
-from paged_attn.backends.selection import table
 from paged_attn.backends.selection.matrix import experts_markdown, matrix_markdown, scans_markdown
 from paged_attn.backends.selection.ranking import ROWS, Row
 from paged_attn.backends.selection.table import markdown_table
@@ -28,7 +28,7 @@ def _latents(row: Row) -> str:
 def with_tables(text: str) -> str:
     """The page with its tables as the code has them now; ValueError without their marks."""
     tables = {"orders": orders_markdown(), "matrix": matrix_markdown(), "experts": experts_markdown(), "scans": scans_markdown()}
-    return table.with_tables(text, tables, "docs/backends.md")
+    return marked_tables.with_tables(text, tables, "docs/backends.md")
 
 
 def main() -> None:

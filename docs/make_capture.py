@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from paged_attn.backends.selection import table
+from docs import marked_tables
 from paged_attn.backends.selection.table import markdown_table
 
 PAGE = Path(__file__).with_name("capture.md")
@@ -157,7 +157,7 @@ TABLES = {
 
 def with_tables(text: str, data: Any, startup: Any) -> str:
     """The page with every table as the figures have it now; ValueError without their marks."""
-    return table.with_tables(text, {name: make(data, startup) for name, make in TABLES.items()}, "docs/capture.md")
+    return marked_tables.with_tables(text, {name: make(data, startup) for name, make in TABLES.items()}, "docs/capture.md")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from paged_attn.backends.selection import table
+from docs import marked_tables
 from paged_attn.backends.selection.table import markdown_table
 from paged_attn.cli.options import add_engine, add_run_options
 from paged_attn.cli.serve_options import API_KEY_VARIABLE, add_server_options
@@ -76,7 +76,7 @@ def attributes(cls: type) -> dict[str, str]:
 def with_tables(text: str) -> str:
     """The page with its tables as the code has them now; ValueError without their marks."""
     made = {"engine": engine_markdown(False), "advanced": engine_markdown(True)}
-    return table.with_tables(text, made | {"sampling": sampling_markdown(), "server": server_markdown()}, "docs/settings.md")
+    return marked_tables.with_tables(text, made | {"sampling": sampling_markdown(), "server": server_markdown()}, "docs/settings.md")
 
 
 def main() -> None:

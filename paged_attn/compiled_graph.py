@@ -35,7 +35,7 @@ class CompiledGraph(RewrittenGraph):
     def __post_init__(self, traced_from: nn.Module | None) -> None:
         super().__post_init__(traced_from)
         self._run_paged: Callable[..., Any] | None = None if self.split is None else self.split.gm.forward
-        self.stateful_layers = 0 if self.rewrite.gm is None else _stateful_layers(self.rewrite.gm.graph)
+        self.stateful_layers = 0 if self.rewrite.gm is None else len(recurrent_layer_ids(self.rewrite.gm.graph))
         states = None if traced_from is None or not self.stateful_layers else states_of(traced_from)
         self.traced_with = "" if states is None else states.name
         # Dynamo runs one graph for several models of a class: each passes the self-check, known by one of its tensors.
@@ -136,10 +136,10 @@ def recorded_graphs() -> Iterator[list[CompiledGraph]]:
         _recording.graphs = outer
 
 
-def _stateful_layers(graph: fx.Graph) -> int:
-    """How many recurrent layers the ops of a graph stand for."""
+def recurrent_layer_ids(graph: fx.Graph) -> set[int]:
+    """Ids of the recurrent layers that the ops of a graph stand for."""
     nodes = [node for node in graph.nodes if node.target in WITH_STATE]
-    return len({node.args[[argument.name for argument in node.target._schema.arguments].index("layer_id")] for node in nodes})
+    return {node.args[[argument.name for argument in node.target._schema.arguments].index("layer_id")] for node in nodes}
 
 
 def _check_layers(graph: Sequence[AttentionSpec], pool: Sequence[AttentionSpec]) -> None:

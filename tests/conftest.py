@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.order import sort_by_seconds
-from tests.overlap import ROOT, runs_both_ways
+from tests.overlap import ROOT, runs_both_ways, slow_in_overlap
 from tests.quick import function_and_case, slow_tests
 
 _STARTED = time.perf_counter()
@@ -96,6 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         modules = {item: ".".join(item.path.relative_to(ROOT).with_suffix("").parts) for item in items}
         config.hook.pytest_deselected(items=[item for item in items if not runs_both_ways(modules[item])])
         items[:] = [item for item in items if runs_both_ways(modules[item])]
+        slow = slow_in_overlap()
     for item in items:
         function, case = function_and_case(item.nodeid)
         if function in slow and (slow[function] is None or slow[function] != case):

@@ -1,7 +1,8 @@
 """Which test modules `make overlap` runs again: those whose engines run as PAGED_ATTN_TEST_OVERLAP says.
 
 That is tests.engine.models.OVERLAP and what is made with it. A module that imports none of it, and nothing of another module of tests that
-does, and is under no conftest that does, runs the same tests both times.
+does, and is under no conftest that does, runs the same tests both times. Of the slow functions (tests/quick.py) it runs those of
+overlap.txt: all cases, or the one that is named there.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import ast
 from functools import cache
 from pathlib import Path
 
+from tests.quick import slow_tests
+
 ROOT = Path(__file__).parent.parent
 SOURCE = "tests.engine.models"
 SET_BY_IT = ("OVERLAP", "make_engine", "make_llm")
+SLOW_TOO = Path(__file__).with_name("overlap.txt")
 
 
 def file_of(module: str) -> Path | None:
@@ -50,3 +54,9 @@ def runs_both_ways(module: str) -> bool:
             if other not in seen:
                 left.append(other)
     return False
+
+
+def slow_in_overlap() -> dict[str, str | None]:
+    """As `slow_tests`, with what overlap.txt names run after all."""
+    runs = slow_tests(SLOW_TOO)
+    return {function: runs.get(function, case) for function, case in slow_tests().items() if runs.get(function, "") is not None}

@@ -23,10 +23,10 @@ def function_and_case(node: str) -> tuple[str, str]:
     return function, case.removesuffix("]")
 
 
-def slow_tests() -> dict[str, str | None]:
+def slow_tests(path: Path = SLOW) -> dict[str, str | None]:
     """Functions that take long, and the case of each that is quick; None if there is none."""
     found: dict[str, str | None] = {}
-    for line in SLOW.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         function, _, kept = line.partition(" keep ")
         found[function] = kept or None
     return found

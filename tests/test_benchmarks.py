@@ -194,3 +194,15 @@ def test_hf_generate_times_every_system(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert [(row["system"], row["batch"]) for row in rows] == [(s, b) for s in ("static", "custom_generate", "compile") for b in (1, 4)]
     assert all(row["tokens_as_first_system"] == 1 and row["tokens_per_s"] > 0 and row["ratio_to_static"] > 0 for row in rows)
+
+
+def test_experts_beside_other_backends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    experts, out = script("experts"), tmp_path / "experts.json"
+    monkeypatch.setattr(experts, "SHAPES", {"tiny": experts.Shape(4, 2, 64, 32)})
+    arguments = ["--shape", "tiny", "--tokens", "1", "--beside", "one_by_one", "sgl_kernel", "--json", str(out)]
+    monkeypatch.setattr("sys.argv", ["experts", *arguments])
+    experts.main()
+    row = json.loads(out.read_text())["tiny"][0]
+    assert row["one_by_one_us"] > 0 and row["one_by_one_error"] == 0 and capsys.readouterr().out.startswith("tiny {")
+    if not torch.cuda.is_available():
+        assert "runs on cuda, not on cpu" in row["sgl_kernel_refused"]

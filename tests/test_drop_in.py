@@ -15,7 +15,7 @@ from paged_attn.attn_ops.errors import ContextError
 from paged_attn.dynamo_backend import graphs_of
 from tests.covering import every_pair
 from tests.oracle import greedy, random_prompts
-from tests.tiny_models import build
+from tests.tiny_models import build_short
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _fresh_dynamo():
 )
 def test_same_logits_for_any_batch_shape(name: str, shape: tuple[int, int], by_keyword: bool) -> None:
     """Called with ids alone, and as a model without a cache is."""
-    model = build(name)
+    model = build_short(name)
     compiled = torch.compile(model, backend="paged_attn")
     ids = torch.randint(2, 96, shape)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_same_logits_for_any_batch_shape(name: str, shape: tuple[int, int], by_k
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text", "gpt2"])
 def test_same_logits_with_a_padded_attention_mask(name: str) -> None:
-    model = build(name)
+    model = build_short(name)
     compiled = torch.compile(model, backend="paged_attn")
     ids, mask = torch.randint(2, 96, (3, 13)), torch.ones(3, 13, dtype=torch.int64)
     mask[0, :5] = 0
@@ -52,7 +52,7 @@ def test_same_logits_with_a_padded_attention_mask(name: str) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_generate_works_as_before(in_place: bool) -> None:
-    model = build("gemma3_text")
+    model = build_short("gemma3_text")
     ids, mask = torch.randint(2, 96, (2, 11)), torch.ones(2, 11, dtype=torch.int64)
     mask[0, :4] = 0
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
@@ -92,12 +92,12 @@ def _serve(compiled: nn.Module, prompts: list[list[int]], new_tokens: int) -> li
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama4_text", "deepseek_v3"])
 def test_a_paged_batch_gives_the_models_own_tokens(name: str) -> None:
-    model, prompts = build(name), random_prompts((1, 5, 17, 33))
+    model, prompts = build_short(name), random_prompts((1, 5, 17, 33))
     assert _serve(torch.compile(model, backend="paged_attn"), prompts, 8) == [greedy(model, p, 8) for p in prompts]
 
 
 def test_all_lengths_share_one_compile() -> None:
-    model = build("qwen3")
+    model = build_short("qwen3")
     compiled = torch.compile(model, backend="paged_attn", fullgraph=True)
     pool = KVPool(attention_layers(compiled), 600, 1, torch.float32)
     torch._dynamo.utils.counters.clear()
@@ -114,7 +114,7 @@ def test_all_lengths_share_one_compile() -> None:
 
 
 def test_a_second_compile_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = build("llama")
+    model = build_short("llama")
     compiled = torch.compile(model, backend="paged_attn")
     layers = attention_layers(compiled)
     batch = Batch.build([BatchRequest([5, 6, 7], [1])], 16)
@@ -126,7 +126,7 @@ def test_a_second_compile_is_a_warning(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_outside_inputs_and_wrong_inputs_under_a_context() -> None:
-    model = build("llama")
+    model = build_short("llama")
     compiled = torch.compile(model, backend="paged_attn")
     pool = KVPool(attention_layers(compiled), 8, 16, torch.float32)
     batch = Batch.build([BatchRequest([5, 6, 7], [1]), BatchRequest([8], [2])], 16)
@@ -138,7 +138,7 @@ def test_outside_inputs_and_wrong_inputs_under_a_context() -> None:
             compiled(input_ids=batch.input_ids[None], attention_mask=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
         with pytest.raises(UnsupportedError, match=r"forward context is active.*batch size"):
             compiled(input_ids=torch.ones(2, 4, dtype=torch.int64), use_cache=False)
-    wrong_layers = KVPool(attention_layers(torch.compile(build("mistral"), backend="paged_attn")), 8, 16, torch.float32)
+    wrong_layers = KVPool(attention_layers(torch.compile(build_short("mistral"), backend="paged_attn")), 8, 16, torch.float32)
     with torch.no_grad(), forward_context(batch, wrong_layers), pytest.raises(ContextError, match=r"layer 0.*sliding_window"):
         compiled(**batch.model_inputs())
     with torch.no_grad(), forward_context(batch, pool):
@@ -146,7 +146,7 @@ def test_outside_inputs_and_wrong_inputs_under_a_context() -> None:
 
 
 def test_two_threads_run_their_own_batches() -> None:
-    model, prompts = build("llama"), random_prompts((9, 21))
+    model, prompts = build_short("llama"), random_prompts((9, 21))
     compiled = torch.compile(model, backend="paged_attn")
     attention_layers(compiled)
     results: dict[int, list[list[int]]] = {}
@@ -166,7 +166,7 @@ def test_two_threads_run_their_own_batches() -> None:
     ],
 )
 def test_options_are_refused_by_name(options: dict[str, object], error: type[Exception], words: str) -> None:
-    compiled = torch.compile(build("llama"), backend="paged_attn", options=options)
+    compiled = torch.compile(build_short("llama"), backend="paged_attn", options=options)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=words) as raised:
         compiled(torch.tensor([[2, 3]]))
     assert isinstance(raised.value.inner_exception, error)
@@ -200,7 +200,7 @@ def test_an_unproved_mask_raises_and_is_drawn(dynamic: bool) -> None:
 
 
 def test_gradients_are_off_inside_a_context_and_as_before_after_it() -> None:
-    compiled = torch.compile(build("llama"), backend="paged_attn")
+    compiled = torch.compile(build_short("llama"), backend="paged_attn")
     pool = KVPool(attention_layers(compiled), 4, 16, torch.float32)
     for _ in range(3):
         batch = Batch.build([BatchRequest([5, 6, 7], [1])], 16)
@@ -211,7 +211,7 @@ def test_gradients_are_off_inside_a_context_and_as_before_after_it() -> None:
 
 
 def test_a_second_model_that_shares_the_graph_is_checked_as_well() -> None:
-    first, second = build("llama", seed=0), build("llama", seed=1)
+    first, second = build_short("llama", seed=0), build_short("llama", seed=1)
     for model in (first, second):
         compiled, prompts = torch.compile(model, backend="paged_attn"), random_prompts((4, 9))
         assert _serve(compiled, prompts, 4) == [greedy(model, p, 4) for p in prompts]
@@ -221,7 +221,7 @@ def test_a_second_model_that_shares_the_graph_is_checked_as_well() -> None:
 
 def test_a_model_compiled_with_dynamic_true_is_paged_as_well() -> None:
     """Dynamo makes every number symbolic then, scale and window included; they become constants again."""
-    model, prompts = build("mistral"), random_prompts((4, 19))
+    model, prompts = build_short("mistral"), random_prompts((4, 19))
     compiled = torch.compile(model, backend="paged_attn", dynamic=True)
     assert _serve(compiled, prompts, 4) == [greedy(model, p, 4) for p in prompts]
 
@@ -255,13 +255,13 @@ def test_a_bidirectional_model_runs_whole_prompts_in_a_ragged_batch() -> None:
 
 def test_a_part_of_a_broken_forward_says_that_it_is_one() -> None:
     """Its own inputs are hidden states; that the call has no input_ids would be untrue."""
-    model = build("llama")
+    model = build_short("llama")
     mlp = model.model.layers[1].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x) if x.sum().item() < 1e9 else x  # a graph break
     compiled = torch.compile(model, backend="paged_attn")
     batch = Batch.build([BatchRequest([5, 6, 7], [1])], 16)
-    pool = KVPool(attention_layers(build("llama")), 4, 16, torch.float32)
+    pool = KVPool(attention_layers(build_short("llama")), 4, 16, torch.float32)
     words = "broke the model's forward into several graphs, of which it is one.*fullgraph=True"
     with pytest.raises(UnsupportedError, match=words) as told, torch.no_grad(), forward_context(batch, pool):
         compiled(**batch.model_inputs())

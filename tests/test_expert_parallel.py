@@ -78,6 +78,15 @@ def test_the_model_is_left_as_it_was_found(seen: list[dict[str, Any]]) -> None:
     assert all((got := on_both(seen, "left as found")).values()), got
 
 
+def test_what_one_rank_alone_suspects_is_looked_into_by_all(seen: list[dict[str, Any]]) -> None:
+    """Each further run of the model takes all ranks, and so do the tokens that follow."""
+    assert on_both(seen, "one rank's suspect, explained") == of_zoo("mixtral")
+    (kind, elsewhere), (other_kind, words) = (each["one rank's suspect"] for each in seen)
+    assert kind == other_kind == "UnsupportedError"
+    assert "self-check failed on another rank" in elsewhere
+    assert "self-check failed on rank 1 of 2" in words and "among a planted step" in words
+
+
 @newest_only
 def test_tokens_are_not_sent(seen: list[dict[str, Any]]) -> None:
     kind, words = on_both(seen, "sent tokens")

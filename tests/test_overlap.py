@@ -6,7 +6,8 @@ import ast
 
 import pytest
 
-from tests.overlap import ROOT, SET_BY_IT, file_of, runs_both_ways
+from tests.overlap import ROOT, SET_BY_IT, SLOW_TOO, file_of, runs_both_ways, slow_in_overlap
+from tests.quick import slow_tests
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,15 @@ def test_what_the_source_makes_with_it_is_listed() -> None:
         function.name for function in functions if {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} & set(SET_BY_IT)
     }
     assert {"OVERLAP", *uses} == set(SET_BY_IT)
+
+
+def test_slow_functions_that_it_runs_too_are_slow_and_depend_on_it() -> None:
+    functions = slow_tests(SLOW_TOO)
+    assert functions.keys() <= slow_tests().keys()
+    assert all(runs_both_ways(function.partition("::")[0].removesuffix(".py").replace("/", ".")) for function in functions)
+
+
+def test_it_runs_the_cases_that_its_list_names() -> None:
+    named, slow, left = slow_tests(SLOW_TOO), slow_tests(), slow_in_overlap()
+    assert {function: left.get(function) for function in named} == named and None in named.values()
+    assert all(left[function] == slow[function] for function in slow.keys() - named.keys())

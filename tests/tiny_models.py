@@ -22,6 +22,8 @@ LONG_ROPE: dict[str, Any] = {
     "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.08, 1.1, 1.1, 1.2]},
     "original_max_position_embeddings": 64,
 }
+# Two layers that are of as many kinds as three.
+OF_TWO_LAYERS: dict[str, dict[str, Any]] = {"gpt2": {"n_layer": 2}, "llama4_text": {"no_rope_layers": [1, 0]}}
 MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -67,3 +69,9 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **ove
             if hasattr(module, "e_score_correction_bias"):
                 module.e_score_correction_bias.copy_(torch.randn_like(module.e_score_correction_bias) * 0.1)
     return model.eval()
+
+
+def build_short(name: str, **overrides: Any) -> PreTrainedModel:
+    """`build` with two layers instead of three, a first and a last one of each kind: for tests that trace anew, or check on numbers again
+    and again, which takes as long as there are layers. Pieces that layers share, and layers in the middle, are with `build`."""
+    return build(name, **{"num_hidden_layers": 2, **OF_TWO_LAYERS.get(name, {}), **overrides})

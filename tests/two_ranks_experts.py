@@ -15,9 +15,13 @@ from torch.distributed.tensor import DTensor
 from paged_attn import LLM
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.routing import ROUTE
+from paged_attn.check import self_check
+from paged_attn.check.compare.suspects import Suspect
+from paged_attn.check.runs.steps import LONGEST
+from paged_attn.check.runs.truth import LOGITS
 from paged_attn.parallel.distributed_config import distributed_config
 from paged_attn.parallel.shard import shard
-from tests.two_ranks import GREEDY, PROMPTS, SETTINGS, cached_graphs, captured, error_of, main, read_in_shards, sharded, tokens_of
+from tests.two_ranks import GREEDY, PROMPTS, RANK, SETTINGS, cached_graphs, captured, error_of, main, read_in_shards, sharded, tokens_of
 from tests.zoo.build import build
 
 
@@ -69,6 +73,24 @@ def sent_tokens() -> list[str]:
     return error_of(lambda: LLM(model, **SETTINGS, compile=False))
 
 
+def suspected_by_one_rank(off: float) -> list[Any]:
+    """One row of the logits is off by so much on rank 1 alone, as where rounding chooses an expert otherwise that only rank 1 has."""
+    original = self_check.compare_ragged
+
+    def compared(served: Any, truth: Any, noise: Any) -> list[Suspect]:
+        found = original(served, truth, noise)
+        if RANK == 1:
+            row = truth.rows(LONGEST, LOGITS)[3]
+            found.append(Suspect(LOGITS, LONGEST, 3, 1.0, 0.01, row + off * row.norm(), "a planted step"))
+        return found
+
+    self_check.compare_ragged = compared
+    try:
+        return tokens_of(tiny("mixtral")) if off == 0 else error_of(lambda: LLM(tiny("mixtral"), **SETTINGS))
+    finally:
+        self_check.compare_ragged = original
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "qwen3_moe rewritten": lambda: served(sharded("qwen3_moe", expert_parallel=True)),
     "gpt_oss hooked": lambda: served(tiny("gpt_oss"), compiled=False),
@@ -81,6 +103,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "read in shards": lambda: read_in_shards("qwen3_moe", **vars(distributed_config(2, True))),
     "left as found": left_as_found,
     "sent tokens": sent_tokens,
+    "one rank's suspect, explained": lambda: suspected_by_one_rank(0.0),
+    "one rank's suspect": lambda: suspected_by_one_rank(1.0),
 }
 
 

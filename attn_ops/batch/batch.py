@@ -42,7 +42,8 @@ class Batch:
     """R requests in one row of T tokens; rows at and past `num_tokens` are padding.
 
     Device tensors: input_ids, positions, slots [T] int64; page_table [R, max_pages] int32; seq_lens (tokens in cache after
-    this step), query_lens (new tokens), state_slots (0: none) [R] int32; query_start [R + 1] int32 (exclusive prefix sum of query_lens);
+    this step), query_lens (new tokens), state_slots (0: none), request_lens (all tokens, those of later steps included) [R] int32;
+    query_start [R + 1] int32 (exclusive prefix sum of query_lens);
     logits_rows [N] int64, the rows whose logits are wanted, of which the first `num_logits` are real.
     A slot is `page * page_size + offset`; padding writes to slot 0, in the reserved page 0.
     page_table_host mirrors the columns of page_table that this step fills, where the batch was built here; do not write to it.
@@ -66,6 +67,7 @@ class Batch:
     query_start: Tensor
     logits_rows: Tensor
     state_slots: Tensor
+    request_lens: Tensor
     seq_lens_host: tuple[int, ...]
     query_lens_host: tuple[int, ...]
     state_slots_host: tuple[int, ...] = ()
@@ -122,7 +124,8 @@ class Batch:
         num_real, num_tokens, num_logits = len(columns), len(columns.tokens), int(logits.sum())
         seq_lens = cached + new
         need = (seq_lens + (page_size - 1)) // page_size  # pages
-        if ((cached | (new - 1) | (counts - need) | logits | (new - logits)) < 0).any():
+        later = 0 if columns.lengths is None else columns.lengths - seq_lens
+        if ((cached | (new - 1) | (counts - need) | logits | (new - logits) | later) < 0).any():
             refuse(columns.rows(), page_size)
         one_each = num_tokens == num_real == num_logits  # as each has one token at least, and no more logits than tokens
         if shape is None:
@@ -139,7 +142,8 @@ class Batch:
         else:
             packed = buffers.pack(shape, num_requests, width)
         ids, positions, logits_rows, *rest = packed.host
-        slots, (seq_lens_out, query_lens_out, query_start, state_slots, *flat_tables) = rest[:num_groups], rest[num_groups:]
+        slots, lengths_out = rest[:num_groups], rest[num_groups:]
+        seq_lens_out, query_lens_out, query_start, state_slots, request_lens, *flat_tables = lengths_out
         full_tables = [flat.reshape(num_requests, width) for flat in flat_tables]
         table = full_tables[0][:num_real]
         ids[:num_tokens], table[:] = columns.tokens, columns.page_table
@@ -154,6 +158,7 @@ class Batch:
             refuse(columns.rows(), page_size)
 
         seq_lens_out[:num_real], query_lens_out[:num_real], state_slots[:num_real] = seq_lens, new, columns.state_slots
+        request_lens[:num_real] = seq_lens if columns.lengths is None else columns.lengths
         if one_each:
             position, owner, last = cached, np.arange(num_real), np.arange(num_real)
             query_start[:] = np.arange(num_requests + 1)
@@ -171,11 +176,11 @@ class Batch:
             logits_rows[:num_logits] = last
             logits_rows[num_logits:] = last[-1]
         if num_dummies:
-            seq_lens_out[num_real:] = query_lens_out[num_real:] = 1
+            seq_lens_out[num_real:] = query_lens_out[num_real:] = request_lens[num_real:] = 1
             logits_rows[:] = np.arange(num_requests)
         input_ids, position_ids, rows, *device_rest = packed.to_device()
-        slot_ids, lengths = device_rest[:num_groups], device_rest[num_groups : num_groups + 4]
-        tables = [flat.view(num_requests, width) for flat in device_rest[num_groups + 4 :]]
+        slot_ids, lengths = device_rest[:num_groups], device_rest[num_groups : num_groups + 5]
+        tables = [flat.view(num_requests, width) for flat in device_rest[num_groups + 5 :]]
         if buffers is not None and shape.requests is not None:
             tables = [buffers.place_table(each, group) for group, each in enumerate(tables)]
         groups = tuple(map(GroupTable, slot_ids, tables, full_tables)) if num_groups > 1 else ()
@@ -193,6 +198,7 @@ class Batch:
             query_start=lengths[2],
             logits_rows=rows,
             state_slots=lengths[3],
+            request_lens=lengths[4],
             seq_lens_host=(*seq_lens.tolist(), *(1,) * num_dummies),
             query_lens_host=(1,) * num_requests if one_each else tuple(new.tolist()),
             state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),

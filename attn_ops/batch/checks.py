@@ -43,5 +43,10 @@ def _check(index: int, request: BatchRequest, page_size: int) -> None:
         )
     if (lowest := min(request.pages[:need])) < 1:
         raise ValueError(f"request {index} lists page {lowest}; page 0 is reserved for padding, so take pages from a PageAllocator")
+    if request.length and request.length < request.num_cached + count:
+        raise ValueError(
+            f"request {index} has length={request.length}; allowed are 0 and {request.num_cached + count} and above, as it has "
+            f"{request.num_cached} cached and {count} new tokens in this step"
+        )
     if not 0 <= request.num_logits <= count:
         raise ValueError(f"request {index} wants {request.num_logits} logits of {count} new tokens; allowed are 0 to {count}")

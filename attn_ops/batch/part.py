@@ -40,6 +40,7 @@ def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
         query_start=on_device[2 * len(seq) :],
         logits_rows=batch.logits_rows[:0],
         state_slots=batch.state_slots[which],
+        request_lens=batch.request_lens[which],
         seq_lens_host=tuple(seq),
         query_lens_host=tuple(new),
         state_slots_host=tuple(batch.state_slots_host[r] for r in requests) if batch.state_slots_host else (),

@@ -30,6 +30,8 @@ class BatchRequest(NamedTuple):
         num_logits: how many of the last tokens want logits (0 for a chunk that is not the prompt's last).
         state_slot: of its recurrent state, for models that have one.
         checkpoints: which of its states on the way are kept, ascending.
+        length: tokens that the request has now, those of later steps included; 0: none come later. Matters to models whose rotary
+            embedding follows the length of the call (longrope).
     """
 
     tokens: Sequence[int]
@@ -38,6 +40,7 @@ class BatchRequest(NamedTuple):
     num_logits: int = 1
     state_slot: int = 0
     checkpoints: Sequence[StateCheckpoint] = ()
+    length: int = 0
 
 
 class RequestColumns:
@@ -48,14 +51,15 @@ class RequestColumns:
         page_table: [R, width] int32, zeros past the `num_pages` of a row.
         num_pages, num_cached, num_new, num_logits, state_slots: [R] int64.
         lora_slots: [R] int64, of each request its adapter or -1; None if none has any.
+        lengths: [R] int64, of each request its tokens now, those of later steps included; None: none come later.
         checkpoints: by index, of those requests that have any.
         group_tables: [groups - 1, R, width] int32, the page tables of the groups of layers after the first; None without groups. Where
             there are any, `page_table` and these have 0 for pages that were given back, whose tokens no query of the step sees.
     """
 
     __slots__ = (
-        "checkpoints", "group_tables", "lora_slots", "num_cached", "num_logits", "num_new", "num_pages", "page_table", "state_slots",
-        "tokens",
+        "checkpoints", "group_tables", "lengths", "lora_slots", "num_cached", "num_logits", "num_new", "num_pages", "page_table",
+        "state_slots", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -70,10 +74,11 @@ class RequestColumns:
         lora_slots: NDArray[np.int64] | None = None,
         checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
         group_tables: NDArray[np.int32] | None = None,
+        lengths: NDArray[np.int64] | None = None,
     ) -> None:
         self.tokens, self.page_table, self.num_pages, self.num_cached = tokens, page_table, num_pages, num_cached
         self.num_new, self.num_logits, self.state_slots, self.lora_slots = num_new, num_logits, state_slots, lora_slots
-        self.checkpoints, self.group_tables = checkpoints or {}, group_tables
+        self.checkpoints, self.group_tables, self.lengths = checkpoints or {}, group_tables, lengths
 
     @classmethod
     def of(cls, requests: Sequence[BatchRequest] | RequestColumns) -> RequestColumns:
@@ -84,14 +89,15 @@ class RequestColumns:
         """
         if isinstance(requests, RequestColumns):
             return requests
-        tokens, pages, cached, logits, slots, kept = zip(*requests, strict=True) if requests else ((),) * 6
+        tokens, pages, cached, logits, slots, kept, lengths = zip(*requests, strict=True) if requests else ((),) * 7
         num_new, num_pages = list(map(len, tokens)), list(map(len, pages))
-        num_cached, num_logits, state_slots, new, counts = _integers(cached, logits, slots, num_new, num_pages)
+        num_cached, num_logits, state_slots, length, new, counts = _integers(cached, logits, slots, lengths, num_new, num_pages)
         joined, table = np.empty(sum(num_new), np.int64), np.empty((len(pages), max(num_pages, default=1)), np.int32)
         write_joined(joined, tokens, "tokens")
         write_table(table, pages, "pages")
         checkpoints = {index: each for index, each in enumerate(kept) if each}
-        return cls(joined, table, counts, num_cached, new, num_logits, state_slots, checkpoints=checkpoints)
+        total = np.where(length != 0, length, num_cached + new)
+        return cls(joined, table, counts, num_cached, new, num_logits, state_slots, checkpoints=checkpoints, lengths=total)
 
     @property
     def all_decode(self) -> bool:
@@ -106,7 +112,13 @@ class RequestColumns:
         ends = self.num_new.cumsum().tolist()
         starts, numbers = [0, *ends], zip(self.num_cached.tolist(), self.num_logits.tolist(), self.state_slots.tolist(), strict=True)
         return [
-            BatchRequest(self.tokens[start:end].tolist(), table[:pages].tolist(), *others, self.checkpoints.get(index, ()))
+            BatchRequest(
+                self.tokens[start:end].tolist(),
+                table[:pages].tolist(),
+                *others,
+                self.checkpoints.get(index, ()),
+                0 if self.lengths is None else self.lengths.item(index),
+            )
             for index, (start, end, table, pages, others) in enumerate(
                 zip(starts, ends, self.page_table, self.num_pages.tolist(), numbers, strict=False)
             )
@@ -118,6 +130,6 @@ def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:
     try:
         packed = struct.pack(f"{len(rows) * len(rows[0])}q", *chain.from_iterable(rows))
     except struct.error:
-        names = "num_cached, num_logits and state_slot"
-        raise ValueError(f"{names} must be integers; got {rows[0]}, {rows[1]} and {rows[2]}") from None
+        names = "num_cached, num_logits, state_slot and length"
+        raise ValueError(f"{names} must be integers; got {rows[0]}, {rows[1]}, {rows[2]} and {rows[3]}") from None
     return np.frombuffer(packed, np.int64).reshape(len(rows), -1)

@@ -126,7 +126,8 @@ def _corners(table: Tensor) -> Callable[[int, int], tuple[Tensor, Tensor]]:
 
 def fields(shape: StepShape, num_requests: int, num_pages: int, num_groups: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of a step's int64 fields (input_ids, positions, logits_rows, slots of each group) and int32 fields (seq_lens,
-    query_lens, query_start, state_slots, page_table of each group). Tables come last: their width changes from step to step."""
-    lengths = (num_requests, num_requests, num_requests + 1, num_requests)
+    query_lens, query_start, state_slots, request_lens, page_table of each group). Tables come last: their width changes from step to
+    step."""
+    lengths = (num_requests, num_requests, num_requests + 1, num_requests, num_requests)
     wide = (shape.rows, shape.rows, shape.logits, *(shape.rows,) * num_groups)
     return wide, (*lengths, *(num_requests * num_pages,) * num_groups)

@@ -65,6 +65,10 @@ class KVPool:
         else:
             self._keys, self._values = self._views()
 
+    def release(self) -> None:
+        """Give the memory back, whoever still has views of it; nobody may touch them afterwards."""
+        self.storage.untyped_storage().resize_(0)
+
     def _views(self) -> tuple[list[Tensor], list[Tensor]]:
         page_size = self.page_size
         keys: list[Tensor] = []

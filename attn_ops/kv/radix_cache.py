@@ -9,13 +9,13 @@ Lock a match before anything that may evict: until then its pages can be freed u
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from paged_attn.attn_ops.kv.eviction import DEFAULT_POLICY, EvictionPolicy, EvictionQueue
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
-from paged_attn.attn_ops.kv.radix_invariants import check_tree
 from paged_attn.attn_ops.kv.radix_node import RadixNode
+from paged_attn.attn_ops.ranked_queue import RankedQueue
 
 
 class Match(NamedTuple):
@@ -48,35 +48,31 @@ class RadixCache:
 
     Args:
         allocator: owns the pages; evicted ones are returned to it. Gives the page size.
-        policy: which unlocked leaf to evict first.
+        rank: of an unlocked leaf: the lowest goes first, by default what no match or insert has gone through for longest. It is asked again
+            whenever the node is used, unlocked, split or becomes a leaf, and may depend on the node, but not on time or on other nodes.
         on_payload_removed: told of each payload that leaves the tree: detached, replaced, or gone with its node.
     """
 
     def __init__(
         self,
         allocator: PageAllocator,
-        policy: EvictionPolicy = DEFAULT_POLICY,
+        rank: Callable[[RadixNode], Any] = operator.attrgetter("last_access"),
         on_payload_removed: Callable[[Any], None] | None = None,
     ) -> None:
         self.page_size = allocator.page_size
         self._allocator = allocator
-        self._queue = EvictionQueue(policy)
+        self._rank = rank
+        self._queue: RankedQueue[RadixNode] = RankedQueue()  # of what can be evicted
         self._roots: dict[Hashable, RadixNode] = {}
         self._owned: set[int] = set()
         self._evictable = 0
         self._tick = 0
-        self._num_payloads = 0
         self._on_payload_removed = on_payload_removed
 
     @property
     def num_pages(self) -> int:
         """Pages that the tree owns."""
         return len(self._owned)
-
-    @property
-    def num_payloads(self) -> int:
-        """Nodes that carry a payload."""
-        return self._num_payloads
 
     @property
     def evictable_pages(self) -> int:
@@ -179,8 +175,8 @@ class RadixCache:
             self._roots[namespace] = root
             self._owned.update(new_pages)
             self._evictable += len(new_pages)
-            self._queue.update(node)
-            self._queue.update(leaf)
+            self._rank_anew(node)
+            self._rank_anew(leaf)
             node = leaf
         return Inserted(node, duplicates)
 
@@ -218,15 +214,12 @@ class RadixCache:
             raise ValueError(f"cannot attach {payload!r} to {node}; match or insert at least a page, and give a payload other than None")
         self.detach(node)
         node.payload = payload
-        self._num_payloads += 1
 
     def detach(self, node: RadixNode) -> None:
         """Takes the payload off `node`, if it has one."""
         payload, node.payload = node.payload, None
-        if payload is not None:
-            self._num_payloads -= 1
-            if self._on_payload_removed is not None:
-                self._on_payload_removed(payload)
+        if payload is not None and self._on_payload_removed is not None:
+            self._on_payload_removed(payload)
 
     def cut_to_payload(self, match: Match) -> Match:
         """The longest part of a match that ends at a node with a payload; without one the empty match."""
@@ -249,7 +242,8 @@ class RadixCache:
             raise ValueError(f"asked to evict {num_pages} pages, but the count must be 0 or more")
         freed: list[int] = []
         removed: list[RadixNode] = []
-        while len(freed) < num_pages and (node := self._queue.pop()) is not None:
+        while len(freed) < num_pages and (node := self._queue.first()) is not None:
+            self._queue.discard(node)
             surplus = len(freed) + len(node.pages) - num_pages
             if surplus > 0:
                 node.split(surplus, self.page_size)
@@ -266,17 +260,6 @@ class RadixCache:
     def clear(self) -> int:
         """Evicts everything that is not locked; returns how many pages were freed."""
         return self.evict(self._evictable)
-
-    def check_invariants(self) -> None:
-        """Checks the whole tree, in O(its size); for tests.
-
-        Raises:
-            AssertionError: the tree, its counters or the allocator disagree.
-        """
-        pages, unlocked, payloads = check_tree(self._roots, self._queue, self._allocator)
-        assert pages == self._owned, f"the tree holds pages {sorted(pages)}, but owns {sorted(self._owned)}"
-        assert unlocked == self._evictable, f"{unlocked} pages are unlocked, but {self._evictable} are counted"
-        assert payloads == self._num_payloads, f"{payloads} nodes have payloads, but {self._num_payloads} are counted"
 
     def _aligned(self, tokens: Sequence[int]) -> list[int]:
         # The elements of a tensor hash by identity: they would never match, without a word.
@@ -301,13 +284,13 @@ class RadixCache:
             shared = child.shared_pages(tokens, position, self.page_size)
             if shared < len(child.pages):
                 upper = child.split(shared, self.page_size)
-                self._queue.update(child)
+                self._rank_anew(child)
                 child = upper
             child.last_access = self._tick
             pages += child.pages
             position += shared * self.page_size
             node = child
-        self._queue.update(node)
+        self._rank_anew(node)
         return node, pages
 
     def _check_pages(self, mine: list[int], theirs: list[int]) -> None:
@@ -334,7 +317,7 @@ class RadixCache:
             if was_locked != (above.lock_count > 0):
                 self._evictable += len(above.pages) if was_locked else -len(above.pages)
             above = above.parent
-        self._queue.update(node)
+        self._rank_anew(node)
 
     def _remove(self, node: RadixNode) -> None:
         parent = node.parent
@@ -343,4 +326,11 @@ class RadixCache:
         node.parent = None
         if parent.is_root and not parent.children:
             del self._roots[parent.namespace]
-        self._queue.update(parent)
+        self._rank_anew(parent)
+
+    def _rank_anew(self, node: RadixNode) -> None:
+        """To be called after every change of a node."""
+        if node.is_evictable:
+            self._queue.put(node, self._rank(node))
+        else:
+            self._queue.discard(node)

@@ -37,17 +37,21 @@ class StatePool:
         """Those of all layers."""
         return [state for states in self._states for state in states]
 
+    def release(self) -> None:
+        """Give the memory back, whoever still has views of it; nobody may touch them afterwards."""
+        for state in self.tensors:
+            state.untyped_storage().resize_(0)
+
     def copy(self, source: int, target: int) -> None:
         """Make slot `target` hold what slot `source` holds, in every layer."""
-        for states in self._states:
-            for state in states:
-                state[target].copy_(state[source])
+        for state in self.tensors:
+            state[target].copy_(state[source])
 
     def fill(self, value: float, slot: int | None = None) -> None:
-        """Set one slot, or all of them, to a number (NaN shows who reads what it must not)."""
-        for states in self._states:
-            for state in states:
-                (state if slot is None else state[slot]).fill_(value)
+        """Set one slot, or all of them, to a number (NaN shows who reads what it must not; among integers it is the largest)."""
+        for state in self.tensors:
+            number = value if state.is_floating_point() or value == value else torch.iinfo(state.dtype).max
+            (state if slot is None else state[slot]).fill_(number)
 
     @property
     def slot_bytes(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 _library = torch.library.Library("paged_attn", "DEF")
@@ -30,3 +31,18 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = _
     torch.library.register_fake(f"paged_attn::{name}", fake, lib=_library)
     overload: OpOverload = getattr(torch.ops.paged_attn, name).default
     return overload
+
+
+class GpuKernel:
+    """What computes an op of tensors on a GPU, once `use` was told: so this room knows no backend."""
+
+    def __init__(self) -> None:
+        self._kernel: Callable[..., Any] | None = None
+
+    def use(self, kernel: Callable[..., Any]) -> None:
+        """From now on `kernel` is called with the op's arguments; for what it does not serve it returns None."""
+        self._kernel = kernel
+
+    def __call__(self, tensor: Tensor, *arguments: Any) -> Any:
+        """Its result; None for a tensor that lies elsewhere, and for what no kernel serves."""
+        return self._kernel(tensor, *arguments) if self._kernel is not None and tensor.is_cuda else None

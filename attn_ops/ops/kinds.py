@@ -14,7 +14,7 @@ from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.ops.module import MODULE
-from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS, REQUEST_LENGTHS
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.ops.recurrent import RECURRENT_LAYER
 from paged_attn.attn_ops.ops.routing import ROUTE
@@ -30,7 +30,8 @@ class OpKind:
     Attributes:
         splits: it runs between pieces, since it reads the forward context or can not be captured.
         in_full_graphs: it neither waits for the GPU nor takes a shape from data, so that it may be captured with a whole decode step.
-        on_disk: its arguments mean the same in every process, so that the graph cache may keep its graph. Indices of Python objects do not.
+        on_disk: its arguments mean the same in every process, so that the graph cache may keep its graph. Indices of Python objects do not,
+            but for those of recurrent layers, which are found in each process and are part of the name that a graph is kept under.
     """
 
     op: OpOverload
@@ -44,14 +45,15 @@ KINDS = (
     OpKind(LATENT_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(DUAL_CHUNK_ATTENTION, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(RECOMPUTE_ATTENTION, splits=True, in_full_graphs=False, on_disk=False),
-    OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=True, on_disk=False),  # no full ones where a layer is not `in_graphs`
-    OpKind(SHORT_CONV, splits=True, in_full_graphs=True, on_disk=False),
-    OpKind(GATED_DELTA_RULE, splits=True, in_full_graphs=True, on_disk=False),
-    OpKind(KDA, splits=True, in_full_graphs=True, on_disk=False),
-    OpKind(MAMBA2_SCAN, splits=True, in_full_graphs=True, on_disk=False),
-    OpKind(MAMBA1_SCAN, splits=True, in_full_graphs=True, on_disk=False),
+    OpKind(RECURRENT_LAYER, splits=True, in_full_graphs=True, on_disk=True),  # no full ones where a layer is not `in_graphs`
+    OpKind(SHORT_CONV, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(GATED_DELTA_RULE, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(KDA, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(MAMBA2_SCAN, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(MAMBA1_SCAN, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(MODULE, splits=True, in_full_graphs=False, on_disk=False),
     OpKind(BATCH_POSITIONS, splits=True, in_full_graphs=True, on_disk=True),
+    OpKind(REQUEST_LENGTHS, splits=True, in_full_graphs=True, on_disk=True),
     OpKind(EXPERTS, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(ROUTE, splits=False, in_full_graphs=True, on_disk=True),
     OpKind(LINEAR, splits=False, in_full_graphs=True, on_disk=True),

@@ -1,7 +1,11 @@
-"""`torch.ops.paged_attn.module_with_output`: a captured graph calls a module of the model that torch.compile can not trace.
+"""Two ops by which a captured graph calls a module of the model as it is.
 
-Such a module branches on its data (a loop over the experts that got a token). It must compute each token by itself; the engine's
-self-check proves that. It mutates `output` alone and is a split point, so that it runs between compiled pieces.
+`torch.ops.paged_attn.module_with_output` is for one that branches on its data (a loop over the experts that got a token). It must compute
+each token by itself; the engine's self-check proves that. It mutates `output` alone and is a split point, so that it runs between compiled
+pieces.
+
+`torch.ops.paged_attn.module_on_all_tokens` is for one that mixes tokens in a way that is neither attention nor a recurrence. It is given
+one sequence from its beginning on; in a paged model it is part of the program of a layer that is recomputed (`ops/recompute.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import ContextError
@@ -30,10 +35,26 @@ def register_module(module: nn.Module, call: Callable[[nn.Module, Sequence[Tenso
 
 def _run(inputs: Sequence[Tensor], output: Tensor, module_id: int) -> None:
     """inputs: what the module is given; output: in the shape of what it returns."""
+    output.copy_(_call(inputs, module_id))
+
+
+def _call(inputs: Sequence[Tensor], module_id: int) -> Tensor:
     module = _modules.get(module_id)
     if module is None:
         raise ContextError(f"the graph calls module {module_id}, which no longer exists; keep the model alive as long as its engine")
-    output.copy_(_calls[module_id](module, inputs))
+    return _calls[module_id](module, inputs)
 
 
 MODULE = define_op("module_with_output(Tensor[] inputs, Tensor(a!) output, int module_id) -> ()", _run)
+
+
+def _run_on_all(inputs: Sequence[Tensor], like: int, module_id: int) -> Tensor:
+    return _call(inputs, module_id)[:, None]
+
+
+def _like_input(inputs: Sequence[Tensor], like: int, module_id: int) -> Tensor:
+    return torch.empty_like(inputs[like])[:, None]
+
+
+# inputs: what the module is given, of one sequence; returns [1, 1, T, width], shaped like inputs[like] [1, T, width].
+MODULE_ON_ALL_TOKENS = define_op("module_on_all_tokens(Tensor[] inputs, int like, int module_id) -> Tensor", _run_on_all, _like_input)

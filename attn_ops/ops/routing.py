@@ -5,33 +5,23 @@ It reads nothing but its operands, so that it stays inside a piece and inside ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.ops.define import GpuKernel, define_op
 from paged_attn.attn_ops.specs.routing import Routing
 
-Route = Callable[[Tensor, Tensor | None, Routing, torch.dtype], tuple[Tensor, Tensor] | None]
-_on_gpu: Route | None = None
-
-
-def use_route(route: Route) -> None:
-    """From now on `route` computes what lies on a GPU; for what it does not serve it returns None."""
-    global _on_gpu
-    _on_gpu = route
+ROUTE_KERNEL = GpuKernel()
 
 
 def _run(
     logits: Tensor, bias: Tensor | None, dtype: torch.dtype, top_k: int, score: str, after: str, groups: int, top_groups: int,
-    group_best: int, hidden: float, renormalise: bool, eps: float, scale: float,
+    group_best: int, hidden: float, renormalise: bool, eps: float, scale: float, rounded: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    routing = Routing(top_k, score, after, groups, top_groups, group_best, hidden, renormalise, eps, scale)
-    if logits.is_cuda and _on_gpu is not None:
-        result = _on_gpu(logits, bias, routing, dtype)
-        if result is not None:
-            return result
+    routing = Routing(top_k, score, after, groups, top_groups, group_best, hidden, renormalise, eps, scale, rounded)
+    result: tuple[Tensor, Tensor] | None = ROUTE_KERNEL(logits, bias, routing, dtype)
+    if result is not None:
+        return result
     weights, ids = routing(logits, bias)
     return weights.to(dtype), ids
 
@@ -44,7 +34,7 @@ def _fake(logits: Tensor, bias: Tensor | None, dtype: torch.dtype, top_k: int, *
 # logits [T, E], bias [E] or none -> weights [T, top_k] of `dtype`, ids [T, top_k] in int64. The numbers behind them: `Routing`.
 ROUTE = define_op(
     "route(Tensor logits, Tensor? bias, ScalarType dtype, int top_k, str score, str after, int groups, int top_groups, int group_best, "
-    "float hidden, bool renormalise, float eps, float scale) -> (Tensor, Tensor)",
+    "float hidden, bool renormalise, float eps, float scale, bool rounded) -> (Tensor, Tensor)",
     _run,
     _fake,
 )

@@ -21,7 +21,7 @@ def gated_delta_extend(
     """query, key [T, key heads, K]; value, output [T, H, V]; g, beta [T, H]; states [slots, H, K, V]."""
     chunks = extends.chunks(CHUNK)
     q, k, v, decay, learned = (chunks.gather(each) for each in (query, key, value, g, beta))
-    q, k = prepared(q, k, value.shape[1], 1, normalise)
+    q, k = prepared(q, k, value.shape[1], normalise)
     total = decay.cumsum(-1)  # [N, H, size]; a filled up token decays nothing
     pairs = decay_between(total)
     learned = learned[..., None]
@@ -41,23 +41,23 @@ def gated_delta_extend(
 def gated_delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, rows: StateRows
 ) -> None:
-    """As `gated_delta_extend`, of the decoding rows."""
+    """As `gated_delta_extend`, of the decoding rows; g may be [T, H, K], as of `kda_extend`."""
     q, k, v, decay, learned = (rows.decoding(each).float() for each in (query, key, value, g, beta))
-    q, k = prepared(q, k, value.shape[1], 1, normalise)
-    now = states[rows.decode_slots].float() * decay.exp()[..., None, None]
+    q, k = prepared(q, k, value.shape[1], normalise)
+    now = states[rows.decode_slots].float() * decay.exp().view(*decay.shape[:2], -1, 1)
     given = (v - (now * k[..., None]).sum(-2)) * learned[..., None]
     now = now + k[..., None] * given[..., None, :]
     rows.put_decoded(output, (now * q[..., None]).sum(-2))
     states[rows.decode_slots] = now.to(states.dtype)
 
 
-def prepared(q: Tensor, k: Tensor, heads: int, dim: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def prepared(q: Tensor, k: Tensor, heads: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """Of unit length where asked for, the query scaled, and each head repeated for the value heads that it serves."""
     if normalise:
         q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPS) for each in (q, k))
     q = q * q.shape[-1] ** -0.5
-    if (repeats := heads // q.shape[dim]) > 1:
-        q, k = q.repeat_interleave(repeats, dim), k.repeat_interleave(repeats, dim)
+    if (repeats := heads // q.shape[1]) > 1:
+        q, k = q.repeat_interleave(repeats, 1), k.repeat_interleave(repeats, 1)
     return q, k
 
 

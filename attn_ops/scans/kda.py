@@ -1,4 +1,5 @@
-"""The gated delta rule with a decay of each channel of the keys: S = diag(exp(g)) S, and then as in `gated_delta.py`.
+"""The gated delta rule with a decay of each channel of the keys: S = diag(exp(g)) S, and then as in `gated_delta.py`, which has
+the step as well.
 
 What is left at token i of a channel that came at token j is exp(G[i] - G[j]), with G the sums of g. Taken apart into exp(G[i]) and
 exp(-G[j]) it overflows where decays are strong. So a chunk is cut once more, into parts: between two parts both factors are taken from the
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.chunks import scan_chunks
 from paged_attn.attn_ops.scans.gated_delta import CHUNK, prepared
-from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+from paged_attn.attn_ops.scans.state_rows import Extends
 
 PART = 16
 
@@ -23,7 +24,7 @@ def kda_extend(
     """query, key [T, key heads, K]; value, output [T, H, V]; g [T, H, K]; beta [T, H]; states [slots, H, K, V]."""
     chunks = extends.chunks(CHUNK)
     q, k, v, decay, learned = (chunks.gather(each) for each in (query, key, value, g, beta[..., None]))
-    q, k = prepared(q, k, value.shape[1], 1, normalise)
+    q, k = prepared(q, k, value.shape[1], normalise)
     total = decay.cumsum(-2)  # [N, H, size, K]; a filled up token decays nothing
     scores, pairs = _scores((q, k), k, total)
     right = torch.cat([v * learned, k * learned * total.exp()], -1)
@@ -35,19 +36,6 @@ def kda_extend(
     )
     chunks.scatter(result.transpose(1, 2), output)
     states[extends.targets] = kept
-
-
-def kda_step(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, rows: StateRows
-) -> None:
-    """As `kda_extend`, of the decoding rows."""
-    q, k, v, decay, learned = (rows.decoding(each).float() for each in (query, key, value, g, beta))
-    q, k = prepared(q, k, value.shape[1], 1, normalise)
-    now = states[rows.decode_slots].float() * decay.exp()[..., None]
-    given = (v - (now * k[..., None]).sum(-2)) * learned[..., None]
-    now = now + k[..., None] * given[..., None, :]
-    rows.put_decoded(output, (now * q[..., None]).sum(-2))
-    states[rows.decode_slots] = now.to(states.dtype)
 
 
 def _scores(lefts: tuple[Tensor, Tensor], right: Tensor, total: Tensor) -> list[Tensor]:

@@ -24,6 +24,7 @@ class Routing:
         hidden: what the choice sees in place of the scores of other groups.
         renormalise: the weights are divided by their sum plus `eps`.
         scale: then multiplied with this.
+        rounded: scores, and their sums with the bias, have the type of the logits (with that of the bias), not float32.
     """
 
     top_k: int
@@ -36,6 +37,7 @@ class Routing:
     renormalise: bool = False
     eps: float = 0.0
     scale: float = 1.0
+    rounded: bool = False
 
     def describe(self) -> str:
         """`top 8 of softmax, renormalised`, for people."""
@@ -43,6 +45,7 @@ class Routing:
         after = "" if self.after == "none" else f", {self.after} of the chosen"
         scale = f", times {self.scale:g}" if self.scale != 1 else ""
         score = "logits" if self.score == "none" else self.score
+        score += " in the type of the logits" * self.rounded
         return f"top {self.top_k} of {score}{groups}{after}{', renormalised' * self.renormalise}{scale}"
 
     def __call__(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -53,7 +56,10 @@ class Routing:
         scores = logits.float()
         if self.score != "none":
             scores = scores.softmax(-1) if self.score == "softmax" else scores.sigmoid()
-        choice = scores if bias is None else scores + bias
+        if self.rounded:
+            scores = scores.to(logits.dtype)
+        choice = (scores if bias is None else scores + bias).float()
+        scores = scores.float()
         if self.groups > 1:
             grouped = choice.view(len(choice), self.groups, -1)
             worth = grouped.topk(self.group_best, dim=-1).values.sum(-1)

@@ -17,6 +17,7 @@ from paged_attn.attn_ops.ops.latent import LatentCall
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport
 from paged_attn.backends.attention.latent.step import attend_to_latents
+from paged_attn.backends.kv_write.store import store_kv
 
 
 @dataclass(slots=True)
@@ -144,6 +145,16 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward_decode(self, plan: Any, call: AttentionCall) -> None:
         """Attend for every real row of a batch in which each request has one new token and a cached context."""
+
+
+class StoringBackend(AttentionBackend):
+    """Base of backends without a kernel of their own for the KV write. Decode steps are one more extension unless they say otherwise."""
+
+    def write_kv(self, plan: Any, call: AttentionCall) -> None:
+        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
+
+    def forward_decode(self, plan: Any, call: AttentionCall) -> None:
+        self.forward_extend(plan, call)
 
 
 def zero_padding(batch: Batch, output: Tensor, lse_out: Tensor | None) -> None:

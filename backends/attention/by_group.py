@@ -82,17 +82,10 @@ class GroupedBackend(AttentionBackend):
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
         raise AssertionError("models with latents have no groups of layers")
 
-    def write_kv(self, plan: GroupPlan, call: AttentionCall) -> None:
-        group, call.layer_id = plan.indices[call.layer_id]
-        self.children[group].write_kv(plan.plans[group], call)
+    def _of_group(self, plan: GroupPlan, call: AttentionCall) -> None:
+        raise AssertionError("the group's own backend is asked: `forward` is its `forward`")
 
-    def forward_extend(self, plan: GroupPlan, call: AttentionCall) -> None:
-        group, call.layer_id = plan.indices[call.layer_id]
-        self.children[group].forward_extend(plan.plans[group], call)
-
-    def forward_decode(self, plan: GroupPlan, call: AttentionCall) -> None:
-        group, call.layer_id = plan.indices[call.layer_id]
-        self.children[group].forward_decode(plan.plans[group], call)
+    write_kv = forward_extend = forward_decode = _of_group
 
 
 def by_group(backend: AttentionBackend, pool: KVPool) -> AttentionBackend:

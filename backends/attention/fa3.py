@@ -27,11 +27,10 @@ from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
 from paged_attn.backends.attention.flash_style import check_pool, finish, for_kernel, kernel_takes, scratch_like, window_of
-from paged_attn.backends.kv_write.store import store_kv
-from paged_attn.backends.needs import Requirement
+from paged_attn.backends.needs import Requirement, importing
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 SINK_HEADS = 64
@@ -60,7 +59,7 @@ class FA3Plan:
     left_pad: Tensor | None
 
 
-class FA3Backend(AttentionBackend):
+class FA3Backend(StoringBackend):
     """FlashAttention 3 on Hopper.
 
     Raises:
@@ -89,11 +88,8 @@ class FA3Backend(AttentionBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        try:
+        with importing(self.name, "sgl_kernel with FlashAttention 3", *self.capabilities.requirements):
             import sgl_kernel.flash_attn  # noqa: F401 (it registers the op)
-        except ImportError as error:
-            install = self.capabilities.requirements[0].install
-            raise ImportError(f"the fa3 backend needs sgl_kernel with FlashAttention 3: {install} (found: {error})") from error
         self._forward = torch.ops.sgl_kernel.fwd.default
         self._layers: WeakKeyDictionary[KVPool, list[Layer]] = WeakKeyDictionary()
         self._zeros: list[Tensor] = []  # the last is in use; captured graphs may hold the others
@@ -106,16 +102,7 @@ class FA3Backend(AttentionBackend):
         left_pad = self._zeros_for(batch) if pool.page_size >= SMALLEST_KEY_BLOCK else None
         return FA3Plan(batch, pool, layers, max(batch.query_lens_host, default=0), left_pad)
 
-    def write_kv(self, plan: FA3Plan, call: AttentionCall) -> None:
-        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
-
-    def forward_decode(self, plan: FA3Plan, call: AttentionCall) -> None:
-        self._attend(plan, call)
-
     def forward_extend(self, plan: FA3Plan, call: AttentionCall) -> None:
-        self._attend(plan, call)
-
-    def _attend(self, plan: FA3Plan, call: AttentionCall) -> None:
         batch, layer, sinks = plan.batch, plan.layers[call.layer_id], call.sinks
         if not batch.num_requests:
             return

@@ -19,11 +19,10 @@ from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.alibi import slopes_of
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
 from paged_attn.backends.attention.flash_style import finish, for_kernel, key_starts, window_of
-from paged_attn.backends.kv_write.store import store_kv
-from paged_attn.backends.needs import Requirement
+from paged_attn.backends.needs import Requirement, importing
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -48,7 +47,7 @@ class FlashAttnPlan:
     key_starts: Tensor | None = None
 
 
-class FlashAttnBackend(AttentionBackend):
+class FlashAttnBackend(StoringBackend):
     name = "flash_attn"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
@@ -67,11 +66,8 @@ class FlashAttnBackend(AttentionBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        try:
+        with importing(self.name, "flash-attn 2.7 or newer", *self.capabilities.requirements):
             from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-        except ImportError as error:
-            install = self.capabilities.requirements[0].install
-            raise ImportError(f"the flash_attn backend needs flash-attn 2.7 or newer: {install} (found: {error})") from error
         self._varlen, self._decode = flash_attn_varlen_func, flash_attn_with_kvcache
         self._layers: WeakKeyDictionary[KVPool, list[Layer]] = WeakKeyDictionary()
 
@@ -88,9 +84,6 @@ class FlashAttnBackend(AttentionBackend):
     def plan_in_graph(self, plan: FlashAttnPlan) -> None:
         if plan.batch.mode is not ForwardMode.DECODE:
             plan.key_starts = key_starts(plan.batch)
-
-    def write_kv(self, plan: FlashAttnPlan, call: AttentionCall) -> None:
-        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
 
     def forward_decode(self, plan: FlashAttnPlan, call: AttentionCall) -> None:
         batch, layer = plan.batch, plan.layers[call.layer_id]

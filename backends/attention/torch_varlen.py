@@ -18,10 +18,9 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, Span
 from paged_attn.backends.attention.flash_style import finish, for_kernel, key_starts, window_of
-from paged_attn.backends.kv_write.store import store_kv
 from paged_attn.backends.needs import Requirement
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
@@ -36,7 +35,7 @@ class VarlenPlan:
     key_starts: Tensor | None = None
 
 
-class TorchVarlenBackend(AttentionBackend):
+class TorchVarlenBackend(StoringBackend):
     name = "torch_varlen"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
@@ -70,12 +69,6 @@ class TorchVarlenBackend(AttentionBackend):
     def plan_in_graph(self, plan: VarlenPlan) -> None:
         if self._implementation() != "FA3":
             plan.key_starts = key_starts(plan.batch)
-
-    def write_kv(self, plan: VarlenPlan, call: AttentionCall) -> None:
-        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
-
-    def forward_decode(self, plan: VarlenPlan, call: AttentionCall) -> None:
-        self.forward_extend(plan, call)
 
     def forward_extend(self, plan: VarlenPlan, call: AttentionCall) -> None:
         batch, key, value = plan.batch, plan.pool.key(call.layer_id), plan.pool.value(call.layer_id)

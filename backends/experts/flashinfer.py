@@ -55,6 +55,9 @@ class FlashInferExpertsBackend(ExpertsBackend):
         function, activations = _package()
         given = x.to(w1.dtype).contiguous()
         output, none = torch.empty_like(given), ids >= w1.shape[0]
+        if not len(given):
+            return output.to(x.dtype)
+        b1, b2 = (None if bias is None else bias.contiguous() for bias in (b1, b2))
         chosen, scales = ids.clamp(max=w1.shape[0] - 1).to(torch.int32), weights.float().masked_fill(none, 0.0)
         function(
             given, chosen.contiguous(), scales.contiguous(), w1, w2, w1.dtype, [], fc1_expert_biases=b1,

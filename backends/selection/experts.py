@@ -18,6 +18,7 @@ BUILT_IN = {
     "grouped_mm": "paged_attn.backends.experts.grouped_mm:GroupedMmBackend",
     "one_by_one": "paged_attn.backends.experts.one_by_one:OneByOneBackend",
     "flashinfer": "paged_attn.backends.experts.flashinfer:FlashInferExpertsBackend",
+    "sgl_kernel": "paged_attn.backends.experts.sgl_kernel.backend:SglKernelExpertsBackend",
 }
 # "auto" takes the first that fits. On a CPU torch's grouped products are a loop of its own, over all experts.
 ORDER = {"cpu": ("one_by_one", "grouped_mm"), "": ("triton", "grouped_mm", "one_by_one")}

@@ -45,7 +45,7 @@ PACKAGES = (
     OptionalPackage(
         "sgl_kernel",
         ("sglang-kernel", "sgl-kernel"),
-        "SGLang's builds of FlashAttention 3 and FlashMLA (Hopper) and of CUTLASS MLA (Blackwell)",
+        "SGLang's builds of FlashAttention 3 and FlashMLA (Hopper) and of CUTLASS MLA (Blackwell), products of experts",
         install_line("sgl"),
         True,
     ),

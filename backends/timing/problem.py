@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paged_attn.attn_ops.kv.layer_groups import Retention
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.capabilities import Problem
 from paged_attn.backends.devices import architecture_of, device_word
@@ -97,10 +98,7 @@ class TimedProblem:
         """First and last key that each of a request's queries sees."""
         end = sum(request)
         query = np.arange(request[0], end)
-        first, last = np.zeros_like(query), query if self.causal else np.full_like(query, end - 1)
-        if self.sliding_window is not None:
-            first = np.maximum(first, query - self.sliding_window + 1)
+        last = query if self.causal else np.full_like(query, end - 1)
         if self.chunk is not None:
-            start = query // self.chunk * self.chunk
-            first, last = np.maximum(first, start), np.minimum(last, start + self.chunk - 1)
-        return first, last
+            last = np.minimum(last, query // self.chunk * self.chunk + self.chunk - 1)
+        return Retention(self.sliding_window, self.chunk).first(query), last

@@ -21,7 +21,7 @@ from paged_attn.backends.timing.problem import TimedProblem
 from paged_attn.backends.timing.reference import relative_error, row_attention
 from paged_attn.backends.timing.run import Timing, WrongResultError, time_all
 
-__all__ = ["TimedProblem", "Timing", "time_backends", "time_writes"]
+__all__ = ["TimedProblem", "Timing", "time_backends"]
 
 # Largest error of a row, relative to the row: what rounding inputs and probabilities to the dtype explains.
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -44,7 +44,7 @@ def time_backends(
         with_write: store K and V of the new tokens in the pool as well; else they are there already.
         device: the GPU if there is one. Off the GPU there are no graphs, and times are those of a plain loop.
     """
-    inputs = Inputs.make(problem, _device(device))
+    inputs = Inputs.make(problem, default_device() if device is None else device)
     inputs.store_new()
     expected = {layer: row_attention(inputs, layer) for layer in inputs.checked_layers}
 
@@ -70,30 +70,6 @@ def time_backends(
     return time_all(backends, inputs, prepare, min_ms, problem.bytes_moved(with_write), problem.flops)
 
 
-def time_writes(
-    backends: Mapping[str, AttentionBackend], problem: TimedProblem, *, min_ms: float = 100, device: torch.device | str | None = None
-) -> dict[str, Timing]:
-    """As `time_backends`, for `write_kv` alone; bytes are K and V of the new tokens, read and written once."""
-    inputs = Inputs.make(problem, _device(device))
-
-    def prepare(backend: AttentionBackend) -> tuple[Callable[[], None], float]:
-        plan = backend.plan(inputs.batch, inputs.pool)
-        backend.plan_in_graph(plan)
-        calls = [inputs.call(layer) for layer in range(inputs.num_sets)]
-
-        def one_pass() -> None:
-            for call in calls:
-                backend.write_kv(plan, call)
-
-        inputs.poison_new()
-        one_pass()
-        if wrong := inputs.num_wrong():
-            raise WrongResultError(f"{wrong} of {2 * inputs.num_sets * problem.num_tokens} rows were not stored as they were given")
-        return one_pass, 0.0
-
-    return time_all(backends, inputs, prepare, min_ms, problem.bytes_written, 0)
-
-
 def _checked(inputs: Inputs, expected: Mapping[int, Tensor], wrong_slots: int) -> float:
     if wrong_slots:
         raise WrongResultError(f"K or V of new tokens is not in the pool in {wrong_slots} places")
@@ -108,7 +84,3 @@ def _within(error: float, problem: TimedProblem, where: str) -> float:
             f"relative error {error:.3g} in {where} against the float32 reference; allowed is {tolerance:g}, so it was not timed"
         )
     return error
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    return default_device() if device is None else torch.device(device)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 
-from paged_attn.attn_ops.private_files import RefusedFileError, check_private_folder, make_private_folder, read_private_file
+from paged_attn.attn_ops.private_files import RefusedFileError, check_private_folder, make_private_folder, read_file
 from paged_attn.attn_ops.switches import path_of_variable
 
 logger = logging.getLogger("paged_attn")
@@ -139,7 +139,7 @@ def _torch_load(path: Path) -> Callable[..., Any]:
 
 def _read(path: Path, key: str) -> tuple[str, bytes]:
     """Guards and artifact of an entry; raises OSError, or _Damaged for what is not the entry of this key."""
-    head, _, body = read_private_file(path, MOST_BYTES).partition(b"\n")
+    head, _, body = read_file(path, MOST_BYTES, is_private=True).partition(b"\n")
     try:
         header = json.loads(head)
         of_key, guards, checksum = (str(header[name]) for name in ("key", "guards", "checksum"))

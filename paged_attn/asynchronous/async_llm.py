@@ -205,7 +205,7 @@ class AsyncLLM:
         return self.thread.status in (Status.DRAINING, Status.STOPPED, Status.DEAD)
 
     async def close(self) -> None:
-        """End what runs, free pages and graphs, and end the thread."""
+        """End what runs, give back the memory of KV pages, states and graphs, and end the thread. A second call does nothing."""
         await asyncio.to_thread(self.stop, STOP_SECONDS)
 
     def stop(self, seconds: float) -> bool:

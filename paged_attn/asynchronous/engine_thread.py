@@ -156,7 +156,7 @@ class EngineThread:
             self._condition.notify()
 
     def stop(self, timeout: float | None = None) -> bool:
-        """End all jobs, close the engine and end the thread; False if it still runs after `timeout` seconds."""
+        """End all jobs, release the engine and end the thread; False if it still runs after `timeout` seconds."""
         self.drain()
         self.cancel_all()
         with self._condition:
@@ -184,8 +184,10 @@ class EngineThread:
         else:
             self._end(Status.STOPPED, None)
         if self.engine is not None:
-            self.engine.close()
-            self._publish(self.engine)
+            try:
+                self.engine.release()
+            finally:  # after a CUDA error the device may refuse to wait
+                self._publish(self.engine)
 
     def _serve(self, engine: Engine) -> None:
         while True:

@@ -65,9 +65,9 @@ class Workload:
         return {**asdict(self), "name": self.name}
 
 
-def _scale(latency: int, batches: Sequence[int], prompt: int, new: int, mixed: Workload, prefix: Workload, long: int) -> list[Workload]:
+def _scale(batches: Sequence[int], prompt: int, new: int, mixed: Workload, prefix: Workload, long: int) -> list[Workload]:
     return [
-        Workload("latency", latency, prompt, prompt, new),
+        Workload("latency", 1, prompt, prompt, new),
         *(Workload("throughput", size, prompt, prompt, new) for size in batches),
         mixed,
         prefix,
@@ -77,11 +77,11 @@ def _scale(latency: int, batches: Sequence[int], prompt: int, new: int, mixed: W
 
 SCALES: dict[str, list[Workload]] = {
     "full": [
-        *_scale(1, (8, 32, 128), 512, 128, Workload("mixed", 256, 64, 1024, 128), Workload("prefix", 64, 32, 32, 64, 2048), 8192),
+        *_scale((8, 32, 128), 512, 128, Workload("mixed", 256, 64, 1024, 128), Workload("prefix", 64, 32, 32, 64, 2048), 8192),
         Workload("long", 8, 16_000, 16_000, 64),
     ],
-    "small": _scale(1, (4, 16), 64, 32, Workload("mixed", 32, 16, 128, 32), Workload("prefix", 16, 16, 16, 16, 256), 512),
-    "smoke": _scale(1, (3,), 12, 4, Workload("mixed", 4, 4, 20, 4), Workload("prefix", 3, 5, 5, 4, 32), 40),
+    "small": _scale((4, 16), 64, 32, Workload("mixed", 32, 16, 128, 32), Workload("prefix", 16, 16, 16, 16, 256), 512),
+    "smoke": _scale((3,), 12, 4, Workload("mixed", 4, 4, 20, 4), Workload("prefix", 3, 5, 5, 4, 32), 40),
 }
 
 

@@ -55,9 +55,9 @@ def rendered(
         settings: variables for the template.
 
     Raises:
-        ChatError: the template refuses the messages, with its own words; or a setting has the name of an argument.
+        ChatError: the template refuses the messages, with its own words; Jinja can not read it; a setting has the name of an argument.
     """
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(settings)
     if taken:
@@ -67,6 +67,9 @@ def rendered(
             list(messages), tools=[tool.given for tool in tools] or None, chat_template=template, tokenize=False,
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, **settings,
         )  # fmt: skip
+    except TemplateSyntaxError as error:
+        what = f"Jinja can not read the model's chat template: {error.message} in line {error.lineno}"
+        raise ChatError(f"{what}; give another (chat_template=, --chat-template)", "chat_template") from error
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ChatError(f"the model's chat template refuses the messages: {error}", "messages") from error
     return text

@@ -64,8 +64,8 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
         original = HookedOriginal(taps)
         truth = Truth(original, taps.boundaries, prompts)
         served = HookedServed(taps, settings or ProbeSettings())
-        noise = Noise.of(original, truth, served.is_causal)
-        check_against_model(model_logits, original, truth, type(patched.model).__name__)
+        noise = Noise.of(original, truth, served.is_causal, served.settings.length_borders)
+        check_against_model(model_logits, original, truth, type(patched.model).__name__, served.settings)
         check_served(served, original, truth, noise, served.exact_attention, max_positions(patched.model), patched.model)
     logger.info("self-check of the hooked model passed in %.2f s", time.perf_counter() - started)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.body import Body
 from paged_attn.check.compare.against_model import check_against_model, check_rows
 from paged_attn.check.compare.diagnosis import refusal
@@ -22,7 +23,7 @@ from paged_attn.check.compare.later_tokens import check_later_tokens
 from paged_attn.check.compare.long_positions import check_long_positions
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.ragged import compare_ragged
-from paged_attn.check.compare.suspects import without_choices
+from paged_attn.check.compare.suspects import ON_ANOTHER_RANK, without_choices
 from paged_attn.check.compare.windows import Attention, check_windows
 from paged_attn.check.runs.served import Original, Served
 from paged_attn.check.runs.steps import ProbeSettings, probe_prompts
@@ -68,9 +69,10 @@ def self_check(
         prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args, original, model_logits), compiled.max_positions)
         truth = Truth(original, served.boundaries.all, prompts)
         check_rows(prompts, truth.logits, inputs.takes_logits_rows)
-        noise = Noise.of(original, truth, served.is_causal)
+        noise = Noise.of(original, truth, served.is_causal, served.settings.length_borders)
         if model_logits is not None:
-            check_against_model(model_logits, original, truth, "the model" if model is None else type(model).__name__)
+            name = "the model" if model is None else type(model).__name__
+            check_against_model(model_logits, original, truth, name, served.settings)
         if compiled.pieces is not None and prompts[0].is_cuda:
             warm_up(served, prompts[0].device, compiled.max_positions)
 
@@ -91,11 +93,11 @@ def check_served(
         model: for messages.
     """
     if served.is_causal:
-        check_later_tokens(original, truth, noise)
+        check_later_tokens(original, truth, noise, served.settings)
     check_long_positions(served, truth, longest, model)
-    found = without_choices(compare_ragged(served, truth, noise), original, truth, noise)
-    if found:
-        raise refusal(found[0], served, original, truth, noise)
+    found = without_choices(compare_ragged(served, truth, noise), original, truth, noise, served.settings)
+    if served.settings.any_rank(bool(found)):
+        raise refusal(found[0], served, original, truth, noise) if found else UnsupportedError(ON_ANOTHER_RANK)
     check_windows(served, attention, truth, noise, longest)
 
 

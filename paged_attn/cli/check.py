@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paged_attn.cli.token_text import token_text
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.requests.request import Completion
 from paged_attn.engine.sampling_params import SamplingParams
@@ -88,4 +89,6 @@ def _difference(llm: LLM, number: int, completion: Completion, expected: list[in
 
 
 def _token(llm: LLM, tokens: list[int], at: int) -> str:
-    return f"{tokens[at]} ({llm.tokenizer.decode([tokens[at]])!r})" if at < len(tokens) else "no further token"
+    if at >= len(tokens):
+        return "no further token"
+    return str(tokens[at]) if llm.tokenizer is None else f"{tokens[at]} ({token_text(llm, tokens[at])})"

@@ -21,6 +21,7 @@ from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.torchrun import join, num_processes
 
 OnEvent = Callable[[int, TokenEvent], None]
+Prompt = str | list[int]  # a text, or token ids
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ class Run:
     numbers: Numbers
 
 
+class RunInterruptedError(KeyboardInterrupt):
+    """Ctrl-C in `run_prompts`. `run` holds what there was by then; who had not finished ended as cancelled."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+
 def load(
     path: str | Path, dtype: str, device: str | None, config: EngineConfig, options: LoadOptions = PLAIN, task: Task = "generate"
 ) -> Loaded:
@@ -80,7 +89,7 @@ def load(
     return Loaded(llm, loaded - started, rewritten - loaded, time.perf_counter() - rewritten)
 
 
-def run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, on_event: OnEvent, late: int = 0) -> Run:
+def run_prompts(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_event: OnEvent, late: int = 0) -> Run:
     """Complete all prompts in one continuous batch; the last `late` of them arrive when the first token is out.
 
     Args:
@@ -88,10 +97,9 @@ def run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, on_eve
 
     Raises:
         ValueError: as `LLM.generate` does.
+        RunInterruptedError: Ctrl-C.
     """
-    if llm.tokenizer is None:
-        raise ValueError("the model has no tokenizer, so that text can not be a prompt; use paged_attn.LLM with lists of token ids")
-    engine, ids = llm.engine, [llm.tokenizer(prompt).input_ids for prompt in prompts]
+    engine, ids = llm.engine, [_token_ids(llm, prompt) for prompt in prompts]
     requests: list[Request] = []
     number: dict[str, int] = {}
     queued: dict[str, float] = {}
@@ -99,11 +107,11 @@ def run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, on_eve
 
     def add(count: int) -> None:
         for tokens, prompt in list(zip(ids, prompts, strict=True))[len(requests) :][:count]:
-            request = engine.add_request(tokens, params, prompt=prompt)
+            request = engine.add_request(tokens, params, prompt=prompt if isinstance(prompt, str) else None)
             number[request.id], queued[request.id] = len(requests), time.perf_counter()
             requests.append(request)
 
-    started = time.perf_counter()
+    started, interrupted = time.perf_counter(), False
     try:
         add(len(ids) - late)
         while engine.has_work:
@@ -113,14 +121,28 @@ def run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, on_eve
                 on_event(number[event.request_id], event)
             if len(requests) < len(ids):
                 add(late)
+    except KeyboardInterrupt:
+        interrupted = True
     finally:
         for request in requests:
             engine.cancel(request.id)
     seconds = time.perf_counter() - started
     for request in requests:
-        if request.error is not None:
+        if request.error is not None and not interrupted:
             raise request.error
-    return Run([Completion.of(request) for request in requests], _numbers(llm, seconds, list(map(len, ids)), list(waits.values())))
+    run = Run([Completion.of(request) for request in requests], _numbers(llm, seconds, list(map(len, ids)), list(waits.values())))
+    if interrupted:
+        raise RunInterruptedError(run)
+    return run
+
+
+def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if llm.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so that text can not be a prompt; give --tokenizer DIR_OR_HUB_ID, or --prompt-ids")
+    ids: list[int] = llm.tokenizer(prompt).input_ids
+    return ids
 
 
 def _numbers(llm: LLM, seconds: float, prompt_lengths: list[int], waits: list[float]) -> Numbers:

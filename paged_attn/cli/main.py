@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from paged_attn import __version__
 from paged_attn.cli.commands import backends, bench, chat, demo, doctor, explain, generate, passes, serve, tune, warmup
+from paged_attn.cli.options import add_common
+from paged_attn.cli.parser import Parser
 from paged_attn.parallel.torchrun import is_first, leave, num_processes
 
 USER_ERROR = 2
@@ -22,13 +24,16 @@ COMMANDS = (generate, chat, serve, demo, explain, passes, warmup, backends, tune
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with one subcommand per module of COMMANDS; each sets `run`, which takes the parsed arguments and returns a status."""
-    parser = argparse.ArgumentParser(
-        prog="paged-attn", description="Paged attention for unmodified Hugging Face causal LMs.", allow_abbrev=False
-    )
+    parser = Parser(prog="paged-attn", description="Paged attention for unmodified Hugging Face causal LMs.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"paged-attn {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
-        module.add_parser(commands)
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
+        command.set_defaults(run=module.run)
+        add_common(command)
+        if hasattr(module, "add_options"):
+            module.add_options(command)
     return parser
 
 

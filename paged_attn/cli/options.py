@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paged_attn.engine.config import EngineConfig, parse_setting
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.sampling_params import GUIDES, SamplingParams
-from paged_attn.engine.setting_names import GONE, NEW_NAMES
+from paged_attn.engine.setting_names import GONE, NEW_NAMES, SAME_SETTING
 
 if TYPE_CHECKING:
     from paged_attn.engine.llm import LLM
@@ -29,7 +29,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_tokens: int | None = None) -> None:
     """Everything that `generate` and `demo` have in common."""
-    add_common(parser)
     _add_prompts(parser)
     add_sampling(parser, max_new_tokens)
     add_device_options(parser, dtype)
@@ -67,6 +66,9 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given many times")
+    group.add_argument(
+        "--prompt-ids", dest="prompt", action="append", type=_read_ids, metavar="N,...", help="the same as token ids; needs no tokenizer"
+    )
     group.add_argument("--prompt-file", metavar="FILE", help="a prompt per line, empty lines skipped; - reads standard input")
 
 
@@ -76,6 +78,7 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int | None) ->
     add = group.add_argument
     most = f"at most N new tokens per prompt (default: {MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens})"
     add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=most)
+    add("--max-tokens", dest="max_new_tokens", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--min-tokens", type=int, metavar="N", help="a completion may not end before it has N tokens")
     add("--temperature", type=float, metavar="T", help="0 is greedy")
     add("--top-k", type=int, metavar="K", help="keep the K most likely tokens; 0 or -1 turns it off")
@@ -119,7 +122,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     advanced = parser.add_argument_group("engine, advanced", "settings that few people need; environment variables, too")
     for setting in fields(EngineConfig):
         _add_setting(advanced if setting.metadata["advanced"] else group, setting)
-    for old in (*NEW_NAMES, *GONE):
+    for old in (*NEW_NAMES, *GONE, *SAME_SETTING):
         flag, dest = f"--{old.replace('_', '-')}", _ENGINE + old
         group.add_argument(flag, dest=dest, nargs="?", const="on", help=argparse.SUPPRESS)
         group.add_argument(f"--no-{old.replace('_', '-')}", dest=dest, action="store_const", const="off", help=argparse.SUPPRESS)
@@ -152,8 +155,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         ValueError: a setting that does not parse or is out of range.
     """
     texts = {name.removeprefix(_ENGINE): text for name, text in vars(args).items() if name.startswith(_ENGINE) and text is not None}
+    names = {**NEW_NAMES, **SAME_SETTING}
     try:
-        return EngineConfig.from_environment(**{name: parse_setting(NEW_NAMES.get(name, name), text) for name, text in texts.items()})
+        return EngineConfig.from_environment(**{name: parse_setting(names.get(name, name), text) for name, text in texts.items()})
     except TypeError as error:
         raise ValueError(str(error)) from error
 
@@ -174,8 +178,8 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{**stated, "temperature": 0.0} if args.check else stated)
 
 
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The --prompt texts, then the lines of --prompt-file; may be empty.
+def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
+    """What --prompt and --prompt-ids gave, in their order, then the lines of --prompt-file; may be empty.
 
     Raises:
         ValueError: the file can not be read as UTF-8 text.
@@ -188,6 +192,13 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             raise ValueError(f"--prompt-file {args.prompt_file}: {error}") from error
         prompts += [line for line in text.split("\n") if line.strip()]
     return prompts
+
+
+def _read_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed are token ids, as in 72,101,108") from error
 
 
 def set_verbosity(verbose: bool) -> None:

@@ -6,12 +6,15 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from paged_attn.cli.token_text import ids_text, token_text
+
 if TYPE_CHECKING:
     from paged_attn.cli.check import CheckResult
-    from paged_attn.cli.job import Loaded, Numbers, Run
+    from paged_attn.cli.job import Loaded, Numbers, Prompt, Run
     from paged_attn.engine.llm import LLM
     from paged_attn.engine.requests.request import Completion, TokenEvent
 
@@ -48,16 +51,16 @@ def shortened(text: str) -> str:
     return text if len(text) <= SHOWN_PROMPT else "... " + text[-SHOWN_PROMPT:].partition(" ")[2]
 
 
-def heading(number: int, prompt: str | None) -> str:
-    return f"{bold(f'[{number + 1}]')} {dim(shortened(prompt or ''))}"
+def heading(number: int, prompt: Prompt) -> str:
+    return f"{bold(f'[{number + 1}]')} {dim(shortened(prompt if isinstance(prompt, str) else ids_text(prompt)))}"
 
 
 def logprob_lines(llm: LLM, completion: Completion) -> str:
     """A line per new token: its log-probability, its text, and the likeliest tokens."""
     lines = []
     for token, known in zip(completion.token_ids, completion.logprobs or (), strict=False):
-        best = ", ".join(f"{llm.tokenizer.decode([i])!r} {value:.3f}" for i, value in sorted(known.items(), key=lambda item: -item[1]))
-        lines.append(f"    {known[token]:8.3f}  {llm.tokenizer.decode([token])!r:<12} {dim(best)}")
+        best = ", ".join(f"{token_text(llm, i)} {value:.3f}" for i, value in sorted(known.items(), key=lambda item: -item[1]))
+        lines.append(f"    {known[token]:8.3f}  {token_text(llm, token):<12} {dim(best)}")
     return "\n".join(lines)
 
 
@@ -108,10 +111,14 @@ def document(loaded: Loaded, run: Run, result: CheckResult | None) -> dict[str, 
 
 
 class StreamPrinter:
-    """Prints events live for the first unfinished prompt and holds the others' text back until it is their turn."""
+    """Prints events live for the first unfinished prompt and holds the others' text back until it is their turn.
 
-    def __init__(self, prompts: list[str]) -> None:
-        self.prompts = prompts
+    Args:
+        as_ids: the model has no tokenizer: token ids stand for text.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, as_ids: bool = False) -> None:
+        self.prompts, self._as_ids = prompts, as_ids
         self._held = ["" for _ in prompts]
         self._finished = [False for _ in prompts]
         self._current = -1
@@ -119,7 +126,7 @@ class StreamPrinter:
 
     def __call__(self, number: int, event: TokenEvent) -> None:
         self._finished[number] |= event.finish_reason is not None
-        self._held[number] += event.text
+        self._held[number] += f"{event.token_id} " if self._as_ids and event.token_id is not None else event.text
         if number == self._current:
             self._flush()
 

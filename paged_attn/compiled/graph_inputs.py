@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 
-_PER_CALL = ("tokens", "input_ids", "position_ids", "logits_rows", "num_logits")
+PER_CALL = ("tokens", "input_ids", "position_ids", "logits_rows", "num_logits")
 
 
 class GraphInputs:
@@ -25,7 +25,7 @@ class GraphInputs:
     """
 
     def __init__(self, roles: Sequence[str], args: Sequence[Any]) -> None:
-        unknown = [role.removeprefix("call:") for role in roles if role not in _PER_CALL and role != "owned"]
+        unknown = [role.removeprefix("call:") for role in roles if role not in PER_CALL and role != "owned"]
         if unknown:
             raise UnsupportedError(f"the graph takes {', '.join(unknown)}, which a paged batch does not have")
         self.roles = tuple(roles)

@@ -12,9 +12,9 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.layer_groups import LayerGroup
 from paged_attn.attn_ops.ops.experts import use_experts
-from paged_attn.attn_ops.ops.linears.linear import use_one_row_kernel
-from paged_attn.attn_ops.ops.linears.lora import use_lora
-from paged_attn.attn_ops.ops.routing import use_route
+from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
+from paged_attn.attn_ops.ops.linears.lora import LORA_KERNEL, LORA_UP_KERNEL
+from paged_attn.attn_ops.ops.routing import ROUTE_KERNEL
 from paged_attn.backends.attention.by_group import by_group
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.selection.experts import experts_backend
@@ -60,7 +60,7 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             _refuse_adapters(model, config, ranks is not None)
         if ranks is not None:
             ranks.check_same("the engine's settings", repr(config).encode())
-        probe = ProbeSettings(config.backend, config.page_size, config.deterministic)
+        probe = ProbeSettings(config.backend, config.page_size, config.deterministic, ranks)
         if not config.compile:
             if isinstance(model, Body):
                 raise UnsupportedError(f"{model.name} embeds or classifies, which runs traced alone; leave compile=False out")
@@ -70,12 +70,13 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
             from paged_attn.backends.experts.triton.route import route
             from paged_attn.backends.linear.gemv import one_row_linear
 
-            use_one_row_kernel(one_row_linear)
-            use_route(route)
+            ONE_ROW_KERNEL.use(one_row_linear)
+            ROUTE_KERNEL.use(route)
             if config.max_loras:
                 from paged_attn.backends.lora.on_gpu import lora_on_gpu, lora_up_on_gpu
 
-                use_lora(lora_on_gpu, lora_up_on_gpu)
+                LORA_KERNEL.use(lora_on_gpu)
+                LORA_UP_KERNEL.use(lora_up_on_gpu)
         passes = OptionalPasses(
             latent_attention=serves_latents(config.backend, only_device(model)),
             experts=True,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import RequestColumns
-from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.kv.layer_groups import group_layers
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.backends.kv_write.store import has_triton
@@ -97,7 +97,7 @@ class Engine:
             self.runner = make_runner(model, self.config)
         if self.pooler is not None:
             refuse_for_pooling(self.runner, self.pooler, self.config)
-        limits = ModelLimits.of(model, self.runner.max_positions)
+        limits = ModelLimits.of(model, self.runner.max_positions, self.runner.length_borders)
         defaults = default_params(model) if self.config.generation_config == "auto" else SamplingParams()
         if (rows := self.runner.max_rows) is not None and rows < self.config.step_tokens:
             self.config = self.config.with_(max_batch_tokens=rows)
@@ -131,7 +131,9 @@ class Engine:
             None if self.is_causal else self.config.step_tokens,
         )  # fmt: skip
         width = limits.vocab_size if self.pooler is None else self.pooler.body.width
-        self.scheduler = Scheduler(self.config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal)
+        self.scheduler = Scheduler(
+            self.config, self.kv, score_rows(width) if self.is_causal else NO_SCORES, not self.is_causal, bool(limits.length_borders)
+        )
         every_step = torch.get_num_threads() if self.config.deterministic else None  # another number rounds otherwise
         self.threads = ThreadChoice(self.config.threads or every_step, first) if device.type == "cpu" else None
         self.overlaps = bool(self.config.overlap)
@@ -144,6 +146,7 @@ class Engine:
         captured = self.steps.graphs is not None and bool(self.steps.graphs.captured)
         self.watch: ModelWatch | None = ModelWatch(self.runner, captured)
         self._steps_since_look, self._look_is_due, self._is_stale = 0, False, False
+        self._released = False
 
     @property
     def limits(self) -> ModelLimits:
@@ -201,7 +204,10 @@ class Engine:
             TypeError: a prompt that is not token ids, a namespace or tenant that does not hash, or a priority that is no whole number.
             UnsupportedError: the pool can never hold prompt and new tokens, the message does the sum; or what a guided answer needs is not
                 there. Or the model is no longer what the engine runs; see `ModelWatch`.
+            ContextError: its memory was given back.
         """
+        if self._released:
+            raise ContextError("this LLM was closed, and the memory of its KV pages was given back; make another LLM")
         self._look_is_due = self._steps_since_look > 0
         if not self.requests:
             self.look_at_model()
@@ -323,6 +329,19 @@ class Engine:
                 steps.close()
         self.watch = None
         self.runner.close()
+
+    def release(self) -> None:
+        """`close`, and give the memory of KV pages and states back; no step may follow."""
+        self.close()
+        self._released = True
+        on_gpu = self.runner.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.runner.device)  # steps that were cancelled may still write there
+        for pool in (self.pool, self.states):
+            if pool is not None:
+                pool.release()
+        if on_gpu:
+            torch.cuda.empty_cache()  # the next engine's pool goes by the memory that the driver calls free, before it captures anything
 
     def look_at_model(self) -> None:
         """Whether it changed: numbers written in place are followed from the next step on.

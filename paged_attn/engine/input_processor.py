@@ -96,7 +96,7 @@ class InputProcessor:
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
             sampling=SamplingState(params, tokens, guide, forbidden), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
-            prompt=prompt, priority=priority, pooled=pooled,
+            prompt=prompt, priority=priority, pooled=pooled, length_borders=self.limits.length_borders,
         )  # fmt: skip
         request.skips_host_work = text_at_end and params.logprobs is None and not self.has_states and guide is None
         return request

@@ -26,7 +26,7 @@ from paged_attn.engine.model.task import Task, checked_task, task_of_model
 from paged_attn.engine.pooling.calls import PoolingCalls
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
-from paged_attn.engine.requests.request import Completion, Request, TokenEvent
+from paged_attn.engine.requests.request import Completion, FinishReason, Request, TokenEvent
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import tells_names
 
@@ -316,10 +316,10 @@ class LLM(PoolingCalls):
             self.classify([[pooler.some_id]])
 
     def close(self) -> None:
-        """Cancel what runs and free the KV pages and graphs. The object can be used again, uncaptured; with compile=False it can not, as
-        the model is given back unhooked."""
+        """Cancel what runs and give back the memory of KV pages, states and graphs; the model stays as long as anybody has it. Nothing more
+        can be asked of this object."""
         with self._lock:
-            self.engine.close()
+            self.engine.release()
 
     def __enter__(self) -> LLM:
         return self
@@ -341,6 +341,9 @@ class LLM(PoolingCalls):
                         yield event
                 self._raise_errors(requests)
                 if finished:
+                    for request in requests:
+                        if request.finish_reason is FinishReason.CANCELLED:  # by somebody else: `close`
+                            yield TokenEvent(request.id, None, "", str(request.finish_reason), index=request.index, answer=request.answer)
                     return
                 self._step()
         finally:

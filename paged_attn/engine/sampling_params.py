@@ -250,23 +250,20 @@ def _whole_or_none(name: str, value: object) -> int | None:
     return None if value is None else _whole(name, value, "None asks for none")
 
 
-def _number(name: str, value: object, allowed: str, hint: str, *, positive: bool = False, high: float = math.inf) -> float:
+def _number(
+    name: str, value: object, allowed: str, hint: str, *, positive: bool = False, low: float = 0.0, high: float = math.inf
+) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: got {shown(value)} ({type(value).__name__}); allowed: {allowed}; {hint}")
     number = float(value)
-    if not math.isfinite(number) or not 0.0 <= number <= high or (positive and number == 0.0):
+    if not math.isfinite(number) or not low <= number <= high or (positive and number == 0.0):
         raise ValueError(f"{name}: got {number}; allowed: {allowed}; {hint}")
     return number
 
 
 def _penalty(name: str, value: object) -> float:
-    allowed, hint = f"{-MAX_PENALTY} to {MAX_PENALTY}, as in OpenAI's API", "0 turns it off"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name}: got {shown(value)} ({type(value).__name__}); allowed: {allowed}; {hint}")
-    number = float(value)
-    if not -MAX_PENALTY <= number <= MAX_PENALTY:  # NaN is not, either
-        raise ValueError(f"{name}: got {number}; allowed: {allowed}; {hint}")
-    return number
+    allowed = f"{-MAX_PENALTY} to {MAX_PENALTY}, as in OpenAI's API"
+    return _number(name, value, allowed, "0 turns it off", low=-MAX_PENALTY, high=MAX_PENALTY)
 
 
 def _biases(value: object) -> tuple[tuple[int, float], ...]:

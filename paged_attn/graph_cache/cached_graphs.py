@@ -20,8 +20,10 @@ from paged_attn.graph_cache.record import record_of, restored
 from paged_attn.hashing.code_files import module_digest, modules_of
 from paged_attn.hashing.owned_tensors import OwnedTensors
 from paged_attn.hashing.stable_hasher import Indescribable, tensor_digest
+from paged_attn.hf.patch import register_attention
 from paged_attn.passes.dump import dump_folder
 from paged_attn.passes.fx.model_facts import model_device
+from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.shown import shown
 from paged_attn.stopwatch import part
 
@@ -38,24 +40,33 @@ class CachedGraphs:
     the values of all tensors that the passes evaluated. Whoever uses it compares it with the model on numbers, as after a trace.
     """
 
-    def __init__(self, entries: Entries, key: str, model: nn.Module, options: CompileOptions) -> None:
-        self.entries, self.key, self.model, self.options = entries, key, model, options
+    def __init__(
+        self, entries: Entries, key: str, model: nn.Module, options: CompileOptions, recurrent: Sequence[RecurrentLayer] = ()
+    ) -> None:
+        self.entries, self.key, self.model, self.options, self.recurrent = entries, key, model, options, tuple(recurrent)
 
     @classmethod
-    def of(cls, model: nn.Module, options: CompileOptions, positions: bool) -> CachedGraphs | None:
+    def of(
+        cls, model: nn.Module, options: CompileOptions, positions: bool, recurrent: Sequence[RecurrentLayer] = ()
+    ) -> CachedGraphs | None:
         """None where nothing may be kept: no cache, no self-check, passes to be dumped, or a model of which no text says all (then the
-        log says why)."""
+        log says why).
+
+        Args:
+            recurrent: layers that are ops in the graph, as found in this process.
+        """
         entries = Entries.of_user()
         if entries is None or not options.self_check or dump_folder() is not None:
             return None
+        register_attention()  # a trace reads transformers' tables; a hook that came first must not make them others
         started = time.perf_counter()
         try:
-            key = graph_key(model, options, positions)
+            key = graph_key(model, options, positions, recurrent)
         except Indescribable as reason:
             _not_kept(model, reason)
             return None
         logger.info("described %s for the cache of graphs in %.2f s", type(model).__name__, time.perf_counter() - started)
-        return cls(entries, key, model, options)
+        return cls(entries, key, model, options, recurrent)
 
     @part("read a kept graph")
     def find(self) -> tuple[CompiledGraph, list[Any], Path] | None:
@@ -66,7 +77,7 @@ class CachedGraphs:
                 if (changed := self._changed(record["evidence"])) is not None:
                     logger.info("the graph %s is of no use: %s is not what it was", path, changed)
                     continue
-                found = restored(record, self.model, model_device(self.model), self.options)
+                found = restored(record, self.model, model_device(self.model), self.options, len(self.recurrent))
             except _UNUSABLE as error:
                 what = f"{type(error).__name__}: {shown(str(error))}"
                 logger.warning("the graph %s can not be used: %s. The model is traced anew.", path, what)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paged_attn.attn_ops.private_files import RefusedFileError, make_private_folder, read_private_file
+from paged_attn.attn_ops.private_files import RefusedFileError, make_private_folder, read_file
 from paged_attn.capture.compiled.artifacts import VARIABLE, private_user_folder
 
 logger = logging.getLogger("paged_attn")
@@ -39,7 +39,7 @@ class Entries:
         """The records of a key, newest first; what is damaged is left out with a warning."""
         for path in sorted(self.folder.glob(f"{key}-*.graph"), key=_age, reverse=True)[:MOST_TRIED]:
             try:
-                head, _, body = read_private_file(path, MOST_BYTES).partition(b"\n")
+                head, _, body = read_file(path, MOST_BYTES, is_private=True).partition(b"\n")
             except RefusedFileError as error:
                 logger.warning("a graph is not read: %s. The model is traced anew.", error)
                 continue

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.attn_ops.ops.overloads import overloads_of
@@ -20,6 +21,8 @@ from paged_attn.shown import shown
 
 MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
 _OURS = frozenset(kind.op for kind in KINDS if kind.on_disk)
+# Torch 2.11 traces comparisons of two tensors as these methods, later ones as functions. As those they are written down.
+_COMPARISONS = {f"__{each.__name__}__": each for each in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)}
 _KINDS = ("placeholder", "call_function", "call_method", "get_attr", "output")
 _NAMED: dict[type, Callable[[str], Any]] = {  # values that torch writes as it reads them
     torch.dtype: lambda name: _attribute(torch, name.removeprefix("torch."), torch.dtype),
@@ -37,10 +40,13 @@ def graph_data(gm: fx.GraphModule) -> Data:
     numbers: dict[fx.Node, int] = {}
     nodes = []
     for node in gm.graph.nodes:
-        target = _function_data(node.target) if node.op == "call_function" else str(node.target)
-        data = [node.op, node.name, target, _data(node.args, numbers), _data(node.kwargs, numbers)]
+        op, called = node.op, node.target
+        if op == "call_method" and called in _COMPARISONS:
+            op, called = "call_function", _COMPARISONS[called]
+        target = _function_data(called) if op == "call_function" else str(called)
+        data = [op, node.name, target, _data(node.args, numbers), _data(node.kwargs, numbers)]
         try:
-            _check_node(node.op, node.target, node.args, node.kwargs)
+            _check_node(op, called, node.args, node.kwargs)
         except ValueError as error:
             raise Indescribable(f"a graph with {error}") from None
         nodes.append(data)
@@ -50,7 +56,9 @@ def graph_data(gm: fx.GraphModule) -> Data:
 
 
 def graph_of(data: Data, device: torch.device) -> fx.GraphModule:
-    """Raises ValueError, KeyError, TypeError, AttributeError, IndexError or RuntimeError for what `graph_data` did not write.
+    """Its code is written when it is first called: of both graphs of a record pieces are made, or they are run node by node.
+
+    Raises ValueError, KeyError, TypeError, AttributeError, IndexError or RuntimeError for what `graph_data` did not write.
 
     Nothing of it is called or becomes Python code before it is seen to be in the tables: names and keywords of an FX graph are written out
     as code as they are.
@@ -70,7 +78,7 @@ def graph_of(data: Data, device: torch.device) -> fx.GraphModule:
             raise ValueError(f"the attribute {shown(function)}, which is none of its tables")
         nodes.append(graph.create_node(op, function, arguments, keywords, _identifier(name)))
     graph.lint()
-    return fx.GraphModule(root, graph)
+    return _LazyGraphModule(root, graph)
 
 
 def _check_node(op: str, target: Any, args: Any, kwargs: Any) -> None:
@@ -103,6 +111,8 @@ def _function_data(target: Any) -> list[str]:
         schemas = [str(overload._schema) for overload in overloads]
         name = overloads[0]._schema.name.partition("::")
         data = ["op", name[0], name[2], target._overloadname if isinstance(target, OpOverload) else "", *schemas]
+    elif (own := str(getattr(target, "__name__", ""))) in FUNCTIONS["torch._C"] and getattr(torch._C, own, None) is target:
+        data = ["function", "torch._C", own]  # pybind11's name for where it lies differs from version to version
     else:
         qualified = str(getattr(target, "__qualname__", "")).removeprefix("_VariableFunctionsClass.")
         data = ["function", str(getattr(target, "__module__", None)), qualified]

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -18,21 +19,23 @@ from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.hashing.model_text import model_text
 from paged_attn.hashing.stable_hasher import StableHasher
+from paged_attn.recurrent.layer import RecurrentLayer
 
 # All of ours that takes part in a capture, as of when it is imported: files may be edited under a running process.
 _SOURCES = source_digest(
-    "", "attn_ops", "passes", "capture", "calling", "check", "compiled", "engine/tracing", "graph_cache", "hashing", "parallel"
+    "", "attn_ops", "passes", "capture", "calling", "check", "compiled", "engine/tracing", "graph_cache", "hashing", "parallel", "recurrent"
 )
 _INSTALLED = (".dist-info", ".egg-info")
 _FOLDERS = ("debug_dir_root", "base_dir")  # the working directory, and where torch lies
 
 
-def graph_key(model: nn.Module, options: CompileOptions, positions: bool) -> str:
-    """Raises Indescribable for a model of which no text says all."""
+def graph_key(model: nn.Module, options: CompileOptions, positions: bool, recurrent: Sequence[RecurrentLayer] = ()) -> str:
+    """`recurrent`: layers that are ops in the graph. Raises Indescribable for a model of which no text says all."""
     facts = [
         f"sources {_SOURCES}", _versions(), f"options {sorted(asdict(options).items())} positions {positions}",
         f"forward {inspect.signature(model.forward)}", f"inference mode {torch.is_inference_mode_enabled()}",
         f"split ops {sorted(op.name() for op in split_ops())}", *_devices(), *_dynamo(), *settings_text(), model_text(model),
+        *(layer.as_traced for layer in recurrent),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 

@@ -16,8 +16,9 @@ from paged_attn.capture.compiled.artifacts import ArtifactCache
 from paged_attn.capture.compiled.pieces import CachedPiece, load_pieces
 from paged_attn.capture.split.split_graph import split_graph
 from paged_attn.capture.split.split_ops import split_ops
+from paged_attn.compiled.graph_inputs import PER_CALL, GraphInputs
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.compiled_graph import CompiledGraph
+from paged_attn.compiled_graph import CompiledGraph, recurrent_layer_ids
 from paged_attn.graph_cache.graph_data import Data, graph_data, graph_of
 from paged_attn.hashing.owned_tensors import OwnedTensors
 from paged_attn.hashing.stable_hasher import Indescribable
@@ -28,7 +29,10 @@ from paged_attn.passes.replace.operand_layout import Operand
 from paged_attn.passes.report import LayerReport, Rewrite
 
 PROBE_TOKENS = 3  # of the token ids that stand for those of the traced call
-_PER_CALL = ("tokens", "input_ids", "position_ids", "logits_rows", "num_logits")
+_COUNTS = (  # of `Rewrite`: numbers, which JSON holds as they are
+    "nodes_before", "nodes_after", "num_latents", "num_gathered", "num_gemv", "num_routed", "num_real", "num_float32", "num_scans",
+    "positions_redirected", "max_positions",
+)  # fmt: skip
 
 
 def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors) -> Data:
@@ -38,11 +42,7 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         args: the flat inputs of the traced call.
     """
     found = compiled.rewrite
-    if (
-        found.gm is None
-        or any(type(spec) not in (AttentionSpec, DualChunkSpec, LatentSpec) for spec in compiled.specs)
-        or compiled.recurrent
-    ):
+    if found.gm is None or any(type(spec) not in (AttentionSpec, DualChunkSpec, LatentSpec) for spec in compiled.specs):
         raise Indescribable("a graph with layers of its own kind")
     if compiled.pieces is not None and compiled.pieces.kept is None:
         raise Indescribable("a graph of which some piece is compiled in each process")
@@ -56,23 +56,20 @@ def record_of(compiled: CompiledGraph, args: Sequence[Any], owned: OwnedTensors)
         "max_tokens": found.form.max_tokens,
         "layers": [asdict(layer) for layer in found.layers],
         "merges": [[list(merge.inputs), list(merge.rows)] for merge in found.merges],
-        "nodes": [found.nodes_before, found.nodes_after],
-        "num_latents": found.num_latents,
-        "num_gathered": found.num_gathered,
-        "num_gemv": found.num_gemv,
+        "counts": {name: getattr(found, name) for name in _COUNTS},
         "experts": found.experts,
-        "num_routed": found.num_routed,
-        "num_real": found.num_real,
-        "num_float32": found.num_float32,
-        "positions_redirected": found.positions_redirected,
-        "max_positions": found.max_positions,
         "evaluated": list(found.evaluated),
         "pieces": None if compiled.pieces is None else [asdict(piece) for piece in compiled.pieces.kept or ()],
     }
 
 
-def restored(record: Data, model: nn.Module, device: torch.device, options: CompileOptions) -> tuple[CompiledGraph, list[Any]] | None:
+def restored(
+    record: Data, model: nn.Module, device: torch.device, options: CompileOptions, recurrent: int = 0
+) -> tuple[CompiledGraph, list[Any]] | None:
     """The graph and its inputs, of this model; None if a compiled piece is gone.
+
+    Args:
+        recurrent: layers of the model that are ops in the graph.
 
     Raises:
         LookupError, ValueError, TypeError, AttributeError: for what `record_of` did not write.
@@ -90,8 +87,12 @@ def restored(record: Data, model: nn.Module, device: torch.device, options: Comp
         if pieces is None:
             return None
     found = _found(record, gm)
-    args = [_argument(each, model, device) for each in record["inputs"]]
+    owned = [OwnedTensors.at(model, each["tensor"]) if each["role"] == "owned" else None for each in record["inputs"]]
+    ids = torch.arange(PROBE_TOKENS, device=device)
+    args = GraphInputs(list(found.form.roles.values()), owned).fill(ids, ids, ids)
     original = graph_of(record["original"], device)
+    if not (recurrent_layer_ids(gm.graph) | recurrent_layer_ids(original.graph)) <= set(range(recurrent)):
+        raise ValueError(f"a graph of other recurrent layers than the model's {recurrent}")
     return CompiledGraph(original, found, split, pieces, model, options), args
 
 
@@ -105,15 +106,11 @@ def _compared(compiled: CompiledGraph) -> dict[str, str]:
 def _found(record: Data, gm: fx.GraphModule) -> Rewrite:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     roles = {node: str(each["role"]) for node, each in zip(placeholders, record["inputs"], strict=True)}
-    before, after = record["nodes"]
     return Rewrite(
         CallForm("T", roles, "", record["max_tokens"], record["min_tokens"]), gm, [_layer(layer) for layer in record["layers"]],
-        nodes_before=before, nodes_after=after, positions_redirected=record["positions_redirected"],
         merges=tuple(Merge(tuple(inputs), tuple(rows)) for inputs, rows in record["merges"]),
-        num_latents=record["num_latents"], num_gathered=record["num_gathered"], num_gemv=record["num_gemv"],
-        experts=dict(record["experts"]), num_routed=record["num_routed"], num_real=record["num_real"], num_float32=record["num_float32"],
-        max_positions=record["max_positions"], evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
-        modules=dict(record["modules"]),
+        experts=dict(record["experts"]), evaluated=tuple(record["evaluated"]), traced=dict(record["traced"]),
+        modules=dict(record["modules"]), **{name: record["counts"][name] for name in _COUNTS},
     )  # fmt: skip
 
 
@@ -133,17 +130,8 @@ def _spec(data: Data) -> AttentionSpec:
 
 
 def _input(role: str, arg: Any, owned: OwnedTensors) -> Data:
-    if role in _PER_CALL:
+    if role in PER_CALL:
         return {"role": role}
     if role != "owned" or not isinstance(arg, Tensor):
         raise Indescribable(f"a graph that takes a {type(arg).__name__} as {role}")
     return {"role": role, "tensor": owned.path_of(arg)}
-
-
-def _argument(data: Data, model: nn.Module, device: torch.device) -> Any:
-    ids = torch.arange(PROBE_TOKENS, device=device)
-    if data["role"] == "owned":
-        return OwnedTensors.at(model, data["tensor"])
-    return {
-        "tokens": PROBE_TOKENS, "input_ids": ids[None], "position_ids": ids[None], "logits_rows": ids, "num_logits": PROBE_TOKENS
-    }[data["role"]]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sysconfig
 from pathlib import Path
@@ -15,6 +16,7 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 _PACKAGES = ("site-packages", "dist-packages")
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a start asks for the same thousand of functions two or three times, and so does the next one
 def code_digest(code: CodeType) -> str:
     """A hash of bytecode, names and constants, nested code included. Its lines, and the file that it lies in, do not count."""
     return hashlib.sha256(_code(code).encode()).hexdigest()

@@ -6,8 +6,8 @@ import functools
 import weakref
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
@@ -15,14 +15,13 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.calling.replaced_forward import replaced_forward
-from paged_attn.hf.cache_name import CACHE_NAME, CACHE_NAMES, given_cache
+from paged_attn.hf.cache_name import CACHE_NAME, given_cache
+from paged_attn.hf.compiled.call_rows import call_rows, more_than_tokens
 from paged_attn.hf.patch import Patched
 from paged_attn.hf.shared_table import SharedTable
-from paged_attn.passes.fx.model_facts import model_dtype, text_config
+from paged_attn.passes.fx.model_facts import model_dtype
 
-_KNOWN = {"input_ids", *CACHE_NAMES, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
 _dispatching: weakref.WeakSet[Any] = weakref.WeakSet()  # patches whose model's forward asks the cache first
-_MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class CacheInPages(Protocol):
@@ -76,59 +75,34 @@ class InPlace:
 
     def run(self, cache: CacheInPages, forward: Any, inputs: dict[str, Any]) -> Any:
         """The model's output for `forward(**inputs)` with the cache advanced; None if the call must run as it is."""
-        ids, length = inputs.get("input_ids"), cache.get_seq_length()
-        if ids is None or not length or not self._fits(ids, inputs) or not _counts_on(ids, inputs, length):
+        model: Any = self.patched.model
+        length = cache.get_seq_length()
+        if not length or not self.patched._modules or torch.is_grad_enabled() or not model.config.return_dict:
             return None
-        rows, new = ids.shape
-        keep = inputs.get("logits_to_keep")
-        wanted = min(keep or new, new)
+        if more_than_tokens(model, inputs) or 1 not in inputs["input_ids"].shape:
+            return None
+        rows, new = inputs["input_ids"].shape
+        called = call_rows(inputs, length, np.zeros(rows, np.int64))
+        if isinstance(called, str):
+            return None
+        some = inputs.get("logits_to_keep") is not None
         cache.table.prepare(rows, length, length + new)
         pool = cache.table.pages.pool
         if self.backend is None:
-            self.backend = select_for_pool("auto", pool, model_dtype(self.patched.model)).backend
+            self.backend = select_for_pool("auto", pool, model_dtype(model)).backend
         row_pages: list[Any] = cache.table.row_pages()
-        requests = [BatchRequest([0] * new, pages, length, wanted) for pages in row_pages]
+        requests = [BatchRequest(own, pages, length, called.wanted) for own, pages in zip(called.tokens, row_pages, strict=True)]
         batch = Batch.build(requests, pool.page_size, pool.device)
-        tokens = batch.input_ids.clone()
-        tokens[: rows * new] = ids.flatten()
-        some = {} if keep is None else {"logits_to_keep": batch.logits_rows[: batch.num_logits]}
+        tokens = {"input_ids": batch.input_ids[None], "position_ids": batch.positions[None]}
+        if some:
+            tokens["logits_to_keep"] = batch.logits_rows[: batch.num_logits]
         with ForwardContext(batch, pool, self.backend):
-            output = forward(input_ids=tokens[None], position_ids=batch.positions[None], use_cache=False, return_dict=True, **some)
+            output = forward(**tokens, use_cache=False, return_dict=True)
         logits = output.logits if some else output.logits[:, : rows * new]
         output["logits"] = logits.reshape(rows, -1, logits.shape[-1])
         output[CACHE_NAME] = cache
         cache.advance(new)
         return output
-
-    def _fits(self, ids: Tensor, inputs: dict[str, Any]) -> bool:
-        model: Any = self.patched.model
-        return (
-            bool(self.patched._modules)
-            and ids.ndim == 2
-            and 1 in ids.shape
-            and not torch.is_grad_enabled()
-            and all(value is None or name in _KNOWN or (name in _MORE_OUTPUTS and value is False) for name, value in inputs.items())
-            and inputs.get("return_dict") is not False
-            and inputs.get("use_cache") is not False
-            and isinstance(inputs.get("logits_to_keep", 0), int)
-            and not any(getattr(c, name, False) for c in (model.config, text_config(model)) for name in _MORE_OUTPUTS)
-            and bool(model.config.return_dict)
-        )
-
-
-def _counts_on(ids: Tensor, inputs: dict[str, Any], length: int) -> bool:
-    """Whether no row has padding and the new tokens' positions are length, length + 1, ...; waits for the device once."""
-    (rows, new), mask, positions = ids.shape, inputs.get("attention_mask"), inputs.get("position_ids")
-    checks = []
-    if mask is not None:
-        if mask.shape != (rows, length + new):
-            return False
-        checks.append((mask == 1).all())
-    if positions is not None:
-        if positions.shape not in ((rows, new), (1, new)):
-            return False
-        checks.append((positions == torch.arange(length, length + new, device=positions.device)).all())
-    return not checks or bool(torch.stack(checks).all())
 
 
 def _dispatch(forward: Any) -> Any:

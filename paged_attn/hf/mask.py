@@ -77,16 +77,7 @@ def _proved(function: MaskFunction, where: str) -> MaskFamily:
     generator = torch.Generator().manual_seed(0)
     query = torch.randint(0, REACH, (20000,), generator=generator)
     key = (query - torch.randint(-64, 20000, (20000,), generator=generator)).clamp(0, REACH - 1)
-    agrees = torch.equal(visible(query, key), _says(family, query, key))
+    agrees = torch.equal(visible(query, key), family.sees(query, key))
     if not np.array_equal(family.matrix(DENSE), dense) or not agrees:
         raise unproved(where, dense, "its mask function is not of a known family")
     return family
-
-
-def _says(family: MaskFamily, query: Tensor, key: Tensor) -> Tensor:
-    seen = key <= query if family.causal else torch.ones_like(query, dtype=torch.bool)
-    if family.window is not None:
-        seen = seen & (query - family.window < key)
-    if family.ahead is not None:
-        seen = seen & (key < query + family.ahead)
-    return seen & (query // family.chunk == key // family.chunk) if family.chunk is not None else seen

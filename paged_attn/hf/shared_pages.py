@@ -86,18 +86,30 @@ class SharedPages:
         distinct = np.unique(pages)
         self._allocator.free(distinct[self._holders[distinct] == 0].tolist())
 
-    def surplus(self, pages: Pages) -> NDArray[np.bool_]:
+    def make_writable(self, pages: Pages, more: int) -> tuple[Pages, Pages]:
+        """`pages` [n], which the caller holds, others that hold the same in place of shared ones; and `more` new pages.
+
+        Raises:
+            CacheFull: as `take`; nothing has changed.
+        """
+        surplus = self._surplus(pages)
+        fresh = self.take(int(surplus.sum()) + more)
+        copies, added = np.split(fresh, [int(surplus.sum())])
+        own = pages.copy()
+        if len(copies):
+            rows = self.pool.storage.view(self.pool.num_pages, -1)
+            rows[torch.from_numpy(copies).to(rows.device)] = rows[torch.from_numpy(pages[surplus]).to(rows.device)]
+            self.drop(pages[surplus])
+            own[surplus] = copies
+        return own, added
+
+    def _surplus(self, pages: Pages) -> NDArray[np.bool_]:
         """Which entries of `pages` [n] need a page of their own before all are written: all but the last that has no other holder."""
         left, needs = {int(p): int(self._holders[p]) for p in pages}, np.zeros(len(pages), np.bool_)
         for index, page in enumerate(pages.tolist()):
             needs[index] = left[page] > 1
             left[page] -= int(needs[index])
         return needs
-
-    def copy(self, source: Pages, target: Pages) -> None:
-        """What the pages `source` [n] hold, of all layers, goes to the pages `target` [n]."""
-        rows = self.pool.storage.view(self.pool.num_pages, -1)
-        rows[torch.from_numpy(target).to(rows.device)] = rows[torch.from_numpy(source).to(rows.device)]
 
     def _grow(self, missing: int) -> None:
         old, before = self.pool, self._allocator

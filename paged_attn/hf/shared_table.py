@@ -83,15 +83,9 @@ class SharedTable:
         first, old, new = start // size, table.shape[1], -(-end // size)
         columns = table[:, first:]
         written = columns[columns > 0]
-        surplus = self.pages.surplus(written)
-        fresh = self.pages.take(int(surplus.sum()) + rows * max(new - old, 0))
-        copies, added = np.split(fresh, [int(surplus.sum())])
-        if len(copies):
-            self.pages.copy(written[surplus], copies)
-            self.pages.drop(written[surplus])
-            written[surplus] = copies
-            columns[columns > 0] = written
-        if len(fresh):
+        own, added = self.pages.make_writable(written, rows * max(new - old, 0))
+        if len(added) or not np.array_equal(own, written):
+            columns[columns > 0] = own
             self._table = np.concatenate([table, added.reshape(rows, -1)], 1)
             self._changed()
         self._writable, self._unshared = (start, end), rows > 1 and end - start >= size

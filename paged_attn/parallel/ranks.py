@@ -56,6 +56,10 @@ class Ranks:
         """Whether every rank says yes."""
         return bool(self.least(int(yes)))
 
+    def any_says(self, yes: bool) -> bool:
+        """Whether some rank says yes."""
+        return not self.all_say(not yes)
+
     def check_same(self, what: str, data: bytes) -> None:
         """Raises DivergedError, on every rank, unless all ranks give the same `data`; `what` says what that is of."""
         self._compare(what, data)()
@@ -107,4 +111,4 @@ def _signature(columns: RequestColumns) -> bytes:
     if columns.group_tables is not None:
         last_pages = np.append(last_pages, columns.group_tables[:, np.arange(len(columns)), columns.num_pages - 1])
     numbers = (columns.num_cached, columns.num_logits, columns.num_new, columns.num_pages, last_pages, columns.tokens)
-    return np.concatenate(numbers).tobytes()
+    return np.concatenate(numbers if columns.lengths is None else (*numbers, columns.lengths)).tobytes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,22 @@ _PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attention
 InputsOf = Callable[[int], dict[str, Any]]
 
 
+class GrowingState(UnsupportedError):
+    """Modules keep what grows with the tokens besides their states.
+
+    Attributes:
+        modules: their paths.
+    """
+
+    def __init__(self, growing: dict[str, list[str]]) -> None:
+        self.modules = tuple(growing)
+        why = (
+            f"it keeps {' and '.join(growing[self.modules[0]])}, which grow with the tokens, besides its state. A request has a slot for "
+            "what is of one size, and pages for the keys and values that attention reads; this is neither"
+        )
+        super().__init__(*refused(self.modules[0], why).args)
+
+
 @contextmanager
 def without_engine(model: nn.Module) -> Iterator[InputsOf]:
     """Inside, a model that no engine has traced can be looked at; the value makes the arguments of a call on so many tokens."""
@@ -55,19 +71,25 @@ def without_engine(model: nn.Module) -> Iterator[InputsOf]:
 
 
 @part("find recurrent layers")
-def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf) -> tuple[RecurrentLayer, ...]:
+def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf, beside: Iterable[str] = ()) -> tuple[RecurrentLayer, ...]:
     """The recurrent layers of a model in evaluation mode, in execution order.
 
     Args:
         inputs_of: the keyword arguments of a call on so many tokens, in the form in which the model is captured.
+        beside: modules inside of which none is looked for.
 
     Raises:
+        GrowingState: modules keep, besides states, what grows with the tokens.
         UnsupportedError: a layer with state that can not be run by itself, or not token by token; the message names it and why.
     """
     watched = _both_lengths(model, inputs_of)
     if watched is None:
         return ()
-    layers = [_layer(call, *watched) for call in _recurrent_calls(*watched)]
+    inside = tuple(f"{name}." for name in beside)
+    calls = [call for call in _recurrent_calls(*watched) if not call.name.startswith(inside)]
+    if growing := {call.name: kept for call in calls if (kept := _growing(call, *watched))}:
+        raise GrowingState(growing)
+    layers = [_layer(call, *watched) for call in calls]
     if watched[1].cache is None:
         layers = carried_layers(model, inputs_of)
     layers = [verified(layer) for layer in layers]
@@ -147,16 +169,15 @@ def _states(changed: set[Path], short: Watched, long: Watched) -> list[Path]:
     return sorted((path for path in written if many[path].shape == few[path].shape and many[path].dim() > 0), key=str)
 
 
+def _growing(call: Call, short: Watched, long: Watched) -> list[str]:
+    """What a module that writes state keeps besides, of another size for another number of tokens."""
+    many = leaves_of(long.cache)
+    return sorted(name_of(path) for path in call.changed - {*_states(call.changed, short, long)} if isinstance(many.get(path), Tensor))
+
+
 def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
     where, states = call.name, _states(call.changed, short, long)
     few, many = leaves_of(short.cache), leaves_of(long.cache)
-    growing = sorted(name_of(path) for path in call.changed - {*states} if isinstance(many.get(path), Tensor))
-    if growing:
-        raise refused(
-            where,
-            f"it keeps {' and '.join(growing)}, which grow with the tokens, besides its state. A request has a slot for what is of one "
-            "size, and pages for the keys and values that attention reads; this is neither",
-        )
     for path in call.changed:
         if path in states:
             if many[path].shape[0] != 1:

@@ -95,6 +95,14 @@ class RecurrentLayer:
         return kernels_of(self.scans)
 
     @property
+    def as_traced(self) -> str:
+        """All of it that a trace of the model depends on, as text."""
+        return (
+            f"{self.spec} {self.ops} {self.positional} {self.operands} {sorted(self.unused)} {self.outputs} {self.output_length} "
+            f"{self.output_dtype}"
+        )
+
+    @property
     def takes_chunks(self) -> bool:
         """Whether it goes on from a state with several tokens at once."""
         return self.chunks or bool(self.ops)

@@ -1,7 +1,8 @@
 """In which calls a recurrent layer can be trusted: whole, token by token, in chunks, several requests at once; seen on numbers.
 
 Some models' own forward ignores the state when it is given several tokens, and is right only token by token. Such mistakes are of the
-size of the values; the chunk-wise and the step-wise formula of one layer differ by up to a thousandth in float32, where decays are strong.
+size of the values. The chunk-wise and the step-wise formula of one layer differ by up to a thousandth in float32, where decays are strong;
+and by a hundredth where they are two: Nemotron-H's chunks keep time steps above a least one, and its single steps do not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paged_attn.tolerances import MULTIPLE, rounding, row_errors, worst
 logger = logging.getLogger("paged_attn")
 Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2
-LIMIT_16_BIT = 4e-2
+LIMIT_16_BIT = FORMULAS_APART = 4e-2
 
 
 def verified(layer: RecurrentLayer) -> RecurrentLayer:
@@ -35,7 +36,7 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
     with torch.no_grad():
         whole = layer.run(inputs, None)
         steps, along = stepwise(layer, inputs)
-        if (error := difference(whole, steps)) > _limit(whole):
+        if (error := difference(whole, steps)) > FORMULAS_APART:
             raise UnsupportedError(
                 f"{layer.spec.module} keeps recurrent state, but its own forward gives another result token by token than for "
                 f"{count} tokens at once (off by {error:.2g} of its size), so that what it would generate is not defined"
@@ -109,7 +110,3 @@ def difference(expected: Result, got: Result) -> float:
         return float("inf")
     tokens = row_errors(expected[0].flatten(0, 1), got[0].flatten(0, 1))
     return max(worst(errors) for errors in (tokens, *(row_errors(one, other) for one, other in states)))
-
-
-def _limit(result: Result) -> float:
-    return LIMIT_16_BIT if any(tensor.dtype.itemsize < 4 for tensor in (result[0], *result[1]) if tensor.is_floating_point()) else LIMIT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ def attention_layers(compiled: nn.Module | LLM | Engine) -> tuple[AttentionSpec,
     if not isinstance(target, nn.Module):
         return target.runner.layers
     model, graphs = _graphs(target)
-    paged = [graph for graph in graphs if graph.split is not None]
+    paged = _paged(model, graphs)
     (paged or graphs)[-1].refuse_recurrent()
     if not paged:
         raise UnsupportedError(f"{type(model).__name__} can not run paged batches: {graphs[-1].rewrite.not_paged}")
@@ -101,7 +102,7 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
     """The model and its graphs, at least one of them; traces a paged call if no graph is one."""
     model: nn.Module = getattr(compiled, "_orig_mod", compiled)
     graphs = graphs_of(model)
-    if any(graph.split is not None and (states_of(model) is None or graph.stateful_layers) for graph in graphs):
+    if _paged(model, graphs):
         return model, graphs
     if compiled is model and getattr(model, "_compiled_call_impl", None) is None:
         from paged_attn.engine.runners.model_runner import ModelRunner
@@ -115,6 +116,12 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
             'compile it with torch.compile(model, backend="paged_attn")'
         )
     return model, graphs
+
+
+def _paged(model: nn.Module, graphs: Sequence[CompiledGraph]) -> list[CompiledGraph]:
+    """Those that run paged batches now: a graph traced with a model's RecurrentStates does so until they are closed."""
+    states = states_of(model)
+    return [graph for graph in graphs if graph.split is not None and graph.traced_with == ("" if states is None else states.name)]
 
 
 def _trace(compiled: nn.Module, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What `explain` says of memory: how it was divided, and of layers with page tables of their own."""
+"""What `explain` says of memory: how it was divided, of layers with page tables of their own, and of keys that do not last."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ MIB = 2**20
 
 
 def memory_lines(engine: Engine) -> list[str]:
-    """How pages and recurrent states share the memory, and who has the states now; then `page_lines`."""
+    """How pages and recurrent states share the memory, and who has the states now; how long keys last; then `page_lines`."""
     kv, slots = engine.kv, engine.budget.slots
     lines = [f"  memory       {engine.budget.describe(engine.pool.num_pages)}"]
     if slots.total:
         free = slots.most_running - kv.slots_in_use - kv.num_snapshots
         lines.append(f"               {kv.slots_in_use} states of requests, {kv.num_snapshots} of kept prefixes, {free} slots free now")
+    if borders := engine.limits.length_borders:
+        more = " or ".join(f"{border:,}" for border in borders)
+        lines.append(f"  longrope     a request of more than {more} tokens has other keys: one that comes to have more is computed anew")
     return [*lines, *page_lines(engine)]
 
 

@@ -37,7 +37,7 @@ def create_app(make_engine: Callable[[], Engine], settings: ServerSettings, trac
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         state.llm.thread.start()
         yield
-        await asyncio.to_thread(state.close)  # not in a finally: a forced end cancels this, and shall not wait
+        await asyncio.to_thread(state.close)
 
     app = FastAPI(title="paged_attn", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = state

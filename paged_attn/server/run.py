@@ -74,13 +74,14 @@ class Server(uvicorn.Server):
 
     Args:
         on_ready: called once, when requests are served.
+        on_drain: called once, when the end begins while calls run, with their number.
     """
 
     def __init__(
         self, make_engine: Callable[[], Engine], settings: ServerSettings, *, on_ready: Callable[[Engine], None] | None = None,
-        log_level: str = "warning", tracing: Tracing | None = None,
+        on_drain: Callable[[int], None] | None = None, log_level: str = "warning", tracing: Tracing | None = None,
     ) -> None:  # fmt: skip
-        self.settings, self._on_ready = settings, on_ready
+        self.settings, self._on_ready, self._on_drain = settings, on_ready, on_drain
         app = create_app(make_engine, settings, tracing)
         self.state: ServerState = app.state.server
         self.state.llm.thread.raises_start_failure = True  # `fatal_error`
@@ -108,13 +109,16 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         thread = self.state.llm.thread
         thread.drain()
+        if self._on_drain is not None and len(self.state.calls):
+            self._on_drain(len(self.state.calls))
         try:
             await self._drained()
             thread.cancel_all()
             await super().shutdown(sockets)
         finally:
-            if self.force_exit:  # then uvicorn does not tell the app
-                await asyncio.to_thread(thread.stop, FORCED_SECONDS)
+            if self.force_exit:  # then uvicorn does not tell the app, and prints the traceback of its being cancelled
+                self.state.stop_seconds = FORCED_SECONDS
+                await self.lifespan.shutdown()
 
     async def _drained(self) -> None:
         """Until all calls have ended, or their time is over."""

@@ -25,6 +25,7 @@ class ServerState:
 
     def __init__(self, make_engine: Callable[[], Engine], settings: ServerSettings, tracing: Tracing | None = None) -> None:
         self.settings = settings
+        self.stop_seconds = STOP_SECONDS
         self.created = int(time.time())
         self.calls = Calls()
         self.log = LineWriter(sys.stdout) if settings.log_requests else None
@@ -38,8 +39,8 @@ class ServerState:
 
     def close(self) -> None:
         """End the engine's thread and what it holds."""
-        if not self.llm.stop(STOP_SECONDS):
-            logger.warning("the engine's thread did not end within %g s; it ends with the process", STOP_SECONDS)
+        if not self.llm.stop(self.stop_seconds):
+            logger.warning("the engine's thread did not end within %g s; it ends with the process", self.stop_seconds)
         for part in (self.log, self.tracing):
             if part is not None:
                 part.close()

@@ -61,6 +61,11 @@ class DualChunkScores:
 
 
 @dataclass(frozen=True)
+class ModuleScores:
+    """What a module of the model computes of all tokens, in whatever way; `node` calls it as one op."""
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """weights(query @ key^T) @ value, as the graph spells it.
 
@@ -77,7 +82,7 @@ class AttentionSite:
     query: fx.Node
     key: fx.Node
     value: fx.Node
-    scores: SdpaScores | WrittenScores | DualChunkScores
+    scores: SdpaScores | WrittenScores | DualChunkScores | ModuleScores
     found_by: str
     original: str
     original_order: tuple[int, ...] = (0, 1, 2, 3)

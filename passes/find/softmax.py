@@ -37,7 +37,7 @@ def find_softmax(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     """Every written-out attention of a paged call, in order; `graph` gains the nodes that give q, k, v and the result their layout.
 
     Raises:
-        UnsupportedError: scores of tokens against tokens whose products can not be found; the message names the module.
+        UnknownAttention: scores of tokens against tokens whose products can not be found; the message names the module.
     """
     if form.reason or isinstance(form.num_tokens, int):
         return []
@@ -59,6 +59,18 @@ def _over_tokens(node: fx.Node, form: CallForm) -> bool:
     return len(shape) >= 2 and symbol(shape[-2]) == form.num_tokens and depends_on(shape[-1], form.num_tokens)
 
 
+class UnknownAttention(UnsupportedError):
+    """A softmax over scores of tokens against tokens whose products are not found.
+
+    Attributes:
+        module: the path of the module that it is in; "" outside any.
+    """
+
+    def __init__(self, module: str, words: str) -> None:
+        self.module = module
+        super().__init__(words)
+
+
 @dataclass(frozen=True)
 class _Walk:
     """The nodes around one softmax."""
@@ -70,10 +82,11 @@ class _Walk:
     def where(self) -> str:
         return f"layer at {module_path(self.softmax) or self.softmax.name}"
 
-    def refusal(self, why: str) -> UnsupportedError:
-        return UnsupportedError(
+    def refusal(self, why: str) -> UnknownAttention:
+        return UnknownAttention(
+            module_path(self.softmax),
             f"{self.where}: attention that is written out as a softmax is not of a known form: {why}. "
-            "If the model offers it, load it with attn_implementation='sdpa'; otherwise run it uncompiled, or report it."
+            "If the model offers it, load it with attn_implementation='sdpa'; otherwise run it uncompiled, or report it.",
         )
 
     def scores(self) -> fx.Node:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import SymFloat, SymInt, Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from paged_attn.attn_ops.ops.overloads import overloads_of
 
@@ -149,8 +150,9 @@ def _may_alias(node: fx.Node) -> bool:
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A GraphModule with its own graph and the same parameters, so that the original stays runnable."""
-    copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    """A GraphModule with its own graph and the same parameters, so that the original stays runnable. Code is written when the
+    copy is called: most are only split, or run node by node."""
+    copied = _LazyGraphModule(gm, copy.deepcopy(gm.graph))
     for old, new in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
         new.meta[_COPY_OF] = old.name
     return copied

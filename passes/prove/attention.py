@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, SdpaScores, WrittenScores
+from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, ModuleScores, SdpaScores, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import max_positions
@@ -21,7 +21,7 @@ from paged_attn.passes.prove.mask_family import MaskFamily, match_family
 from paged_attn.passes.prove.mask_probe import MaskProbe, as_seen
 from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
 from paged_attn.passes.prove.score_function import ScoreFunction, mixed_heads, prove_score_function
-from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, Recomputable
+from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, MixesTokens, Recomputable
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
 
@@ -54,11 +54,13 @@ class Prover:
 
     def prove(self, site: AttentionSite) -> AttentionProof | DualChunkProof:
         """Raises:
-        Recomputable: its mask or bias is computed from the tokens' hidden states, or it mixes its heads.
+        Recomputable: its mask or bias is computed from the tokens' hidden states, it mixes its heads, or it is a whole module.
         UnsupportedError: the site can not be proved, or contradicts what the model states; the message names the layer.
         CallNotPaged: it depends on an input of this call.
         """
         scores = site.scores
+        if isinstance(scores, ModuleScores):
+            raise MixesTokens(f"{site.where} mixes tokens in a way that is neither attention nor a recurrence")
         if isinstance(scores, DualChunkScores):
             return self._dual_chunk(site, scores)
         if isinstance(scores, SdpaScores):

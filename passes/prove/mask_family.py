@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,12 @@ class MaskFamily:
 
     def matrix(self, length: int) -> BoolMatrix:
         """[length, length], True where query i (row) sees key j."""
-        i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-        seen = (j <= i) if self.causal else np.ones((length, length), dtype=bool)
+        matrix: BoolMatrix = self.sees(np.arange(length)[:, None], np.arange(length)[None, :])
+        return matrix
+
+    def sees(self, i: Any, j: Any) -> Any:
+        """Whether queries at positions i see keys at positions j: arrays or tensors that broadcast, and booleans of the same kind."""
+        seen = (j <= i) if self.causal else (j == j) & (i == i)
         if self.window is not None:
             seen = seen & (i - self.window < j)
         if self.chunk is not None:

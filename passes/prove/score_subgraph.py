@@ -83,6 +83,12 @@ class MixesHeads(Recomputable):
     what = "heads mixed"
 
 
+class MixesTokens(Recomputable):
+    """A module of the model, run as it is: how it mixes tokens is not looked into."""
+
+    what = "a module that mixes tokens in a way of its own"
+
+
 def refuse_hidden_states(nodes: list[fx.Node], form: CallForm, where: str) -> None:
     """A mask or bias computed from the tokens' hidden states can not be known before the step runs.
 

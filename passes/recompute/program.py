@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
+from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import as_traced, depends_on, symbol, value_of, writes_in_place
@@ -20,6 +21,7 @@ from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.recompute.region import Region
 
 SHORT, MORE = 17, 12  # tokens of the probes
+LONG = (61, 130, 197, 261)  # and of a module that is not looked into, which may join many tokens at once
 FEW = 5  # stands for the number of tokens that a sparse attention chooses, where that is more than the probes have
 
 
@@ -72,7 +74,7 @@ def make_program(region: Region, form: CallForm, values: dict[fx.Node, Any], ord
     builder = _Builder(region, form, where)
     owned = [node for node in region.nodes if form.roles.get(node) == "owned" or node.op == "get_attr"]
     if numbers := [node for node in owned if node.op == "placeholder" and not isinstance(values[node], Tensor)]:
-        raise UnsupportedError(f"{where}: its mask is computed from hidden states and from a number of the module, {numbers[0].name}")
+        raise UnsupportedError(f"{where}, from a number of the module, too, {numbers[0].name}")
     return Program(builder.build(owned, order), owned)
 
 
@@ -109,8 +111,7 @@ class _Builder:
         sizes: list[Any] = [length if symbol(size) == tokens else size for size in value.shape]
         if any(depends_on(size, tokens) for size in sizes if size is not length):
             raise UnsupportedError(
-                f"{self.where}: its mask is computed from hidden states, and in the shape of {node.name}, {list(value.shape)}; "
-                "known are sizes that are the number of tokens itself"
+                f"{self.where}, in the shape of {node.name}, {list(value.shape)}; known are sizes that are the number of tokens itself"
             )
         known = [size if size is length else int(size) for size in sizes]
         return graph.call_function(torch.zeros, (known,), {"dtype": value.dtype, "device": value.device})
@@ -130,29 +131,32 @@ def _digest(graph: fx.Graph) -> str:
 
 
 def prove_causal(
-    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], min_tokens: int, device: torch.device, where: str
+    program: Program, rows: Sequence[RowInput], owned: Sequence[Tensor], form: CallForm, device: torch.device, where: str
 ) -> None:
     """Run a program on random rows: without the last ones, the others' results are the same.
 
     Raises:
         UnsupportedError: a later token does change one, or the program does not run on another number of tokens than the traced one.
     """
-    few = max(SHORT, min_tokens)
-    what = f"what must be recomputed does not run on {few} and {few + MORE} tokens"
-    what = f"{where}: its mask is computed from hidden states, and {what}"
-    for each in (program, *_choosing_less(program, few)):
+    beginnings = [max(SHORT, form.min_tokens)]
+    if any(node.target is MODULE_ON_ALL_TOKENS for node in program.graph.nodes):
+        most = LONG[-1] if form.max_tokens is None else form.max_tokens - MORE
+        beginnings += [count for count in LONG if beginnings[0] < count <= most]
+    total = beginnings[-1] + MORE
+    for each in (program, *_choosing_less(program, beginnings[0])):
         generator = torch.Generator().manual_seed(13)
-        given = [torch.randn(few + MORE, row.width, generator=generator).to(device, row.dtype) for row in rows]
-        with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
-            whole, short = (
-                each(count, [row.restored(one[:count]) for row, one in zip(rows, given, strict=True)], owned)[:few].float()
-                for count in (few + MORE, few)
-            )
+        given = [torch.randn(total, row.width, generator=generator).to(device, row.dtype) for row in rows]
+
+        def run(count: int, each: Program = each, given: list[Tensor] = given) -> Tensor:
+            what = f"{where}, and what must be recomputed does not run on {beginnings[0]} and {total} tokens"
+            with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
+                return each(count, [row.restored(one[:count]) for row, one in zip(rows, given, strict=True)], owned).float()
+
+        whole = run(total)
         limit = operation_limit(whole, *(row.dtype for row in rows))
-        if not torch.allclose(whole, short, rtol=0, atol=limit, equal_nan=True):
+        if not all(torch.allclose(whole[:count], run(count), rtol=0, atol=limit, equal_nan=True) for count in beginnings):
             raise UnsupportedError(
-                f"{where}: its mask is computed from hidden states, and a later token changes the result of an earlier one, so that the "
-                "model can not generate token by token"
+                f"{where}, and a later token changes the result of an earlier one, so that the model can not generate token by token"
             )
 
 

@@ -50,21 +50,21 @@ class RecomputeReplacer:
             raise reason
         output = site.scores.output if isinstance(site.scores, WrittenScores) else site.node
         region = find_region(self.tokens, output, site.node, site.where)
-        spec, program = self._spec(site, region, layer_id)
+        spec, program = self._spec(site, region, layer_id, f"{site.where}: {reason.what}")
         logger.info(
             "%s: %s, so that every step evaluates it on all tokens of each request: the cost of a token grows with the square of the "
             "length", site.where, reason.what,
         )  # fmt: skip
         return (spec, *_emit(site, region, spec, program, layer_id))
 
-    def _spec(self, site: AttentionSite, region: Region, layer_id: int) -> tuple[RecomputeSpec, Program]:
+    def _spec(self, site: AttentionSite, region: Region, layer_id: int, where: str) -> tuple[RecomputeSpec, Program]:
         result = value_of(site.node)
         dtype = result.dtype if self.model is None else model_dtype(self.model)
         rows = tuple(row_input(node, self.form, dtype) for node in region.rows)
-        program = make_program(region, self.form, self.values, site.original_order, site.where)
+        program = make_program(region, self.form, self.values, site.original_order, where)
         if program.computes not in self._proved:
             owned = [self._tensor(node) for node in program.owned]
-            prove_causal(program, rows, owned, self.form.min_tokens, result.device, site.where)
+            prove_causal(program, rows, owned, self.form, result.device, where)
             self._proved[program.computes] = program
         spec = RecomputeSpec(
             num_q_heads=int(result.shape[1]),

@@ -12,7 +12,6 @@ Only ATen overloads are emitted: torch.Tensor.new_empty would make AOTAutograd's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -37,15 +36,9 @@ def replace_attention(
         dtype: of the pool.
     """
     graph = site.node.graph
-
-    def plain(function: Any, *args: Argument) -> fx.Node:
-        return graph.call_function(function, args)
-
     with graph.inserting_before(site.node):
-        sources = as_received(site.query, spec.num_q_heads), key, value
-        query, keys, values = (converted(head_rows(each, plain), each.base, dtype) for each in sources)
-        tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
-        output = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads, spec.v_head_dim]))
+        query, keys, values = (operand(each, dtype) for each in (as_received(site.query, spec.num_q_heads), key, value))
+        tokens, output = tokens_and_output(site.query, query, spec.num_q_heads, spec.v_head_dim)
         extra = _extra_operands(graph, proof, layer_id)
         if spec.gives_lse:
             extra["lse_out"] = graph.call_function(aten.new_empty.default, (query, [tokens, spec.num_q_heads]), {"dtype": torch.float32})
@@ -54,6 +47,17 @@ def replace_attention(
         if "lse_out" in extra:
             _use_log_sum_exp(site, extra["lse_out"])
     return op, use_output(site, output, [query, keys, values, *extra.values(), op], dtype)
+
+
+def operand(source: KVSource, dtype: torch.dtype) -> fx.Node:
+    """[T, heads, dim] of the pool's dtype, for an op; made where the graph inserts now."""
+    return converted(head_rows(source), source.base, dtype)
+
+
+def tokens_and_output(received: fx.Node, query: fx.Node, num_heads: int, width: int) -> tuple[fx.Node, fx.Node]:
+    """The number of tokens of a query as attention receives it, and what its op writes: [T, heads, width] as `query`, its operand."""
+    tokens = query.graph.call_function(aten.sym_size.int, (received, 2))
+    return tokens, query.graph.call_function(aten.new_empty.default, (query, [tokens, num_heads, width]))
 
 
 def use_output(site: AttentionSite, output: fx.Node, made: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:

@@ -7,21 +7,16 @@ After:  o = aten.new_empty(q0', [T, Hq, Dv]); dual_chunk_attention_with_output(q
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
-from torch.fx.node import Argument
 
 from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.graph_tools import shape_of
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
-from paged_attn.passes.replace.attention import converted, use_output
-from paged_attn.passes.replace.kv_heads import KVSource, as_received, head_rows
-
-aten = torch.ops.aten
+from paged_attn.passes.replace.attention import operand, tokens_and_output, use_output
+from paged_attn.passes.replace.kv_heads import KVSource, as_received
 
 
 def replace_dual_chunk(
@@ -38,14 +33,9 @@ def replace_dual_chunk(
         num_q_heads=int(heads), num_kv_heads=key.num_heads, qk_head_dim=int(width), v_head_dim=int(shape_of(site.value)[3]),
         scale=proof.scale, chunk=proof.chunk, kv_layer=layer_id, module=site.module,
     )  # fmt: skip
-
-    def plain(function: Any, *args: Argument) -> fx.Node:
-        return graph.call_function(function, args)
-
     with graph.inserting_before(site.node):
         sources = (*(as_received(queries[place], spec.num_q_heads) for place in proof.order), key, value)
-        operands = [converted(head_rows(each, plain), each.base, dtype) for each in sources]
-        tokens = graph.call_function(aten.sym_size.int, (queries[0], 2))
-        output = graph.call_function(aten.new_empty.default, (operands[0], [tokens, spec.num_q_heads, spec.v_head_dim]))
+        operands = [operand(each, dtype) for each in sources]
+        _, output = tokens_and_output(queries[0], operands[0], spec.num_q_heads, spec.v_head_dim)
         op = graph.call_function(DUAL_CHUNK_ATTENTION, (*operands, output, layer_id))
     return spec, op, use_output(site, output, [*operands, op], dtype)

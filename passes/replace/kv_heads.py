@@ -9,7 +9,7 @@ Declines: anything in the chain that computes or is written in place; then the k
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,18 +137,14 @@ def head_layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ...
     return squeeze, order, int(shape[head_dim])
 
 
-def head_rows(source: KVSource, insert: Callable[..., fx.Node]) -> fx.Node:
-    """[T, heads, dim] as a view of the source.
-
-    Args:
-        insert: makes the node of a function and its arguments.
-    """
-    node = source.base
+def head_rows(source: KVSource) -> fx.Node:
+    """[T, heads, dim] as a view of the source; made where the graph inserts now."""
+    node, call = source.base, source.base.graph.call_function
     for dim in sorted(source.squeeze, reverse=True):
-        node = insert(aten.select.int, node, dim, 0)
+        node = call(aten.select.int, (node, dim, 0))
     if source.order != (0, 1, 2):
-        node = insert(aten.permute.default, node, list(source.order))
-    return node if source.step == 1 else insert(aten.slice.Tensor, node, 1, 0, 2**63 - 1, source.step)
+        node = call(aten.permute.default, (node, list(source.order)))
+    return node if source.step == 1 else call(aten.slice.Tensor, (node, 1, 0, 2**63 - 1, source.step))
 
 
 def rows_in(tensor: Tensor, source: KVSource) -> Tensor:

@@ -7,11 +7,8 @@ After:  o = aten.new_empty(q', [T, H, Dv]); latent_attention_with_output(q', lat
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
-from torch.fx.node import Argument
 
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.specs.latent import LatentSpec
@@ -19,8 +16,8 @@ from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.graph_tools import shape_of
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.latent import LatentProof
-from paged_attn.passes.replace.attention import converted, use_output
-from paged_attn.passes.replace.kv_heads import as_received, head_rows
+from paged_attn.passes.replace.attention import converted, operand, tokens_and_output, use_output
+from paged_attn.passes.replace.kv_heads import as_received
 
 aten = torch.ops.aten
 
@@ -50,16 +47,11 @@ def replace_latent(
         keys=latent.keys,
         values=latent.values,
     )
-
-    def plain(function: Any, *args: Argument) -> fx.Node:
-        return graph.call_function(function, args)
-
     with graph.inserting_before(site.node):
-        query = converted(head_rows(as_received(site.query, heads), plain), site.query, dtype)
+        query = operand(as_received(site.query, heads), dtype)
         row = _row(found.latent, found.rank, dtype)
         rotated = None if found.rotated is None else _row(found.rotated, found.num_rotated, dtype)
-        tokens = graph.call_function(aten.sym_size.int, (site.query, 2))
-        output = graph.call_function(aten.new_empty.default, (query, [tokens, heads, spec.value_dim]))
+        _, output = tokens_and_output(site.query, query, heads, spec.value_dim)
         op = graph.call_function(LATENT_ATTENTION, (query, row, rotated, latent.weight_k, latent.weight_v, output, layer_id))
     made = [query, row, *([] if rotated is None else [rotated]), op]
     return spec, op, use_output(site, output, made, dtype)

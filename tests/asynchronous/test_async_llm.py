@@ -15,6 +15,7 @@ from paged_attn import AsyncLLM, EngineConfig, SamplingParams
 from paged_attn.asynchronous.errors import NotServingError, StepFailedError
 from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.stream import together
+from paged_attn.attn_ops.errors import ContextError
 from tests.engine.models import (
     OVERLAP,
     POISON,
@@ -366,6 +367,27 @@ def test_after_close_it_says_so_and_what_ran_has_ended() -> None:
         with pytest.raises(NotServingError, match="the engine has shut down"):
             await llm.generate(PROMPTS[0])
         await llm.close()
+
+    asyncio.run(whole())
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_close_gives_back_the_memory_of_pages_and_the_engine_refuses_what_comes_later(running: bool) -> None:
+    async def whole() -> None:
+        llm = make()
+        engine = llm.thread.engine
+        assert engine is not None
+        storage = engine.pool.storage.untyped_storage()
+        assert storage.nbytes() > 0
+        if running:
+            await first(llm.stream(PROMPTS[0], LONG))
+        else:
+            await llm.generate(PROMPTS[0], GREEDY)
+        for _ in range(2):
+            await llm.close()
+            assert storage.nbytes() == 0 and not engine.has_work
+        with pytest.raises(ContextError, match="this LLM was closed"):
+            engine.add_request(PROMPTS[0])
 
     asyncio.run(whole())
 

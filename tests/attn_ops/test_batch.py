@@ -67,7 +67,7 @@ def test_fields_equal_a_token_by_token_walk(drawn):
 def test_the_tensors_are_views_of_one_copy():
     batch = Batch.build([request(3, 2, 4), request(9, 1, 4, first_page=5)], 4)
     tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 9
+    assert len(tensors) == 10
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     assert all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
@@ -101,7 +101,8 @@ def test_arrays_equal_lists(page_dtype):
 def test_columns_are_the_requests(count):
     rows = [request(c, n, 4, first_page=f) for c, n, f in ((3, 1, 1), (7, 1, 9), (30, 1, 11))][:count]
     columns = RequestColumns.of(rows)
-    assert columns.rows() == rows and len(columns) == count and RequestColumns.of(columns) is columns
+    named = [row._replace(length=row.num_cached + len(row.tokens)) for row in rows]
+    assert columns.rows() == named and len(columns) == count and RequestColumns.of(columns) is columns
     assert columns.all_decode == (count > 0)
     expected, got = Batch.build(rows, 4), Batch.build(columns, 4)
     for name, value in vars(expected).items():
@@ -221,7 +222,7 @@ def test_the_first_wrong_request_is_named():
         (BatchRequest([1.5], [1]), "the tokens of request 1 must be integers of 64 bits; got 1.5"),
         (BatchRequest([1], [2**31]), "the pages of request 1 must be integers of 32 bits; got 2147483648"),
         (BatchRequest([1], [3, 2.0]), "the pages of request 1 must be integers of 32 bits; got 2.0"),
-        (BatchRequest([1], [3], 0.5), r"num_cached, num_logits and state_slot must be integers; got \(0, 0.5\)"),
+        (BatchRequest([1], [3], 0.5), r"num_cached, num_logits, state_slot and length must be integers; got \(0, 0.5\)"),
     ],
 )
 def test_what_is_no_integer_is_refused(bad, message):

@@ -52,7 +52,7 @@ def test_outside_a_context() -> None:
 
 def test_another_batch() -> None:
     with ForwardContext(batch_of(), KVPool([SPEC], 3, 4, torch.float32), TorchNativeBackend()):
-        with pytest.raises(ContextError, match="attention got 5 rows but the forward context's batch has 3"):
+        with pytest.raises(ContextError, match="latent_attention_with_output got 5 rows but the forward context's batch has 3"):
             LATENT_ATTENTION(*operands(5), 0)
 
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.attn_ops.kv.radix_cache import RadixCache
+from tests.attn_ops.radix_invariants import check_invariants, num_payloads
 
 
 def make(num_pages=64, page_size=2, **kwargs):
@@ -21,7 +22,7 @@ def put(cache, allocator, tokens, namespace=None):
     pages = allocator.allocate(len(tokens) // allocator.page_size)
     inserted = cache.insert(tokens, pages, namespace)
     allocator.free(duplicate.callers_page for duplicate in inserted.duplicates)
-    cache.check_invariants()
+    check_invariants(cache)
     return inserted.node
 
 
@@ -34,7 +35,7 @@ def test_match_is_the_longest_page_aligned_prefix():
     assert cache.match((1, 2, 3, 9, 5, 6))[:2] == (tuple(pages[:1]), 2)
     assert cache.match(array.array("q", [1, 2, 3, 4]))[:2] == (tuple(pages[:2]), 4)
     assert cache.match([1, 9, 3, 4])[:2] == cache.match([1])[:2] == cache.match([])[:2] == ((), 0)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_partial_page_and_surplus_pages_stay_with_the_caller():
@@ -63,7 +64,7 @@ def test_namespaces_share_nothing():
     assert cache.num_pages == 4
     assert set(cache.match([1, 2]).pages).isdisjoint(cache.match([1, 2], "adapter").pages)
     cache.clear()
-    cache.check_invariants()  # an emptied namespace leaves no root behind
+    check_invariants(cache)  # an emptied namespace leaves no root behind
 
 
 def test_split_keeps_the_lower_handle_and_its_locks():
@@ -73,7 +74,7 @@ def test_split_keeps_the_lower_handle_and_its_locks():
     upper = cache.match([1, 2]).node
     assert cache.match([1, 2, 3, 4]).node is node
     assert (upper.lock_count, upper.own_locks, cache.locked_pages, cache.evict(9)) == (1, 0, 4, 0)
-    cache.check_invariants()
+    check_invariants(cache)
     cache.lock(upper)
     cache.unlock(node)
     assert (cache.locked_pages, cache.evict(9)) == (2, 2)
@@ -104,7 +105,7 @@ def test_an_empty_match_can_be_locked_across_insert_and_clear():
     put(cache, allocator, [1])
     cache.unlock(root)
     cache.unlock(registered)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_evict_takes_the_least_recently_used_and_trims_from_the_end():
@@ -128,15 +129,11 @@ def test_a_handle_to_evicted_or_trimmed_pages_is_refused():
     cache.evict(1)
     with pytest.raises(ValueError, match="its pages were freed"):
         cache.lock(node)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
-def test_the_policy_decides_the_order():
-    class LongestFirst:
-        def priority(self, node):
-            return -len(node.pages)
-
-    allocator, cache = make(page_size=1, policy=LongestFirst())
+def test_the_rank_decides_the_order():
+    allocator, cache = make(page_size=1, rank=lambda node: -len(node.pages))
     for tokens in ([1], [2, 3, 4], [5, 6]):
         put(cache, allocator, tokens)
     assert cache.evict(3) == 3
@@ -149,23 +146,21 @@ def test_the_policy_decides_the_order():
 
 
 def test_eviction_does_not_rank_the_whole_tree_per_page():
-    class Counting:
-        calls = 0
+    ranked = []
 
-        def priority(self, node):
-            self.calls += 1
-            return node.last_access
+    def rank(node):
+        ranked.append(node)
+        return node.last_access
 
-    policy = Counting()
-    allocator, cache = make(num_pages=1001, page_size=1, policy=policy)
+    allocator, cache = make(num_pages=1001, page_size=1, rank=rank)
     for token in range(1000):
         cache.insert([token], allocator.allocate(1))
     for _ in range(20_000):
         cache.match([7])
     assert len(cache._queue._heap) <= 2 * 1000 + 64 + 1
-    before = policy.calls
+    before = len(ranked)
     assert [cache.evict(1) for _ in range(500)] == [1] * 500
-    assert policy.calls == before
+    assert len(ranked) == before
     assert cache.match([7]).num_tokens == 1
 
 
@@ -184,7 +179,7 @@ def test_refused_inserts_change_nothing():
     ]:
         with pytest.raises(ValueError, match=message):
             cache.insert(tokens, pages)
-        cache.check_invariants()
+        check_invariants(cache)
         assert cache.num_pages == 2 and cache.match([5, 6]).num_tokens == 0
     with pytest.raises(TypeError, match="tokens is a set"):
         cache.match({1, 2})
@@ -197,7 +192,7 @@ def test_invariants_notice_a_page_freed_behind_the_tree():
     put(cache, allocator, [1])
     allocator.free([1])
     with pytest.raises(AssertionError, match="page 1, which is not allocated"):
-        cache.check_invariants()
+        check_invariants(cache)
 
 
 def test_a_payload_stays_where_its_prefix_ends():
@@ -206,7 +201,7 @@ def test_a_payload_stays_where_its_prefix_ends():
     node = put(cache, allocator, [1, 2, 3, 4])
     cache.attach(node, "four")
     upper = cache.match([1, 2, 9]).node
-    assert (upper.payload, node.payload, cache.num_payloads) == (None, "four", 1)
+    assert (upper.payload, node.payload, num_payloads(cache)) == (None, "four", 1)
     assert cache.cut_to_payload(cache.match([1, 2, 3])) == ((), 0, upper.parent)
     cache.attach(upper, "two")
     put(cache, allocator, [1, 2, 5])
@@ -215,7 +210,7 @@ def test_a_payload_stays_where_its_prefix_ends():
         cut = cache.cut_to_payload(match)
         assert (cut.num_tokens, cut.pages) == (length, match.pages[:length])
         assert cut.node.payload == {4: "four", 2: "two", 0: None}[length]
-    cache.check_invariants()
+    check_invariants(cache)
     assert removed == []
 
 
@@ -225,23 +220,23 @@ def test_a_payload_that_leaves_is_told_of_once():
     node = put(cache, allocator, [1, 2, 3])
     for payload in ("old", "new"):
         cache.attach(node, payload)
-    assert (removed, cache.num_payloads) == (["old"], 1)
+    assert (removed, num_payloads(cache)) == (["old"], 1)
     cache.lock(node)
     cache.detach(node)
     cache.detach(node)
-    assert (removed, cache.num_payloads) == (["old", "new"], 0)
+    assert (removed, num_payloads(cache)) == (["old", "new"], 0)
     cache.attach(node, "end")
     cache.attach(cache.match([1]).node, "start")
     cache.unlock(node)
     assert cache.evict(1) == 1 and removed.pop() == "end", "cut off with its page; what is left of the edge has none"
-    assert cache.evict(1) == 1 and cache.num_payloads == 1
+    assert cache.evict(1) == 1 and num_payloads(cache) == 1
     assert cache.clear() == 1 and removed.pop() == "start"
-    assert (removed, cache.num_payloads) == (["old", "new"], 0)
-    cache.check_invariants()
+    assert (removed, num_payloads(cache)) == (["old", "new"], 0)
+    check_invariants(cache)
 
 
 def test_the_tree_has_evicted_when_it_tells_of_a_payload():
-    allocator, cache = make(page_size=1, on_payload_removed=lambda _: cache.check_invariants() or seen.append(allocator.num_free))
+    allocator, cache = make(page_size=1, on_payload_removed=lambda _: check_invariants(cache) or seen.append(allocator.num_free))
     seen = []
     cache.attach(put(cache, allocator, [1, 2]), "one")
     cache.clear()
@@ -257,7 +252,7 @@ def test_a_payload_needs_a_prefix_and_a_value():
     cache.evict(1)
     with pytest.raises(ValueError, match=r"cannot attach 1 to RadixNode.*evicted"):
         cache.attach(node, 1)
-    assert cache.num_payloads == 0
+    assert num_payloads(cache) == 0
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -373,8 +368,8 @@ class RadixMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        self.cache.check_invariants()
-        assert sorted(self.removed) == sorted(self.gone) and self.cache.num_payloads == len(self.payloads)
+        check_invariants(self.cache)
+        assert sorted(self.removed) == sorted(self.gone) and num_payloads(self.cache) == len(self.payloads)
         assert self.cache._owned == {page for page, _ in self.model.values()}
         assert self.locked() <= self.model.keys() and self.cache.locked_pages == len(self.locked())
         assert self.cache.num_pages == len(self.model) == self.cache.locked_pages + self.cache.evictable_pages
@@ -385,7 +380,7 @@ class RadixMachine(RuleBasedStateMachine):
             self.cache.unlock(node)
         self.cache.clear()
         assert self.allocator.num_free == self.allocator.num_usable
-        assert sorted(self.removed) == sorted([*self.gone, *self.payloads.values()]) and self.cache.num_payloads == 0
+        assert sorted(self.removed) == sorted([*self.gone, *self.payloads.values()]) and num_payloads(self.cache) == 0
 
 
 TestRadixMachine = RadixMachine.TestCase

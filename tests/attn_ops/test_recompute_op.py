@@ -189,7 +189,7 @@ def test_outside_any_context() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rows": 3}, "attention got 3 rows .* batch has 9; .*model_inputs"),
+        ({"rows": 3}, "recompute_attention_with_output got 3 rows .* batch has 9; .*model_inputs"),
         ({"layer_id": 0}, r"layer 0 of the pool is not the model's, which is recomputed from \[6, 1\] values"),
         ({"layer_id": 2}, "layer 2 of the pool is not the model's"),
         ({"inputs": 1}, r"layer 1 of the pool is not the model's, which is recomputed from \[6\] values"),

@@ -66,7 +66,7 @@ def test_outside_any_context():
 
 
 def test_a_context_without_recurrent_state():
-    with context(), pytest.raises(ContextError, match="no recurrent state, but the model's recurrent layer 5 needs it"):
+    with context(), pytest.raises(ContextError, match="recurrent layer 5 was called in a forward context without recurrent state"):
         RECURRENT_LAYER(*tensors(), 5)
 
 

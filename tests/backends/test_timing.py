@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from benchmarks.kernels import time_writes
 from paged_attn.attn_ops.batch.batch import ForwardMode
 from paged_attn.backends.attention.capabilities import Feature, unmet
 from paged_attn.backends.attention.reference import ReferenceBackend
@@ -14,7 +15,7 @@ from paged_attn.backends.attention.torch_native import TorchNativeBackend
 from paged_attn.backends.timing.clock import ROUNDS, Turn, sample_in_turns
 from paged_attn.backends.timing.inputs import Inputs, num_sets
 from paged_attn.backends.timing.reference import relative_error, row_attention
-from paged_attn.backends.timing.time_backends import TimedProblem, Timing, time_backends, time_writes
+from paged_attn.backends.timing.time_backends import TimedProblem, Timing, time_backends
 
 CPU = torch.device("cpu")
 SMALL = {"num_q_heads": 4, "num_kv_heads": 2, "qk_head_dim": 16, "v_head_dim": 16, "page_size": 4, "dtype": torch.float32}
@@ -226,7 +227,7 @@ def test_the_write_is_timed_only_if_asked_for(with_write):
 def test_a_wrong_write_is_found(wrong):
     assert "not in the pool in" in time_backends({"x": Recorder(wrong)}, DECODE, min_ms=1, device="cpu", with_write=True)["x"].error
     backends = {"right": Recorder(), "wrong": Recorder(wrong)}
-    timings = time_writes(backends, DECODE, min_ms=1, device="cpu")
+    timings = time_writes(backends, DECODE, min_ms=1, device=CPU)
     assert timings["right"].error is None
     assert "rows were not stored as they were given" in timings["wrong"].error
 
@@ -237,7 +238,7 @@ def test_a_time_is_that_of_one_layer():
 
 
 def test_writes():
-    timings = time_writes({"a": TorchNativeBackend(), "b": ReferenceBackend()}, PREFILL, min_ms=1, device="cpu")
+    timings = time_writes({"a": TorchNativeBackend(), "b": ReferenceBackend()}, PREFILL, min_ms=1, device=CPU)
     for timing in timings.values():
         assert timing.error is None
         assert timing.gbytes_per_s == pytest.approx(2 * 17 * 2 * 32 * 4 / timing.microseconds / 1e3)

@@ -19,7 +19,8 @@ from paged_attn.attn_ops.ops import attention, latent, positions, recurrent
 from paged_attn.attn_ops.ops.scans import gated_delta, mamba, short_conv
 
 BODIES = {
-    attention.UNIFIED_ATTENTION: attention._run, latent.LATENT_ATTENTION: latent._run, positions.BATCH_POSITIONS: positions._run,
+    attention.UNIFIED_ATTENTION: attention._run, latent.LATENT_ATTENTION: latent._run,
+    positions.BATCH_POSITIONS: positions._positions, positions.REQUEST_LENGTHS: positions._lengths,
     short_conv.SHORT_CONV: short_conv._run, recurrent.RECURRENT_LAYER: recurrent._run,
     gated_delta.GATED_DELTA_RULE: gated_delta._run, mamba.MAMBA2_SCAN: mamba._run2, mamba.MAMBA1_SCAN: mamba._run1,
 }  # fmt: skip

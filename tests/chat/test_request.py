@@ -109,7 +109,9 @@ def test_a_bad_message_is_refused_with_its_place(messages: Any, param: str, word
         ({"tools": [NOW], "template": TEMPLATE}, "tools", "has no place for tools"),
         ({"tools": [NOW], "template": SHOWS_TOOLS}, "tools", "does not show in which format the model calls tools"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "may not hold tools"),
-        ({"chat_template": "{{"}, "messages", "refuses the messages"),
+        ({"chat_template": "{{ raise_exception('No system') }}"}, "messages", "chat template refuses the messages: No system"),
+        ({"chat_template": "{% endfoor %}"}, "chat_template", "Jinja can not read the model's chat template: Encountered unknown tag"),
+        ({"chat_template": "{{ 1 | nofilter }}"}, "chat_template", "No filter named 'nofilter'. in line 1; give another"),
     ],
 )
 def test_bad_settings_are_refused_with_their_name(settings: dict[str, Any], param: str, words: str) -> None:

@@ -24,6 +24,7 @@ from tests.check.planted import hook_a_row
 from tests.zoo.build import build
 
 MANY = {"num_experts": 64, "num_local_experts": 64, "n_routed_experts": 64, "num_experts_per_tok": 8, "hidden_size": 128}
+LAYERS = {"jamba": 4}  # of two kinds, with experts and without
 FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral", "jamba", "deepseek_v3")
 NOTHING = Taps(())
 Play = Callable[[fx.GraphModule], TappedRun]
@@ -73,9 +74,13 @@ def play_pieces(monkeypatch: pytest.MonkeyPatch, play: Play) -> None:
     monkeypatch.setattr(PiecewiseRun, "fetch_attr", fetched)
 
 
+def many(family: str) -> Any:
+    return build(family, **MANY, num_hidden_layers=LAYERS.get(family, 2)).to(torch.bfloat16)
+
+
 @cache
 def traced(family: str) -> Traced:
-    return Traced(build(family, **MANY).to(torch.bfloat16))
+    return Traced(many(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,7 +113,7 @@ def test_an_expert_that_no_rounding_chooses_is_seen(family: str, monkeypatch: py
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_row_that_a_hook_changes_is_seen_among_rows_that_choose_otherwise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(family, **MANY).to(torch.bfloat16)
+    model = many(family)
     assert hook_a_row(model)
     checked = Traced(model)
     play_pieces(monkeypatch, rounding_at_random(0))

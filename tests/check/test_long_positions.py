@@ -1,4 +1,5 @@
-"""Rotary embeddings that follow the length of a call: refused on every road, as a long request would change short ones beside it."""
+"""What a request beside others changes by its length alone: refused on every road. The engine has another one for longrope (see
+tests/engine/tracing/test_ropes_by_length.py)."""
 
 from __future__ import annotations
 
@@ -11,40 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paged_attn import LLM, Batch, BatchRequest, KVPool, SamplingParams, UnsupportedError, attention_layers, forward_context, patch
+from paged_attn.check.compare import long_positions
+from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.runners.model_runner import ModelRunner
-from tests.oracle import greedy, random_prompts
+from tests.oracle import random_prompts
 from tests.tiny_models import LONG_ROPE, VOCAB, build
 from tests.versions import newest_only
 
 MOVES = r"a token at position 255 moves other tokens of its batch in .*set model\.config\.max_position_embeddings = {} on the loaded model"
-PROMPTS = random_prompts((5, 20, 3))
 
 
 def long_rope(original: int) -> dict[str, Any]:
     """And one layer: what moves its tokens moves those of the others."""
     return {**LONG_ROPE, "original_max_position_embeddings": original, "num_hidden_layers": 1}
-
-
-@newest_only
-@pytest.mark.parametrize("original", [24, 25, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_engine_refuses_a_long_rope_model_and_serves_it_up_to_the_length_that_it_names(dtype: torch.dtype, original: int) -> None:
-    model = build("phi3", dtype=dtype, **long_rope(original))
-    with pytest.raises(UnsupportedError, match=MOVES.format(original)):
-        LLM(model, num_pages=64)
-    expected = [greedy(model, prompt, 4) for prompt in PROMPTS]
-    model.config.max_position_embeddings = original
-    with LLM(model, num_pages=64) as llm:
-        assert llm.engine.limits.max_positions == original
-        found = [c.token_ids for c in llm.generate(PROMPTS, SamplingParams(max_new_tokens=4))]
-    assert found == expected or dtype is not torch.float32
-
-
-@newest_only
-def test_where_the_probe_prompts_are_longer_than_that_they_show_it() -> None:
-    with pytest.raises(UnsupportedError, match=MOVES.format(12)):
-        LLM(build("phi3", **long_rope(12)), num_pages=64)
 
 
 @newest_only
@@ -64,17 +45,6 @@ def test_a_patched_model_is_refused_too() -> None:
     model.config.max_position_embeddings = 64
     with patch(model):
         pass
-
-
-@newest_only
-def test_without_the_self_check_nothing_is_compared_and_a_long_request_does_change_a_short_one() -> None:
-    """The negative control: what is refused above goes wrong."""
-    model, params = build("phi3", **LONG_ROPE), SamplingParams(max_new_tokens=8)
-    short, long = random_prompts((9, 90))
-    for prompts in ([short], [short, long]):
-        with LLM(model, num_pages=64, self_check=False, prefix_cache=False) as llm:
-            found = llm.generate(prompts, params)[0].token_ids
-        assert (found == greedy(model, short, 8)) == (len(prompts) == 1)
 
 
 class Follows(nn.Module):
@@ -123,6 +93,20 @@ def test_a_composite_model_is_told_which_of_its_configs() -> None:
         ModelRunner(Follows(64, SimpleNamespace(get_text_config=lambda: text)), CompileOptions(inductor=False))
 
 
+def test_without_the_self_check_nothing_is_compared_and_a_long_request_does_change_a_short_one() -> None:
+    """The negative control: what is refused above goes wrong."""
+    model, params = Follows(64).eval(), SamplingParams(max_new_tokens=8)
+    short, long = random_prompts((9, 90))
+    expected = list(short)
+    with torch.no_grad():
+        while len(expected) < len(short) + 8:
+            expected.append(int(model(torch.tensor([expected]), torch.arange(len(expected))[None])[0, -1].argmax()))
+    for prompts in ([short], [short, long]):
+        with LLM(model, num_pages=64, self_check=False, prefix_cache=False) as llm:
+            found = llm.generate(prompts, params)[0].token_ids
+        assert (found == expected[len(short) :]) == (len(prompts) == 1)
+
+
 @pytest.mark.parametrize(("switch", "longest"), [(64, 64), (64, 25), (10**6, 256)])
 def test_what_stays_the_same_within_the_models_positions_passes(switch: int, longest: int) -> None:
     model = Follows(switch, SimpleNamespace(max_position_embeddings=longest))
@@ -144,3 +128,24 @@ def test_a_model_that_can_not_be_called_at_its_last_position_is_refused_in_words
     model = Lies(10**6, SimpleNamespace(max_position_embeddings=256), positions=200)
     with pytest.raises(UnsupportedError, match="can not run a token at position 255: IndexError: index out of range"):
         ModelRunner(model, CompileOptions(inductor=False))
+
+
+@pytest.mark.parametrize("moves_here", [False, True])
+@pytest.mark.parametrize("moves_there", [False, True])
+def test_ranks_of_a_sharded_model_refuse_together_after_equally_many_runs(
+    moves_here: bool, moves_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run holds collectives, in which one rank alone would wait for ever."""
+    positions: list[int] = []
+    monkeypatch.setattr(long_positions, "_seen", lambda served, truth, position: positions.append(position))
+    monkeypatch.setattr(long_positions, "_first_move", lambda *_: ("the model", 0.5, 0.1) if moves_here else None)
+    ranks: Any = SimpleNamespace(any_says=lambda yes: yes or moves_there, rank=0, size=2)
+    served: Any = SimpleNamespace(settings=ProbeSettings(ranks=ranks))
+    truth: Any = SimpleNamespace(prompts=[range(5)])
+    model = build("phi3", **long_rope(24))
+    if moves_here or moves_there:
+        with pytest.raises(UnsupportedError, match="at position 255 moves" if moves_here else "on another rank"):
+            long_positions.check_long_positions(served, truth, 256, model)
+    else:
+        long_positions.check_long_positions(served, truth, 256, model)
+    assert positions == [5, 255]

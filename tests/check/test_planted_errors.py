@@ -34,7 +34,7 @@ WORDS = {
 
 @cache
 def traced(name: str, dtype: torch.dtype) -> Traced:
-    return Traced(build(name).to(dtype))
+    return Traced(build(name, num_hidden_layers=2).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,7 +55,7 @@ class TestOfTracedModels:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_row_that_a_hook_changes_is_seen(dtype: torch.dtype) -> None:
-    model = build("llama").to(dtype)
+    model = build("llama", num_hidden_layers=2).to(dtype)
     assert hook_a_row(model)
     words = refused(Traced(model))
     assert "gives a token other numbers beside the tokens of other requests than alone" in words and "forward hooks" in words
@@ -64,7 +64,7 @@ def test_one_row_that_a_hook_changes_is_seen(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["gpt_oss", "mistral"])
 def test_of_hooked_models_too(name: str, dtype: torch.dtype) -> None:
-    checked = Hooked(build(name).to(dtype))
+    checked = Hooked(build(name, num_hidden_layers=2).to(dtype))
     assert refused(checked) == ""
     for error in sorted(set(applicable(checked.specs)) - {"row", "position"}):
         words = refused(checked, error)

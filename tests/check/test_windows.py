@@ -10,7 +10,7 @@ import torch
 
 from paged_attn.check.compare import windows
 from tests.check.checked import Hooked, Traced, refused
-from tests.tiny_models import build
+from tests.tiny_models import build_short
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONG = {"mistral": {"sliding_window": 40}, "llama4_text": {"attention_chunk_size": 48}, "gemma3_text": {"sliding_window": 33}}
@@ -19,7 +19,7 @@ LONG = {"mistral": {"sliding_window": 40}, "llama4_text": {"attention_chunk_size
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LONG)
 def test_a_window_or_chunk_that_ends_one_token_off_is_seen(name: str, dtype: torch.dtype) -> None:
-    checked = Traced(build(name, dtype=dtype, **LONG[name]))
+    checked = Traced(build_short(name, dtype=dtype, **LONG[name]))
     assert refused(checked) == ""
     for more in (1, -1):
         with checked.with_specs(
@@ -32,19 +32,19 @@ def test_a_window_or_chunk_that_ends_one_token_off_is_seen(name: str, dtype: tor
 
 
 def test_of_a_hooked_model_the_spec_is_what_its_mask_function_said() -> None:
-    checked = Hooked(build("mistral", sliding_window=40))
+    checked = Hooked(build_short("mistral", sliding_window=40))
     assert refused(checked) == ""
 
 
 def test_what_would_take_too_long_is_said_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="paged_attn")
-    checked = Traced(build("mistral", sliding_window=40))
+    checked = Traced(build_short("mistral", sliding_window=40))
     monkeypatch.setattr(windows, "MOST_CPU_OPERATIONS", 1e3)
     assert refused(checked) == ""
     assert "where the window of model.layers.0.self_attn ends was proved on its mask alone: 49 tokens take" in caplog.text
 
 
 def test_a_window_that_no_request_reaches_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = Traced(build("mistral", sliding_window=250, max_position_embeddings=256))
+    checked = Traced(build_short("mistral", sliding_window=250, max_position_embeddings=256))
     monkeypatch.setattr(windows, "_check", None)
     assert refused(checked) == ""

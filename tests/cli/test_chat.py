@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +84,30 @@ def test_a_message_that_is_refused_was_never_said(
     assert talk(monkeypatch, "x" * 5000 + "\nHi\n", model_folder) == 0
     assert asked[1] == [{"role": "user", "content": "Hi"}]
     assert "paged-attn: error: the prompt has" in capsys.readouterr().err
+
+
+def test_what_looks_like_a_command_is_not_said(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: list[Any]
+) -> None:
+    assert talk(monkeypatch, "/help\n/nwe\n /nwe\n/new\n/ is a slash\n", model_folder) == 0
+    assert [messages[-1]["content"] for messages in asked] == [" /nwe", "/ is a slash"] and len(asked[1]) == 1
+    err = capsys.readouterr().err
+    assert "there is no /help; /new begins a new conversation, Ctrl-D ends" in err and "there is no /nwe;" in err
+    assert "\na new conversation\n" in err
+
+
+def test_lines_are_edited_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "readline", raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: prompt + str("readline" in sys.modules))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert chat._read_line() == f"> {importlib.util.find_spec('readline') is not None}"
+
+
+def test_a_tokenizer_of_its_own(model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: list[Any]) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model_folder / name, tmp_path)
+    assert talk(monkeypatch, "Hi\n", tmp_path, "--tokenizer", str(model_folder), "--chat-template", TURNS) == 0
+    assert len(asked) == 1
 
 
 def test_ctrl_c_at_the_prompt_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:

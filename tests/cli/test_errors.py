@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from paged_attn.cli.commands import generate
-from paged_attn.cli.main import main
+from paged_attn.cli.main import build_parser, main
+from paged_attn.cli.options import engine_config, sampling_params
 
 SAY = ("--prompt", "x")
 
@@ -42,6 +43,34 @@ def test_arguments_that_do_not_parse(argv: list[str], capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 2 and "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["generate", "--tempratur", "1", "--model", "x"], "generate: error: there is no --tempratur; did you mean --temperature?"),
+        (["chat", "--model", "x", "--page-sise=8"], "chat: error: there is no --page-sise; did you mean --page-size?"),
+        (["serve", "--model", "x", "--max-model-len", "9"], "serve: error: there is no --max-model-len; a request may be as long"),
+        (["serve", "--model", "x", "--zzz"], "serve: error: there is no --zzz (see `paged-attn serve --help`)"),
+        (["generate", "--model", "x", "--prompt", "It", "was a"], "generate: error: unexpected 'was a'; a value with spaces"),
+        (["serve"], "serve: error: the following arguments are required: --model (see"),
+        (["generat"], "error: argument COMMAND: invalid choice: 'generat'"),
+        ([], "error: the following arguments are required: COMMAND (see `paged-attn --help`)"),
+    ],
+)
+def test_what_does_not_parse_is_one_line_with_what_was_meant(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.removeprefix("paged-attn").lstrip(": ").startswith(said)
+
+
+def test_flags_by_the_names_of_other_engines() -> None:
+    flags = ["--max-tokens", "7", "--block-size", "8", "--max-num-seqs", "3", "--enable-prefix-caching", "off"]
+    args = build_parser().parse_args(["generate", "--model", "x", *flags])
+    assert sampling_params(args).max_new_tokens == 7
+    config = engine_config(args)
+    assert (config.page_size, config.max_requests, config.prefix_cache) == (8, 3, False)
 
 
 def test_settings_of_the_environment_are_checked_too(

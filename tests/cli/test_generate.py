@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from paged_attn.cli import check as check_module
 from paged_attn.cli.main import main
+from paged_attn.engine.engine import Engine
+from paged_attn.engine.requests.request import TokenEvent
 
 SHORT = ["--max-new-tokens", "6", "--num-pages", "64"]
 
@@ -24,6 +27,40 @@ def test_text_goes_to_stdout_and_numbers_to_stderr(model_folder: Path, capsys: p
     assert "[1] one\n" in out and "[2] a much longer second prompt\n" in out
     assert "tokens/s (12 new tokens)" in err and "first token" in err and "KV pool" in err
     assert "check passed: all 12 new tokens equal" in err and "as one left-padded batch" in err
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Ctrl-C at the beginning of a step of the run, when one request runs."""
+    step, calls = Engine.step, 0
+
+    def interrupted(engine: Engine) -> list[TokenEvent]:
+        nonlocal calls
+        calls += engine.stats.steps > 0
+        if len(engine.requests) == 1 and calls > steps:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_ctrl_c_prints_what_there_is(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    goes_on = "It was"
+    assert main(["generate", "--model", str(model_folder), "--prompt", goes_on, "--max-new-tokens", "6", "--ignore-eos"]) == 0
+    whole = capsys.readouterr().out.strip("\n")
+    interrupt_after(monkeypatch, 3)
+    assert generate(model_folder, "--prompt", goes_on, "--ignore-eos", *flags) == 130
+    out, err = capsys.readouterr()
+    assert "1 of 1 prompts cut off" in err and err.endswith("interrupted\n")
+    if flags:
+        (completion,) = json.loads(out)["completions"]
+        assert completion["finish_reason"] == "cancelled" and 0 < len(completion["token_ids"]) < 6
+        assert whole.startswith(completion["text"])
+    else:
+        text, mark, rest = out.partition("[cut off]")
+        assert mark and rest == "\n" and text.strip("\n") and whole.startswith(text.strip("\n"))
 
 
 def test_json_holds_completions_numbers_explanation_and_check(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,3 +100,24 @@ def test_a_failed_check_names_the_first_difference_and_exits_1(
     monkeypatch.setattr(check_module, "own_tokens", altered)
     assert generate(model_folder, "--prompt", "x", "--check", "--ignore-eos") == 1
     assert "check FAILED: prompt 1, new token 4: paged_attn gives" in capsys.readouterr().err
+
+
+def test_prompts_of_token_ids_need_no_tokenizer(model_folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert generate(model_folder, "--prompt-ids", "72,101,108", "--prompt", "Hel", "--ignore-eos", "--json") == 0
+    by_ids, by_text = json.loads(capsys.readouterr().out)["completions"]
+    assert by_text["prompt_token_ids"] == [72, 101, 108] and by_ids["token_ids"] == by_text["token_ids"] and by_ids["prompt"] is None
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(model_folder / name, tmp_path)
+    ids = by_ids["token_ids"]
+    flags = ("--ignore-eos", "--logprobs", "1", "--check", "--prompt-ids", "72 101 108")
+    assert generate(tmp_path, *flags) == 0
+    out, err = capsys.readouterr()
+    first, scored, *_ = out.splitlines()
+    assert first == ",".join(map(str, ids)) and scored.split()[1] == str(ids[0]) and "check passed" in err
+    assert generate(tmp_path, "--ignore-eos", "--stream", "--prompt-ids", "72,101,108", "--prompt-ids", "1") == 0
+    assert capsys.readouterr().out.startswith(f"[1] 72,101,108\n{' '.join(map(str, ids))} \n[2] 1\n")
+    assert generate(tmp_path, "--prompt", "Hel") == 2
+    assert "give --tokenizer DIR_OR_HUB_ID, or --prompt-ids" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        generate(tmp_path, "--prompt-ids", "1,b")
+    assert "argument --prompt-ids: '1,b'; allowed are token ids" in capsys.readouterr().err

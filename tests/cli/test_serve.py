@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -61,7 +62,22 @@ def test_a_process_serves_many_clients_and_ends_with_status_0(model_folder: Path
             server.send_signal(signal.SIGTERM)
             assert [part.choices[0].finish_reason for part in parts][-1] == "length"
         assert server.wait(60) == 0
-        assert server.stderr is not None and server.stderr.read() == ""
+        assert server.stderr is not None
+        assert server.stderr.read() == "ending: 1 request may go on for 60 s, and nothing new is taken; Ctrl-C again ends at once\n"
+
+
+def test_a_second_ctrl_c_ends_a_busy_server_at_once_and_leaves_no_traceback(model_folder: Path) -> None:
+    with process(model_folder, "--no-log-requests") as (server, url):
+        body = {"prompt": ["The end"] * 100, "max_tokens": 100, "stream": True, "ignore_eos": True}  # seconds
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()  # dropped, it would hang up
+            assert next(lines).startswith("data: {")
+            server.send_signal(signal.SIGINT)
+            assert server.stderr is not None
+            assert server.stderr.readline().startswith("ending: 1 request may go on for 30 s")
+            server.send_signal(signal.SIGINT)
+            assert server.wait(20) == 0
+        assert server.stderr.read() == ""
 
 
 @pytest.mark.parametrize(("model", "words"), [("/nope", "not a directory"), ("", "it has no config.json")])

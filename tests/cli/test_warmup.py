@@ -21,8 +21,9 @@ PHASES = (
 
 
 def test_it_announces_first_and_then_times_each_phase(
-    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("PAGED_ATTN_CACHE", str(tmp_path))  # where no other test has kept this model's graph
     seen: list[str] = []
     monkeypatch.setattr(warmup, "run_tokens", lambda llm: seen.append(capsys.readouterr().out) or run_tokens(llm))
     assert main(["warmup", "--model", str(model_folder), "--num-pages", "64"]) == 0

@@ -29,6 +29,7 @@ from paged_attn.engine.requests.request import Request
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.passes.report import OptionalPasses
+from tests.attn_ops.radix_invariants import check_invariants, num_payloads
 from tests.tiny_models import VOCAB, build
 
 OVERLAP = "PAGED_ATTN_TEST_OVERLAP" in os.environ  # how engines of tests run that do not say: CI runs these tests both ways
@@ -163,12 +164,12 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.requests and not engine.scheduler.waiting and not engine.scheduler.running
     cached = 0
     if engine.kv.tree is not None:
-        engine.kv.tree.check_invariants()
+        check_invariants(engine.kv.tree)
         assert engine.kv.tree.locked_pages == 0
         cached = engine.kv.tree.num_pages
     if engine.kv.state_slots is not None:
         assert engine.kv.state_slots.num_held == engine.kv.num_snapshots
-        assert engine.kv.tree is None or engine.kv.num_snapshots == engine.kv.tree.num_payloads
+        assert engine.kv.tree is None or engine.kv.num_snapshots == num_payloads(engine.kv.tree)
     allocator = engine.kv.allocator
     if not isinstance(allocator, GroupedAllocator):
         assert allocator.num_free + cached == engine.kv.num_usable
@@ -184,6 +185,6 @@ def assert_nothing_left(llm: LLM) -> None:
     """Idle, and after `close` every page is free and the tree empty."""
     assert not llm._inboxes
     assert_idle(llm.engine)
-    llm.close()
+    llm.engine.close()
     assert llm.engine.kv.allocator.num_free == llm.engine.kv.num_usable
     assert llm.engine.kv.tree is None or llm.engine.kv.tree.num_pages == 0

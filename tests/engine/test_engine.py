@@ -155,7 +155,7 @@ def test_a_cancelled_preempted_request_leaves_nothing() -> None:
     requests = [engine.add_request(p, SamplingParams(max_new_tokens=24)) for p in random_prompts(1, 5, 8, 3, 11, 7)]
     while not engine.scheduler.num_preemptions:
         engine.step()
-    preempted = next(r for r in requests if r.sampled and r in engine.scheduler.waiting)
+    preempted = next(r for r in requests if r.num_sampled and r in engine.scheduler.waiting)
     assert engine.cancel(preempted.id)
     run_all(engine)
     for request in requests:

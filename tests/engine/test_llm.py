@@ -50,10 +50,10 @@ def test_text_that_is_read_at_the_end_is_decoded_once(monkeypatch: pytest.Monkey
     stopped = llm.generate(PROMPTS[3], SamplingParams(max_new_tokens=12, stop=(whole[3][4:6],)))[0]
     assert stopped.text == whole[3][: whole[3].index(whole[3][4:6])] and stopped.finish_reason == "stop"
     cancelled = llm.engine.add_request(PROMPTS[3], GREEDY, text_at_end=True)
-    while len(cancelled.sampled) < 5:
+    while cancelled.num_sampled < 5:
         llm.engine.step()
     llm.engine.cancel(cancelled.id)
-    assert cancelled.detokenizer.text == tokenizer().decode(oracle(PROMPTS[3], 12)[: len(cancelled.sampled)], skip_special_tokens=True)
+    assert cancelled.detokenizer.text == tokenizer().decode(oracle(PROMPTS[3], 12)[: cancelled.num_sampled], skip_special_tokens=True)
     assert_nothing_left(llm)
 
 

@@ -1,13 +1,15 @@
 """Experts over several GPUs beside the whole model: its tokens in float32, cut by width and shared out; and how long steps take.
 
-torchrun --standalone --nproc-per-node 2 -m tests.gpu.expert_parallel           tokens
+torchrun --standalone --nproc-per-node 2 -m tests.gpu.expert_parallel           tokens; with names of MODELS behind it, of those
 torchrun --standalone --nproc-per-node 2 -m tests.gpu.expert_parallel --speed   milliseconds of 12 layers of Qwen3-30B-A3B's shape, bf16
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,10 +44,10 @@ def say(*words: object) -> None:
         print(*words, flush=True)
 
 
-def tokens(device: torch.device) -> None:
+def tokens(device: torch.device, names: Sequence[str] = MODELS) -> None:
     """Raises AssertionError where a rank's tokens are not the whole model's, a layer is not the op, or decodes are no full graphs."""
     torch.set_float32_matmul_precision("highest")
-    for name in MODELS:
+    for name in names:
         whole = build(name).to(device)
         expected = [greedy(whole, prompt, 16) for prompt in PROMPTS]
         for way in WAYS:
@@ -74,6 +76,7 @@ def speed(device: torch.device) -> None:
         with LLM(model, max_requests=128, prefix_cache=False) as llm:
             say(f"{way}: decode with 1, 32, 128 requests of 512 tokens {decode_ms(llm)} ms; a prompt of 2048 {prompt_ms(llm):.2f} ms")
         del model, llm
+        gc.collect()  # an engine's pool, which lies in cycles, is as large as the next model and its pool
         dist.barrier()
 
 
@@ -102,5 +105,9 @@ def seconds_of(llm: LLM, prompts: list[list[int]], new: int) -> float:
 
 if __name__ == "__main__":
     here = join(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    speed(here) if "--speed" in sys.argv else tokens(here)
+    if "--speed" in sys.argv:
+        speed(here)
+    else:
+        tokens(here, sys.argv[1:] or MODELS)
+    gc.collect()  # NCCL's end waits for captured graphs that hold its launches
     leave()

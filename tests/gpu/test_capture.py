@@ -151,6 +151,20 @@ def test_close_frees_the_graphs() -> None:
     assert not [o for o in gc.get_objects() if type(o).__name__ == "CUDAGraph"]
 
 
+@pytest.mark.parametrize("graphs", ["off", "full"])
+def test_the_next_engine_gets_the_memory_of_one_that_was_closed_in_the_middle_of_work(graphs: str) -> None:
+    """Pools of all free memory, one after the other, and the first object is still held."""
+    model = build("llama").cuda()
+    expected, pages, held = [greedy(model, prompt, 16) for prompt in PROMPTS], list[int](), list[LLM]()
+    for _ in range(2):
+        with LLM(model, inductor=False, graphs=graphs, **{**SETTINGS, "num_pages": None}) as llm:
+            assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == expected
+            pages.append(llm.engine.pool.num_pages)
+            next(llm.stream(PROMPTS, GREEDY))
+        held.append(llm)
+    assert pages[1] >= 0.98 * pages[0]
+
+
 class Waits(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.ops.linears.linear import LINEAR, use_one_row_kernel
+from paged_attn.attn_ops.ops.linears.linear import LINEAR, ONE_ROW_KERNEL
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("full_float32")
 if torch.cuda.is_available():
     from paged_attn.backends.linear.gemv import fits, one_row_linear
 
-    use_one_row_kernel(one_row_linear)  # as engines do
+    ONE_ROW_KERNEL.use(one_row_linear)  # as engines do
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (96, 48), (1000, 1000), (7, 16384)]
 
 

@@ -79,6 +79,33 @@ def test_page_sizes(page_size: int) -> None:
     check(make(spec_of("512 + 64", 16, PUBLISHED), STEPS["mixed"], page_size, torch.bfloat16))
 
 
+@pytest.mark.parametrize("kind", ["512 + 64", "256 + 64", "128 + 32"])
+@pytest.mark.parametrize(("heads", "page_size"), [(16, 64), (128, 64), (20, 3), (128, 16)])
+@pytest.mark.parametrize("lengths", STEPS)
+def test_log_sum_exps(lengths: str, heads: int, page_size: int, kind: str) -> None:
+    """And rows before W_UV, of queries that lie apart."""
+    case = make(spec_of(kind, heads, PUBLISHED), STEPS[lengths], page_size, torch.bfloat16).to("cuda")
+    spec, batch, backend = case.spec, case.batch, instance("triton")
+    query = torch.randn(batch.num_rows, heads, 2 * spec.qk_head_dim, dtype=torch.bfloat16, device="cuda")[..., : spec.qk_head_dim]
+    output, lse = query.new_empty(batch.num_rows, heads, spec.rank), torch.empty(batch.num_rows, heads, device="cuda")
+    plan = backend.plan(batch, case.pool)
+    backend.plan_in_graph(plan)
+    key = case.rows[:, None]
+    backend.forward(plan, LAYER, spec, query, key, key[..., : spec.rank], output, save_kv_cache=True, lse_out=lse)
+    first = 0
+    for request, (length, new) in enumerate(zip(batch.seq_lens_host, batch.query_lens_host, strict=True)):
+        pages = batch.page_table[request, : -(-length // page_size)].long()
+        rows = case.pool.key(LAYER)[pages].flatten(0, 1)[:length, 0].float()
+        scores = torch.einsum("qhd,kd->hqk", query[first : first + new].float(), rows) * spec.scale
+        hidden = torch.arange(length, device="cuda") > torch.arange(length - new, length, device="cuda")[:, None]
+        scores.masked_fill_(hidden, float("-inf"))
+        expected = torch.einsum("hqk,kd->qhd", scores.softmax(-1), rows[:, : spec.rank])
+        error = (output[first : first + new].float() - expected).abs().max() / expected.abs().max()
+        assert error <= 2e-2
+        torch.testing.assert_close(lse[first : first + new], scores.logsumexp(-1).T, atol=2e-2, rtol=1e-2)
+        first += new
+
+
 def one_that_fits(name: str, lengths: str, page_size: int = 64, heads: int = 16, dtype: torch.dtype = torch.bfloat16) -> Case:
     """A step over a pool of such rows alone, or a skip with the backend's own reasons."""
     spec, cuda = spec_of("512 + 64", heads, PUBLISHED), torch.device("cuda")

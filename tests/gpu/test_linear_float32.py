@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.ops.linears.linear import use_one_row_kernel
+from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
 from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("full_float32")
 if torch.cuda.is_available():
     from paged_attn.backends.linear.gemv import one_row_linear
 
-    use_one_row_kernel(one_row_linear)  # as engines do
+    ONE_ROW_KERNEL.use(one_row_linear)  # as engines do
 SHAPES = [(64, 2048), (256, 7168), (128, 4096), (7, 100), (33, 4097)]
 ROWS = (1, 2, 8, 33, 512)
 
@@ -106,6 +106,17 @@ def test_engines_give_the_models_tokens_in_full_graphs(inductor: bool) -> None:
         assert llm.engine.runner.compiled.rewrite.num_float32 == 0  # type: ignore[attr-defined]
         beside = [c.token_ids for c in llm.generate(prompts, params)]
     # In bf16 attention of ours rounds otherwise than the model's: the same engine without the pass is the measure, and the first token of
-    # each prompt the model's own.
-    assert got == beside
+    # each prompt the model's own. Inductor leaves out the rounding before a cast to float32, and so other numbers come to the router there.
+    assert got == beside or (inductor and all(part_at_a_tie(model, *both) for both in zip(prompts, got, beside, strict=True)))
     assert [tokens[0] for tokens in got] == [greedy(model, prompt, 1)[0] for prompt in prompts]
+
+
+def part_at_a_tie(model: Any, prompt: list[int], one: list[int], other: list[int]) -> bool:
+    """Whether the model's own logits of the first tokens in which they differ are closer than bf16 keeps them apart."""
+    same = next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+    if same is None:
+        return True
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + one[:same]], device="cuda")).logits[0, -1].float()
+    apart = (logits[one[same]] - logits[other[same]]).abs() / logits.abs().max()
+    return bool(apart < 4 * torch.finfo(torch.bfloat16).eps)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.attn_ops.ops.linears.linear import LINEAR, use_one_row_kernel
+from paged_attn.attn_ops.ops.linears.linear import LINEAR, ONE_ROW_KERNEL
 from paged_attn.capture.inductor.pdl import pdl, waiting_first
 from tests.oracle import greedy, random_prompts
 from tests.tiny_models import build
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("full_float32")
 if torch.cuda.is_available():
     from paged_attn.backends.linear.gemv import one_row_linear
 
-    use_one_row_kernel(one_row_linear)
+    ONE_ROW_KERNEL.use(one_row_linear)
 
 
 def chain(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from transformers import activations
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
 
-from paged_attn import LLM, SamplingParams
+from paged_attn import LLM, SamplingParams, patch
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.runners import model_runner
 from paged_attn.engine.runners.model_runner import ModelRunner
@@ -94,6 +94,13 @@ def test_it_gives_the_models_own_tokens(cache: Path, monkeypatch: pytest.MonkeyP
     with LLM(model, merge_linears=True, gemv=True, num_pages=64, max_batch_tokens=16) as llm:
         got = llm.generate(prompts, SamplingParams(max_new_tokens=12))
     assert [completion.token_ids for completion in got] == expected
+
+
+def test_a_hook_that_came_first_changes_nothing(cache: Path) -> None:
+    model = mistral()
+    with patch(model):
+        pass
+    assert is_found(model)
 
 
 def test_a_class_of_models_that_is_made_meanwhile_changes_nothing(cache: Path) -> None:

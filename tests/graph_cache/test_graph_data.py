@@ -61,6 +61,17 @@ def test_a_call_comes_back(call: tuple[Any, Any, Any]) -> None:
     assert again.code == gm.code
 
 
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+def test_a_comparison_comes_back_as_a_function(name: str) -> None:
+    """As torch 2.11 traces every causal mask of transformers: with it no graph of a model was kept."""
+    gm, value = graph((f"__{name}__", (..., 0.0), {})), torch.tensor([-1.0, 0.0, 1.0])
+    again = back(gm)
+    assert [node.target for node in again.graph.nodes if node.op == "call_function"] == [getattr(operator, name)]
+    assert torch.equal(again(value)[0], gm(value)[0])
+    with pytest.raises(Indescribable):
+        graph_data(graph(("__reduce_ex__", (..., 2), {})))
+
+
 def test_slices_and_dots_come_back() -> None:
     built = fx.Graph()
     x = built.placeholder("x")
@@ -68,6 +79,17 @@ def test_slices_and_dots_come_back() -> None:
     gm = fx.GraphModule(nn.Module(), built)
     value = torch.randn(2, 5)
     assert torch.equal(back(gm)(value), gm(value)) and back(gm).code == gm.code
+
+
+def test_its_code_is_written_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is run node by node needs none."""
+    write, written = fx.Graph.python_code, list[int]()
+    monkeypatch.setattr(fx.Graph, "python_code", lambda *args, **more: (written.append(1), write(*args, **more))[1])
+    gm = graph((torch.neg, (...,), {}))
+    written.clear()
+    again, x = back(gm), torch.randn(3)
+    assert torch.equal(fx.Interpreter(again).run(x)[0], -x) and not written
+    assert torch.equal(again(x)[0], -x) and torch.equal(again(x)[0], -x) and len(written) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])

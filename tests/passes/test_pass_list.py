@@ -12,7 +12,7 @@ from paged_attn.cli.main import main
 from paged_attn.engine.config import EngineConfig
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.pass_list import PASSES
-from tests.tiny_models import build
+from tests.tiny_models import build, build_short
 
 ALL = {"merge_linears": True, "early_logits_gather": True, "gemv": True, "num_pages": 16, "self_check": False}
 DID = {
@@ -22,19 +22,19 @@ DID = {
 }  # fmt: skip
 
 
-def rewrite_of(model_type: str = "llama", **settings: Any) -> Any:
-    with LLM(build(model_type), **{**ALL, **settings}) as llm:
+def rewrite_of(model_type: str = "llama", make: Any = build, **settings: Any) -> Any:
+    with LLM(make(model_type), **{**ALL, **settings}) as llm:
         return llm.engine.runner.compiled.rewrite
 
 
 def test_every_optional_pass_can_be_switched_off_by_its_name() -> None:
     assert set(DID) == set(OPTIONAL)
-    whole = rewrite_of("deepseek_v3")
+    whole = rewrite_of("deepseek_v3", make=build_short)
     found = {did for did in DID.values() if getattr(whole, did)}
     assert found == {*DID.values()} - {"num_scans", "num_real", "num_float32"}
     elsewhere = ("scans", "complex_as_real", "linear_float32")  # tests/engine/test_recurrent.py, below, optimize/test_float32_products.py
     for name in [each for each in OPTIONAL if each not in elsewhere]:
-        without = rewrite_of("deepseek_v3", disable_passes=(name,))
+        without = rewrite_of("deepseek_v3", make=build_short, disable_passes=(name,))
         lost = {DID[name], "num_routed"} if name == "experts" else {DID[name]}  # routers are those of experts
         assert {did for did in found if not getattr(without, did)} == lost and name not in without.seconds
 

@@ -101,7 +101,7 @@ def test_what_another_thread_runs_meanwhile_is_as_it_was() -> None:
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
     layer = layers_of(model)[0]
-    with replaced_functions(scopes_of([layer.module])), layer_of_ops(0, [state.shape for state in layer.spec.states]):
+    with replaced_functions(scopes_of([layer.module])), layer_of_ops([state.shape for state in layer.spec.states]):
         with ThreadPoolExecutor(1) as other, torch.no_grad():
             found = other.submit(lambda: model(input_ids=ids, use_cache=False).logits.detach()).result()
     torch.testing.assert_close(found, expected)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import paged_attn
-from paged_attn import LLM, Batch, BatchRequest, KVPool, UnsupportedError
+from paged_attn import LLM, Batch, BatchRequest, KVPool, RecurrentStates, UnsupportedError
 from tests.engine.models import make_llm
 from tests.recurrent_models import recurrent
 
@@ -35,6 +35,15 @@ def test_torch_compile_refuses_a_paged_batch(name: str) -> None:
     with paged_attn.forward_context(batch, KVPool([], 4, 16, torch.float32)):
         with pytest.raises(UnsupportedError, match=COMPILED):
             compiled(**batch.model_inputs())
+    with pytest.raises(UnsupportedError, match=COMPILED):
+        paged_attn.attention_layers(compiled)
+
+
+def test_torch_compile_refuses_again_once_the_states_are_closed() -> None:
+    compiled = torch.compile(recurrent("lfm2"), backend="paged_attn")
+    states = RecurrentStates(recurrent("lfm2"), 4)
+    assert len(paged_attn.attention_layers(compiled)) == 1
+    states.close()
     with pytest.raises(UnsupportedError, match=COMPILED):
         paged_attn.attention_layers(compiled)
 

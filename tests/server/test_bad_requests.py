@@ -59,6 +59,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format", "is not supported; only chats have it"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "allowed only with stream=true"),
     ({"best": 1}, "best", "unknown field 'best'"),
+    ({"max_token": 1}, "max_token", "unknown field 'max_token'; did you mean 'max_tokens'?"),
+    ({"guided_json": {}}, "guided_json", "unknown field 'guided_json'; use json_schema"),
+    ({"guided_choice": ["a"]}, "guided_choice", "unknown field 'guided_choice'; use regex"),
+    ({"x" * 65: 1}, "x" * 65, "this server does not support it"),
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from paged_attn import SamplingParams, UnsupportedError
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.request import Request, TokenEvent
 from paged_attn.engine.sampling import sampling_state
+from tests.attn_ops.radix_invariants import check_invariants
 from tests.engine.models import poisoned
 from tests.soak.build import Faults, Injected, assert_closed, assert_nothing_held, book_of, make_llm, model_of
 from tests.soak.cases import BAD, Case, Outcome
@@ -48,7 +49,7 @@ class Live:
             assert self.text == request.detokenizer.text, f"events of {request.id}: {self.text!r}, in all {request.detokenizer.text!r}"
         told = request.output_token_ids[: len(self.tokens)] if self.cut else request.output_token_ids  # events may have been due
         assert self.tokens == told, f"events of {request.id}: {self.tokens}, in all {request.output_token_ids}"
-        known = None if request.params.logprobs is None else [s.logprob for s in request.sampled if s.logprob is not None]
+        known = None if request.params.logprobs is None else [s.logprob for s in request.known if s.logprob is not None]
         reason = str(request.finish_reason)
         outcome = Outcome(request.output_token_ids, request.detokenizer.text, reason, request.stop_reason, known, str(request.error))
         self.case.check(outcome, self.cut)
@@ -73,7 +74,7 @@ class EngineRound:
                 idle_steps = 0 if self._step() else idle_steps + 1
                 assert idle_steps < STUCK, f"{STUCK} steps without an event; {len(self.live)} requests live"
                 if self.rng.random() < 0.02 and self.engine.kv.tree is not None:
-                    self.engine.kv.tree.check_invariants()
+                    check_invariants(self.engine.kv.tree)
             if self.plan.abrupt:
                 self.seen["requests at close()"] += len(self.live)
                 self.engine.close()

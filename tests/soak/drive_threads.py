@@ -169,7 +169,8 @@ def drive(plan: Plan) -> Counter[str]:
 
 
 def close_now_and_then(llm: LLM, rng: random.Random, callers: list[Caller]) -> None:
-    """`close` cancels what runs; whoever comes later is served without graphs."""
+    """`Engine.close` cancels what runs; whoever comes later is served without graphs. (`LLM.close` is the last thing that it is asked.)"""
     while any(caller.thread.is_alive() for caller in callers):
         callers[0].thread.join(rng.uniform(0.05, 0.5))
-        llm.close()
+        with llm._lock:
+            llm.engine.close()

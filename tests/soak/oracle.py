@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from paged_attn import SamplingParams
-from paged_attn.engine.sampling.sampler import SamplingState, sample
+from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
 from tests.engine.models import tokenizer
+from tests.sample_once import sample
 from tests.tiny_models import VOCAB
 
 NOISE = 5e-4  # some fifty times what another order of float32 sums does to these models' logits

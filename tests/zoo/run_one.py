@@ -8,7 +8,9 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from tests.zoo.overrides import NOT_STANDALONE
 LENGTHS = (1, 5, 17, 33, 70)
 NEW_TOKENS = 12
 PAGE_SIZES = (1, 16)
+NO_CHANGES: Mapping[str, Any] = MappingProxyType({})
+ATTENTION = "attn_implementation"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -90,7 +94,8 @@ def crash_reason(error: Exception) -> str:
     return f"{type(error).__name__}{where}: {first_sentence(str(error))[:300]}"
 
 
-def run(model_type: str) -> dict[str, Any]:
+def run(model_type: str, changes: Mapping[str, Any] = NO_CHANGES) -> dict[str, Any]:
+    """`changes`: of the tiny config; `attn_implementation` is set on the model."""
     started = time.perf_counter()
     report: dict[str, Any] = {
         "type": model_type, "result": "", "reason": "", "features": [], "found_by": [], "parameters": 0, "seconds": 0.0,
@@ -99,7 +104,9 @@ def run(model_type: str) -> dict[str, Any]:
     if model_type in NOT_STANDALONE:
         return report | {"result": "no_oracle", "reason": NOT_STANDALONE[model_type]}
     try:
-        model = build(model_type)
+        model = build(model_type, **{name: value for name, value in changes.items() if name != ATTENTION})
+        if ATTENTION in changes:
+            model.set_attn_implementation(changes[ATTENTION])
     except Exception as error:  # noqa: BLE001 - reported: a type that can not be built is a result
         return report | {"result": "no_oracle", "reason": f"no tiny config: {type(error).__name__}: {first_sentence(str(error))[:200]}"}
     report["parameters"] = sum(parameter.numel() for parameter in model.parameters())

@@ -6,30 +6,19 @@ ended; a kernel of our own may ask for its first weights by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.ops.define import GpuKernel, define_op
 
-OneRowKernel = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor | None]
-_one_row: OneRowKernel | None = None
-
-
-def use_one_row_kernel(kernel: OneRowKernel) -> None:
-    """From now on `kernel` computes what has one row and lies on a GPU, with a result of the given dtype; for what it does not serve it
-    returns None."""
-    global _one_row
-    _one_row = kernel
+ONE_ROW_KERNEL = GpuKernel()
 
 
 def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """x [..., K] of one row on a GPU times weight [N, K] -> [..., N] of `dtype`; None for what no kernel serves."""
-    if _one_row is None or not x.is_cuda or x.numel() != x.shape[-1]:
-        return None
-    return _one_row(x, weight, bias, dtype)
+    result: Tensor | None = ONE_ROW_KERNEL(x, weight, bias, dtype) if x.numel() == x.shape[-1] else None
+    return result
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

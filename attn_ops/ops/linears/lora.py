@@ -13,19 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.define import define_op
+from paged_attn.attn_ops.ops.define import GpuKernel, define_op
 
-Lora = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor | None]
-LoraUp = Callable[[Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor | None]
-_on_gpu: Lora | None = None
-_up_on_gpu: LoraUp | None = None
+LORA_KERNEL, LORA_UP_KERNEL = GpuKernel(), GpuKernel()
 _HALVES = (torch.bfloat16, torch.float16)
-
-
-def use_lora(lora: Lora, lora_up: LoraUp) -> None:
-    """From now on these compute what lies on a GPU; for what they do not serve they return None."""
-    global _on_gpu, _up_on_gpu
-    _on_gpu, _up_on_gpu = lora, lora_up
 
 
 def lora_one_by_one(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]) -> Tensor:
@@ -67,19 +58,13 @@ def _added(
 
 
 def _run(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]) -> Tensor:
-    if y.is_cuda and _on_gpu is not None:
-        result = _on_gpu(y, x, a, b, scales, slots, rows)
-        if result is not None:
-            return result
-    return lora_one_by_one(y, x, a, b, scales, slots, rows)
+    result: Tensor | None = LORA_KERNEL(y, x, a, b, scales, slots, rows)
+    return lora_one_by_one(y, x, a, b, scales, slots, rows) if result is None else result
 
 
 def _run_up(y: Tensor, b: Tensor, scales: Tensor, slots: Tensor, rows: Sequence[int]) -> Tensor:
-    if y.is_cuda and _up_on_gpu is not None:
-        result = _up_on_gpu(y, b, scales, slots, rows)
-        if result is not None:
-            return result
-    return lora_up_one_by_one(y, b, scales, slots, rows)
+    result: Tensor | None = LORA_UP_KERNEL(y, b, scales, slots, rows)
+    return lora_up_one_by_one(y, b, scales, slots, rows) if result is None else result
 
 
 def _fake(y: Tensor, *_: object) -> Tensor:

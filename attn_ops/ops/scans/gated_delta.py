@@ -7,9 +7,8 @@ from torch import Tensor
 
 from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.attn_ops.ops.scans.kernels import run_scan
-from paged_attn.attn_ops.ops.scans.states import states_and_plan
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
-from paged_attn.attn_ops.scans.kda import kda_extend, kda_step
+from paged_attn.attn_ops.scans.kda import kda_extend
 
 
 def _run(
@@ -19,25 +18,20 @@ def _run(
 
     `normalise`: queries and keys are divided by their lengths first. Rows past the batch's real tokens are zeroed.
     """
-    found = states_and_plan("gated_delta_rule", value.shape[0], layer_id, state_id)
-    run_scan(gated_delta_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), (), output, *found)
+    given = (query, key, value, g, beta, output, normalise)
+    run_scan("gated_delta_rule", layer_id, state_id, gated_delta_extend, gated_delta_step, given, output)
 
 
 def _run_by_channel(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, layer_id: int, state_id: int
 ) -> None:
     """As `_run`, with g [T, H, K]."""
-    found = states_and_plan("kda", value.shape[0], layer_id, state_id)
-    run_scan(kda_extend, kda_step, (query, key, value, g, beta, output, normalise), (), output, *found)
+    run_scan("kda", layer_id, state_id, kda_extend, gated_delta_step, (query, key, value, g, beta, output, normalise), output)
 
 
-GATED_DELTA_RULE = define_op(
-    "gated_delta_rule_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise, "
-    "int layer_id, int state_id) -> ()",
-    _run,
+_SCHEMA = (
+    "_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise, int layer_id, "
+    "int state_id) -> ()"
 )
-KDA = define_op(
-    "kda_with_output(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(a!) output, bool normalise, int layer_id, "
-    "int state_id) -> ()",
-    _run_by_channel,
-)
+GATED_DELTA_RULE = define_op("gated_delta_rule" + _SCHEMA, _run)
+KDA = define_op("kda" + _SCHEMA, _run_by_channel)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from paged_attn.attn_ops.ops.define import define_op
 from paged_attn.attn_ops.ops.scans.kernels import run_scan
-from paged_attn.attn_ops.ops.scans.states import states_and_plan
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 
@@ -21,15 +20,13 @@ def _run2(
 
     dt is kept between `low` and `high`, but for decoding rows, as models have it. Rows past the batch's real tokens are zeroed.
     """
-    found = states_and_plan("mamba2_scan", x.shape[0], layer_id, state_id)
-    run_scan(mamba2_extend, mamba2_step, (x, dt, a, b, c, output), (low, high), output, *found)
+    run_scan("mamba2_scan", layer_id, state_id, mamba2_extend, mamba2_step, (x, dt, a, b, c, output), output, (low, high))
 
 
 def _run1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, layer_id: int, state_id: int) -> None:
     """x, dt, output [T, channels]; a [channels, N], negative; b, c [T, N]; the state is [channels, N]. Rows past the batch's real tokens
     are zeroed."""
-    found = states_and_plan("mamba1_scan", x.shape[0], layer_id, state_id)
-    run_scan(mamba1_extend, mamba1_step, (x, dt, a, b, c, output), (), output, *found)
+    run_scan("mamba1_scan", layer_id, state_id, mamba1_extend, mamba1_step, (x, dt, a, b, c, output), output)
 
 
 MAMBA2_SCAN = define_op(

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
-from paged_attn.backends.kv_write.store import store_kv
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 
 
-class DecodeOnlyBackend(AttentionBackend):
+class DecodeOnlyBackend(StoringBackend):
     """`prefill_with` names a backend that serves the other steps on the same GPU, for messages. Plans have `batch` and `pool`."""
 
     prefill_with: ClassVar[str]
-
-    def write_kv(self, plan: Any, call: AttentionCall) -> None:
-        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
 
     def forward_extend(self, plan: Any, call: AttentionCall) -> None:
         """Only the step without requests.

@@ -21,7 +21,7 @@ from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf, Span
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flash_style import for_kernel
-from paged_attn.backends.needs import Requirement
+from paged_attn.backends.needs import Requirement, importing
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 SPLITS = 1  # another number is chosen by lengths on the host, which a captured graph would keep
@@ -65,12 +65,9 @@ class CutlassMlaBackend(DecodeOnlyBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        try:
+        with importing(self.name, "sgl_kernel with cutlass_mla_decode", *self.capabilities.requirements):
             module = importlib.import_module("sgl_kernel")
             self._attend, self._workspace_bytes = module.cutlass_mla_decode, module.cutlass_mla_get_workspace_size
-        except (ImportError, AttributeError) as error:
-            install = self.capabilities.requirements[0].install
-            raise ImportError(f"the cutlass_mla backend needs sgl_kernel with cutlass_mla_decode: {install} (found: {error})") from error
         self._workspaces: list[Tensor] = []  # the last is in use; captured graphs may hold the others
 
     def plan(self, batch: Batch, pool: KVPool) -> CutlassMlaPlan:

@@ -22,7 +22,7 @@ from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flash_style import check_pool, for_kernel
-from paged_attn.backends.needs import Requirement
+from paged_attn.backends.needs import Requirement, importing
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -62,12 +62,9 @@ class FlashMlaBackend(DecodeOnlyBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        try:
+        with importing(self.name, "sgl_kernel with FlashMLA", *self.capabilities.requirements):
             importlib.import_module("sgl_kernel.flashmla_ops")  # flash_mla itself can be imported without it, and fails when called
             module = importlib.import_module("sgl_kernel.flash_mla")
-        except ImportError as error:
-            install = self.capabilities.requirements[0].install
-            raise ImportError(f"the flash_mla backend needs sgl_kernel with FlashMLA: {install} (found: {error})") from error
         self._schedule, self._attend = module.get_mla_metadata, module.flash_mla_with_kvcache
         self._checked: WeakSet[KVPool] = WeakSet()
 

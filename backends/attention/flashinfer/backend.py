@@ -16,7 +16,7 @@ import torch
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf
 from paged_attn.backends.attention.flashinfer.choose import PrefillChoice, cascade_pays, prefill_kernel
 from paged_attn.backends.attention.flashinfer.graph import GraphDecode
@@ -27,7 +27,6 @@ from paged_attn.backends.attention.flashinfer.planner import Planner
 from paged_attn.backends.attention.flashinfer.tables import Part, Tables, parts_of, prefix_tables, shared_pages, tables_of
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
 from paged_attn.backends.devices import architecture_of
-from paged_attn.backends.kv_write.store import store_kv
 
 DTYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -62,7 +61,7 @@ class Plan:
         return self.shared[part]
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(StoringBackend):
     """FlashInfer's paged, ragged and cascade kernels.
 
     Args:
@@ -119,13 +118,11 @@ class FlashInferBackend(AttentionBackend):
         return plan
 
     def write_kv(self, plan: Plan, call: AttentionCall) -> None:
-        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
+        super().write_kv(plan, call)
         plan.stored.add(call.layer_id)
 
-    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
-        self.forward_extend(plan, call)  # the plan's parts say which kernel
-
     def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
+        """Decode steps, too: the plan's parts say which kernel."""
         kind, written = kind_for(plan.layers, call, plan.pool), call.layer_id in plan.stored
         for index, part in enumerate(plan.parts):
             rows = slice(part.row, part.end)

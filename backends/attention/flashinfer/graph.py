@@ -21,14 +21,13 @@ from typing import ClassVar, Protocol
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities
 from paged_attn.backends.attention.flashinfer.kinds import LN_2, Kind, PoolKinds, kind_for
 from paged_attn.backends.attention.flashinfer.launches import LatentLaunch, Launch
 from paged_attn.backends.attention.flashinfer.planner import GraphBuffers, Planner
 from paged_attn.backends.attention.flashinfer.tables import Part, tables_of
 from paged_attn.backends.attention.flashinfer.wrappers import Slot
-from paged_attn.backends.kv_write.store import store_kv
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Planning(Protocol):
     def planner(self, pool: KVPool) -> Planner: ...
 
 
-class GraphDecode(AttentionBackend):
+class GraphDecode(StoringBackend):
     """Decode steps of up to `max_requests` requests whose pages are `max_pages` at most, one per missing request included.
 
     Made by `FlashInferBackend.for_graph`. It serves one pool and one stream. Its plan waits if the device has not begun
@@ -101,9 +100,6 @@ class GraphDecode(AttentionBackend):
     def refresh(self, plan: GraphPlan, batch: Batch) -> None:
         """Plan again: into the same wrappers and buffers, which the graph reads. It waits where `plan` does."""
         self.plan(batch, plan.pool)
-
-    def write_kv(self, plan: GraphPlan, call: AttentionCall) -> None:
-        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
 
     def forward_decode(self, plan: GraphPlan, call: AttentionCall) -> None:
         launch, rows = plan.launches[kind_for(plan.layers, call, plan.pool)], slice(0, self._max_requests)

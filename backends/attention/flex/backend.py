@@ -21,12 +21,11 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.alibi import slopes_of
-from paged_attn.backends.attention.base import AttentionBackend, AttentionCall
+from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, Span
 from paged_attn.backends.attention.flash_style import finish
 from paged_attn.backends.attention.flex.mods import Formula, attend, compiled
 from paged_attn.backends.attention.flex.step import Keys, Tiles
-from paged_attn.backends.kv_write.store import store_kv
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MOST_ELEMENTS = 1 << 31  # of the gathered keys or values: the kernels' offsets have 32 bits
@@ -42,7 +41,7 @@ class FlexPlan:
     keys: dict[MaskKey, Keys] = field(default_factory=dict)
 
 
-class FlexBackend(AttentionBackend):
+class FlexBackend(StoringBackend):
     name = "flex"
     capabilities = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
@@ -74,12 +73,6 @@ class FlexBackend(AttentionBackend):
         for spec in plan.pool.layers:
             if spec.by_backend and (kind := _kind(spec)) not in plan.keys:
                 plan.keys[kind] = Keys.of(plan.batch, plan.tiles, spec)
-
-    def write_kv(self, plan: FlexPlan, call: AttentionCall) -> None:
-        store_kv(plan.pool, call.layer_id, call.key, call.value, plan.batch)
-
-    def forward_decode(self, plan: FlexPlan, call: AttentionCall) -> None:
-        self.forward_extend(plan, call)
 
     def forward_extend(self, plan: FlexPlan, call: AttentionCall) -> None:
         tiles = plan.tiles

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.kv.layer_groups import Retention
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.flex.mods import KEY_BLOCK, Where
 
@@ -70,7 +71,8 @@ class Keys:
     @classmethod
     def of(cls, batch: Batch, tiles: Tiles, spec: AttentionSpec) -> Keys:
         lengths = zip(batch.seq_lens_host, batch.query_lens_host, strict=True)
-        host_blocks = [-(-(length - _first_visible_host(length - new, spec)) // KEY_BLOCK) for length, new in lengths]
+        kept = Retention(spec.sliding_window, spec.chunk)
+        host_blocks = [-(-(length - kept.first(length - new)) // KEY_BLOCK) for length, new in lengths]
         count, most = sum(host_blocks), max(AT_LEAST, *host_blocks)
         lens = batch.seq_lens
         begin = _first_visible(lens - batch.query_lens, spec)
@@ -114,8 +116,3 @@ def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
     if spec.sliding_window is not None:
         first = torch.maximum(first, position - (spec.sliding_window - 1))
     return first if spec.chunk is None else torch.maximum(first, position // spec.chunk * spec.chunk)
-
-
-def _first_visible_host(position: int, spec: AttentionSpec) -> int:
-    first = 0 if spec.sliding_window is None else max(0, position - (spec.sliding_window - 1))
-    return first if spec.chunk is None else max(first, position // spec.chunk * spec.chunk)

@@ -14,7 +14,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionBackend, AttentionCall, zero_padding
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
-from paged_attn.backends.needs import TRITON
+from paged_attn.backends.needs import TRITON, importing
 
 if TYPE_CHECKING:
     from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
@@ -45,10 +45,8 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        try:
+        with importing(self.name, "Triton", TRITON):
             import triton  # noqa: F401
-        except ImportError as error:
-            raise ImportError(f"the triton backend needs Triton: {self.capabilities.requirements[0].install}") from error
         from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
         from paged_attn.backends.attention.triton.launch import LayerLaunch
         from paged_attn.backends.attention.triton.plan import Plan, small_step

@@ -9,7 +9,9 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
 - `hopper_kernel` at other head dims than 64 and 128: what fits into shared memory and registers. Of 192 with 128 that was the fastest, or
   within 1 % of it; at 256 the producer's 88 registers are 2 to 6 % faster than 72 (2026-11-25, `python benchmarks/prefill.py --tilings`).
 
-Those of `attend_latent` are not tuned: what is known is that they compile for SM90, and how much of a multiprocessor they take.
+Those of latents are from one H100 (2026-11-25, `python benchmarks/latent_sweep.py`): 16 rows are up to 8 % faster in `attend_latent`, with
+one program of 64 tokens a multiprocessor, than in `attend_latent_hopper` as it was; 64 rows are 1.1 to 1.9 times as fast in the latter.
+Off Hopper what is known is that they compile for SM90, and how much of a multiprocessor they take.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ def tiling(
     `longest_query` and `longest_context`: the most new tokens, and tokens in all, of a request; `total_keys`: over all requests.
     """
     if isinstance(spec, LatentSpec):
-        return _latent(rows, spec, dtype, longest_query)
+        return _latent(rows, spec, dtype, longest_query, machine)
     dim = power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16))
     if rows == "one":
         return _decode(dim, spec, dtype, total_keys, machine)
@@ -131,6 +133,16 @@ def in_hopper_kernel(spec: AttentionSpec) -> bool:
     dims = first in (64, 128, 256) and spec.qk_head_dim - first in (0, 16, 32, 64) and spec.qk_head_dim <= 256
     plain = spec.alibi_slopes is None and spec.bias_index is None and spec.chunk_part == "intra"
     return plain and dims and spec.v_head_dim in (spec.qk_head_dim, first)
+
+
+def in_latent_hopper(spec: LatentSpec) -> bool:
+    """Whether `attend_latent_hopper` is written for rows, in 16 bits: a block's 64 weights take the place of its tokens' rotated parts."""
+    return spec.rank in (256, 512) and spec.rotated == 64
+
+
+def prefers_latent_hopper(rows: RowsKind, spec: LatentSpec) -> bool:
+    """Whether it is taken for them: for decode steps over a rank of 512, where it has run on a GPU and was measured."""
+    return rows == "one" and spec.rank == 512
 
 
 def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:
@@ -181,15 +193,20 @@ def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
     return Tiling(128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers)
 
 
-def _latent(rows: RowsKind, spec: LatentSpec, dtype: torch.dtype, longest_query: int) -> Tiling:
+def _latent(rows: RowsKind, spec: LatentSpec, dtype: torch.dtype, longest_query: int, machine: Machine) -> Tiling:
     """For `attend_latent`: sums of 64 rows over a rank of 512 are half of a multiprocessor's registers, so 8 warps share them, and 64 is
     the most; the other half holds scores and addresses. In shared memory lie those rows' queries (72 KiB with 64 rotated) and two blocks
-    of 64 tokens, 72 KiB each. With 16 rows, which memory bounds, two programs with two blocks of 32 tokens each fit a multiprocessor.
+    of 64 tokens, 72 KiB each. With 16 rows, which memory bounds, two programs with two blocks of 32 tokens fit a multiprocessor; blocks
+    of 64, as on Hopper, take 164 KiB, more than some GPUs have. `attend_latent_hopper` has tiles of 64 rows.
     """
     rank = power_of_2(max(spec.rank, 16))
     block_m = min(max(16, power_of_2(spec.num_q_heads * (1 if rows == "one" else longest_query))), 64)
     if dtype.itemsize > 2:
         return Tiling(16, 16, 8, 2, 1, 1 if rows == "all" else 2, part_blocks=64 if rows == "all" else 0)
+    if machine.hopper and in_latent_hopper(spec) and prefers_latent_hopper(rows, spec):
+        if rank == 512 and block_m == 16:
+            return Tiling(16, 64, 8, 3, 1, 4, item_cost=1)
+        return Tiling(64, 64, 4, 2 if rank == 512 else 4, 1, 4, item_cost=2, hopper=True, producer_registers=80)
     if rows == "all":
         return Tiling(64, 64 if spec.rotated <= 64 else 32, 8, 2, 1, 1, part_blocks=16 if spec.rotated <= 64 else 32)
     if rank <= 256:

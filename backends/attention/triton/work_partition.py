@@ -56,10 +56,11 @@ class PartitionKind:
 
 @dataclass
 class WorkPartition:
-    """work [programs + 1, WORK_COLUMNS], counters [2 * programs], units [R], tile_ends [tiles]; int32 on the batch's device."""
+    """work [programs + 1, WORK_COLUMNS], counters [2 * programs], units [R], tile_ends [most_items]; int32 on the batch's device."""
 
     kind: PartitionKind
     programs: int
+    most_items: int
     search_steps: int
     units: Tensor
     tile_ends: Tensor
@@ -80,7 +81,7 @@ class WorkPartition:
             "CHUNKS": kind.chunks, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align,
             "PART_BLOCKS": tiling.part_blocks, "ITEM_COST": tiling.item_cost,
         }  # fmt: skip
-        return cls(kind, programs, most_tiles.bit_length(), units, tile_ends, work, counters, constants)
+        return cls(kind, programs, tiles * kind.kv_heads, most_tiles.bit_length(), units, tile_ends, work, counters, constants)
 
     def deal(self, batch: Batch) -> None:
         """Launch the two planning kernels."""

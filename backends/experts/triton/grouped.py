@@ -66,7 +66,7 @@ def grouped_experts(
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     num_pairs = tokens * top_k
     tiling = tiling or tiling_for(num_pairs / experts)
-    pairs, blocks = sorted_pairs(ids, experts, tiling.m)
+    pairs, blocks, _ = sorted_pairs(ids, experts, tiling.m)
     num_blocks = blocks.shape[1]
     inner = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
@@ -91,8 +91,8 @@ def grouped_experts(
     return output
 
 
-def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]:
-    """(pairs [T k] by expert, blocks [3, most there may be] of `block` pairs each): see `sort_pairs`; int32."""
+def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(pairs [T k] by expert, blocks [3, most there may be] of `block` pairs each, counts [E or more]): see `sort_pairs`; int32."""
     num_pairs, padded = ids.numel(), triton.next_power_of_2(experts)
     num_blocks = num_pairs // block + min(experts, num_pairs)
     blocks = torch.empty((3, num_blocks), dtype=torch.int32, device=ids.device)
@@ -100,10 +100,10 @@ def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor]
     if num_pairs <= ONE_PROGRAM:
         counts, pairs = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in (2 * padded, num_pairs))
         launch(sort_few_pairs, (1,), ids, counts, pairs, blocks, num_pairs, num_blocks, **how)
-        return pairs, blocks
+        return pairs, blocks, counts
     counts = torch.zeros(padded, dtype=torch.int32, device=ids.device)
     # Not as halves of one tensor: the second would lie at any multiple of 4 bytes, for which Triton compiles the kernels anew.
     ranks, pairs = (torch.empty(num_pairs, dtype=torch.int32, device=ids.device) for _ in range(2))
     launch(count_pairs, (triton.cdiv(num_pairs, SORTED_AT_ONCE),), ids, counts, ranks, num_pairs, EXPERTS=experts, BLOCK=SORTED_AT_ONCE)
     launch(sort_pairs, (triton.cdiv(num_pairs, SORTED_AT_ONCE),), ids, counts, ranks, pairs, blocks, num_pairs, num_blocks, **how)
-    return pairs, blocks
+    return pairs, blocks, counts

@@ -26,6 +26,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, dtype: torch.dt
             logits, bias, weights, ids, logits.stride(0), routing.hidden, routing.eps, routing.scale,
             EXPERTS=experts, TOP_K=routing.top_k, K=triton.next_power_of_2(routing.top_k), GROUPS=routing.groups, G=groups, S=size,
             TOP_GROUPS=routing.top_groups, GROUP_BEST=routing.group_best, SCORE=routing.score, AFTER=routing.after,
-            RENORMALISE=routing.renormalise, HAS_BIAS=bias is not None, num_warps=1 if groups * size <= 256 else 4,
+            RENORMALISE=routing.renormalise, HAS_BIAS=bias is not None, ROUNDED=routing.rounded,
+            num_warps=1 if groups * size <= 256 else 4,
         )  # fmt: skip
     return weights, ids

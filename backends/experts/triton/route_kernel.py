@@ -13,7 +13,7 @@ def route_kernel(
     logits, bias, weights, ids, row_stride, hidden, eps, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr, RENORMALISE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """weights, ids [T, k] of logits [T, E]; G, S: powers of 2 from the number of groups and their size on. Of equals the first is taken."""
     token = tl.program_id(0).to(tl.int64)
@@ -27,9 +27,13 @@ def route_kernel(
         score = score / tl.sum(tl.sum(score, 1), 0)
     elif SCORE == "sigmoid":
         score = 1.0 / (1.0 + tl.exp(-score))
+    if ROUNDED:
+        score = score.to(logits.dtype.element_ty).to(tl.float32)
     choice = score
     if HAS_BIAS:
         choice += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)
+        if ROUNDED and bias.dtype.element_ty == logits.dtype.element_ty:
+            choice = choice.to(logits.dtype.element_ty).to(tl.float32)
     choice = tl.where(real, choice, float("-inf"))
     if GROUPS > 1:
         worth = tl.zeros([G], tl.float32)

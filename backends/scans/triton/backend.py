@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
-from paged_attn.attn_ops.scans.kda import kda_step
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
@@ -32,7 +31,6 @@ class TritonScans(ScansBackend):
             short_conv_step: conv.step,
             short_conv_extend: conv.extend,
             gated_delta_step: steps.gated_delta,
-            kda_step: steps.gated_delta,
             mamba2_step: steps.mamba2,
             mamba1_step: steps.mamba1,
             gated_delta_extend: prompts.gated_delta,

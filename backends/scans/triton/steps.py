@@ -18,7 +18,7 @@ NUMBERS = 4096  # of a state, about, that a program holds
 def gated_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, output: Tensor, normalise: bool, states: Tensor, rows: StateRows
 ) -> bool:
-    """As `gated_delta_step`, or `kda_step` where g [T, H, K] has a decay of each channel; False for longer keys than a program holds."""
+    """As `gated_delta_step`, with either g; False for longer keys than a program holds."""
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False

@@ -14,13 +14,14 @@ class JsonFormat(ToolFormat):
     openings = ("{", "[")
     at_beginning = True
     endings = "}]"
+    takes_lists: ClassVar[bool] = True
 
     def take(self, text: str, ended: bool) -> Taken | None:
-        found = load_first_json(text, 0)
+        found = load_first_json(text, next((len(mark) for mark in self.marks if text.startswith(mark)), 0))
         if found is None:
             return Taken((), len(text)) if ended else None
         value, end = found
-        calls = calls_of(value)
+        calls = calls_of(value) if self.takes_lists or isinstance(value, dict) else []
         return Taken(calls if all(self._knows(call.name) for call in calls) else (), end)
 
     def _knows(self, name: str) -> bool:

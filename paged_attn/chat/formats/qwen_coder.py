@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from paged_attn.chat.formats.hermes import CLOSING, OPENING
-from paged_attn.chat.formats.tool_format import Call, Mark, Taken, ToolFormat, as_text
+from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -39,9 +39,6 @@ class QwenCoderFormat(ToolFormat):
         found = {key.strip(): _value(value, schemas.get(key.strip())) for key, value in _PARAMETER.findall(function[2])}
         arguments = as_text(found)
         return None if arguments is None else Call(name, arguments)
-
-    def grammar(self, several: bool, mark: Mark) -> list[str]:
-        raise NotImplementedError("enforced calls of this format are plain JSON; see `choose.py`")
 
 
 def _value(text: str, schema: Any) -> Any:

@@ -96,7 +96,7 @@ class ToolFormat:
             several: whether there may be more than one call.
             mark: from a text that may be a token of its own to what a grammar calls it.
         """
-        raise NotImplementedError
+        raise NotImplementedError("enforced calls of this format are plain JSON; see `choose.py`")
 
 
 def load_json(text: str) -> Any:

@@ -23,6 +23,13 @@ def refusal(suspect: Suspect, served: Served, original: Original, truth: Truth, 
         f"{suspect.error:.2g} of its size (allowed {suspect.limit:.2g}; rounding alone does {noise.level[suspect.name]:.2g})"
     )
     layer = None if suspect.boundary is None else suspect.boundary.layer
+    if served.settings.ranks is not None:  # the others would have to run what tells more
+        where = original.module_of(suspect.name) if layer is None else f"the attention of layer {layer.layer_id}"
+        return UnsupportedError(
+            f"self-check failed on rank {served.settings.ranks.rank} of {served.settings.ranks.size}: what is served computes something "
+            f"else in {where} than the model: {seen}. Try the whole model on one device: its message says which part is at fault. "
+            "Nothing was generated."
+        )
     if layer is not None:
         return _of_attention(suspect, layer, served, truth, noise, seen)
     where = original.module_of(suspect.name)

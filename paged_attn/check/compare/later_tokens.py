@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.check.compare.noise import Noise
-from paged_attn.check.compare.suspects import suspects_in, without_choices
+from paged_attn.check.compare.suspects import ON_ANOTHER_RANK, suspects_in, without_choices
 from paged_attn.check.runs.served import Original
-from paged_attn.check.runs.steps import LONGEST
+from paged_attn.check.runs.steps import LONGEST, ProbeSettings
 from paged_attn.check.runs.truth import OtherRun, Truth
 
 
-def check_later_tokens(original: Original, truth: Truth, noise: Noise) -> None:
+def check_later_tokens(original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> None:
     """Change the last token of the longest probe prompt, and compare the rows before it at every boundary.
 
     Raises:
@@ -29,11 +29,14 @@ def check_later_tokens(original: Original, truth: Truth, noise: Noise) -> None:
         for name, errors in run.errors.items()
         for suspect in suspects_in(name, errors, noise.limits(name, LONGEST, 0, count), rows, run.rows[name], "its last token changed")
     ]
-    found = without_choices(found, original, truth, noise)
-    if found:
-        first = found[0]
-        raise UnsupportedError(
-            f"self-check failed: changing the last of {len(prompt)} tokens moves token {first.row + 1} in "
-            f"{original.module_of(first.name)} by {first.error:.2g} of its size (allowed {first.limit:.2g}), so that the model is not "
-            "causal there; it can not be generated from token by token."
-        )
+    found = without_choices(found, original, truth, noise, settings)
+    if not settings.any_rank(bool(found)):
+        return
+    if not found:
+        raise UnsupportedError(ON_ANOTHER_RANK)
+    first = found[0]
+    raise UnsupportedError(
+        f"self-check failed: changing the last of {len(prompt)} tokens moves token {first.row + 1} in "
+        f"{original.module_of(first.name)} by {first.error:.2g} of its size (allowed {first.limit:.2g}), so that the model is not "
+        "causal there; it can not be generated from token by token."
+    )

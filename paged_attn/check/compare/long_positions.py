@@ -16,6 +16,7 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.running import NoAttention, must_run
 from paged_attn.check.runs.served import Seen, Served
@@ -42,10 +43,12 @@ def check_long_positions(served: Served, truth: Truth, longest: int | None, mode
         return
     near = _seen(served, truth, count)
     moved = _first_move(served, near, _seen(served, truth, longest - 1), count)
-    if moved is None:
+    if not served.settings.any_rank(moved is not None):
         return
+    if moved is None:
+        raise UnsupportedError(ON_ANOTHER_RANK)
     module, error, limit = moved
-    first = _original_positions(model)
+    first = _original_positions(model) if served.settings.ranks is None else None  # the others would have to run what tells more
     stays = first is not None and count < first < longest and _first_move(served, near, _seen(served, truth, first - 1), count) is None
     raise UnsupportedError(
         f"self-check failed: a token at position {longest - 1} moves other tokens of its batch in {module} by {error:.2g} of their size "

@@ -9,7 +9,7 @@ each time going on from the same values at every boundary, so that nothing adds 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,8 +39,11 @@ class Noise:
         self._rows: dict[tuple[int, str], Tensor] = {}
 
     @classmethod
-    def of(cls, original: Original, truth: Truth, causal: bool) -> Noise:
-        """`causal`: whether later tokens must change no earlier row, so that a prompt may be cut.
+    def of(cls, original: Original, truth: Truth, causal: bool, borders: Sequence[int] = ()) -> Noise:
+        """
+        Args:
+            causal: whether later tokens must change no earlier row, so that a prompt may be cut.
+            borders: of `ProbeSettings`.
 
         Raises:
             UnsupportedError: they do.
@@ -52,7 +55,8 @@ class Noise:
                 noise.add(OtherRun(original, truth, prompt, HowToRun(token_by_token=True)).errors, prompt)
         if causal:
             longest = truth.prompts[LONGEST]
-            for count in sorted({max(len(longest) * 2 // 3, 1), *(few for few in FEW if few < len(longest))}):
+            counts = {max(len(longest) * 2 // 3, 1), *(few for few in FEW if few < len(longest))}
+            for count in sorted(each for each in counts if not any(each <= border < len(longest) for border in borders)):
                 shorter = OtherRun(original, truth, LONGEST, tokens=longest[:count], count=count).errors
                 noise._refuse_more_than_rounding(shorter, count, bool(original.computed_as_it_is), original)
                 noise.add(shorter, None)

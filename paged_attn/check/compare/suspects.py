@@ -18,11 +18,13 @@ from paged_attn.check.compare.noise import Noise
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.choices import Choices, Perturbation, same_choices
 from paged_attn.check.runs.served import HowToRun, Original
+from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.truth import OtherRun, Truth
 from paged_attn.tolerances import MULTIPLE, row_errors
 
 TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
 ENOUGH = 4  # runs that say how far rounding moves a row
+ON_ANOTHER_RANK = "self-check failed on another rank of this sharded model, whose message says where. Nothing was generated."
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,22 +61,23 @@ def suspects_in(
     ]  # fmt: skip
 
 
-def without_choices(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise) -> list[Suspect]:
-    """Those of them that no rounding of the original explains, in order."""
+def without_choices(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> list[Suspect]:
+    """Those of them that no rounding of the original explains, in order. Ranks of a sharded model run it as often as the one that needs
+    most of it."""
     left: list[Suspect] = []
-    for prompt in {suspect.prompt for suspect in suspects}:
+    for prompt in range(len(truth.prompts)):
         rows = [_Row(suspect, truth, noise) for suspect in suspects if suspect.prompt == prompt]
         generator = torch.Generator().manual_seed(prompt)
         chosen: Choices | None = None
         for attempt in range(TRIES):
             units = UNITS[attempt % len(UNITS)]
-            if not rows:
+            if not settings.any_rank(bool(rows)):
                 break
-            if units != 1 and chosen == {}:
+            if units != 1 and not settings.any_rank(chosen != {}):
                 continue  # only another choice would tell more of these runs
             moved = Perturbation(generator, units)
             near = OtherRun(original, truth, prompt, HowToRun(perturbed=moved))
-            if is_new := chosen is None or not same_choices(chosen, moved.choices):
+            if is_new := settings.any_rank(chosen is None or not same_choices(chosen, moved.choices)):
                 chosen = moved.choices
                 exact = OtherRun(original, truth, prompt, HowToRun(choices=chosen))
             for row in rows:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paged_attn.attn_ops.ops.positions import REQUEST_LENGTHS
 from paged_attn.capture.split.split_graph import SplitGraph
 from paged_attn.passes.replace.operand_layout import Operand
 from paged_attn.passes.report import LayerReport, Rewrite
@@ -66,7 +67,9 @@ class Boundaries:
             if result in found.traced
         }
         by_op = {report.op_node: Boundary(report.original_node, report) for report in found.layers}
-        by_op |= {op: Boundary(found.traced[op]) for op in split.op_names if op in found.traced}
+        # The length of a call is no value of its tokens: a later one changes it. What is made of it is compared.
+        computed = [op for op, kind in zip(split.op_names, split.ops, strict=True) if kind != REQUEST_LENGTHS._schema.name]
+        by_op |= {op: Boundary(found.traced[op]) for op in computed if op in found.traced}
         written = {name: by_op[op] for name, op in zip(split.breaks, split.op_names, strict=True) if op in by_op}
         operands = {report.op_node: [Boundary(each.name, operand=each) for each in report.operands] for report in found.layers}
         given = {name: operands[op] for name, op in zip(split.breaks, split.op_names, strict=True) if operands.get(op)}

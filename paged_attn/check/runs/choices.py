@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, tensors_in
+from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, tensors_in
 from paged_attn.passes.fx.graph_tools import is_view, writes_in_place
 from paged_attn.passes.fx.token_data import name_of
 
@@ -64,6 +64,8 @@ class PerturbedRun(TappedRun):
     def compute(self, n: fx.Node) -> Any:
         result = super().compute(n)
         if n.op not in ("call_function", "call_method") or is_view(n) or writes_in_place(n) or not _floats_among(self._inputs(n)):
+            return result
+        if is_in_flight(n):
             return result
         if any(not tensor.is_floating_point() for tensor in tensors_in(result)):
             self.perturbation.choices[n.name] = result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import runner_of
 
+if TYPE_CHECKING:
+    from paged_attn.parallel.ranks import Ranks
+
 LENGTHS = (5, 24, 13)
 SHORTEST, LONGEST = 0, 1  # their indices
 PAGE_SIZE = 4
@@ -24,11 +28,24 @@ PAGE_SIZE = 4
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """With which backend, and pages of how many tokens, a rewritten model is checked."""
+    """With which backend, and pages of how many tokens, a rewritten model is checked.
+
+    Every run of a sharded model takes all its ranks, so that none may run more than the others by what it has seen of its own part.
+
+    Attributes:
+        ranks: those that have a part of the model each.
+        length_borders: see `Runner`: a prompt that is cut to the other side of one is another.
+    """
 
     backend: str = "auto"
     page_size: int = PAGE_SIZE
     deterministic: bool = False
+    ranks: Ranks | None = None
+    length_borders: tuple[int, ...] = ()
+
+    def any_rank(self, yes: bool) -> bool:
+        """Whether some rank says yes, this one if the model is whole."""
+        return yes if self.ranks is None else self.ranks.any_says(yes)
 
 
 @dataclass(frozen=True)
@@ -105,7 +122,8 @@ class Steps:
         """Its batch wants the logits of every token."""
         requests = [
             BatchRequest(
-                self.prompts[p.prompt][p.start : p.end].tolist(), self.tables[p.prompt], p.start, p.end - p.start, p.prompt + 1
+                self.prompts[p.prompt][p.start : p.end].tolist(), self.tables[p.prompt], p.start, p.end - p.start, p.prompt + 1,
+                length=len(self.prompts[p.prompt]),
             )
             for p in step.parts
         ]  # fmt: skip

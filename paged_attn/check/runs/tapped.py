@@ -53,7 +53,7 @@ class TappedRun(fx.Interpreter):
         result = self.compute(n)
         if n.name in self._late_names:
             self._kept[n.name] = result
-        if n.name not in self.names:
+        if n.name not in self.names or is_in_flight(n):
             return result
         written = written_arguments(n)
         value = self.env[written[0]] if written else result
@@ -68,7 +68,8 @@ class TappedRun(fx.Interpreter):
         return result
 
     def compute(self, n: fx.Node) -> Any:
-        return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return getattr(self, n.op)(n.target, args, kwargs)
 
     def given(self, node: fx.Node, n: fx.Node) -> Any:
         """What an input of a node is for that node."""
@@ -76,7 +77,7 @@ class TappedRun(fx.Interpreter):
         return self._computed[node.name] if is_inner else self.env[node]
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
-        return fx.node.map_arg(args, lambda node: self.given(node, n))
+        return fx.node.map_arg(args, (lambda node: self.given(node, n)) if self._computed else self.env.__getitem__)
 
 
 class WideRun(TappedRun):
@@ -165,6 +166,12 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [each for each in written if isinstance(each, fx.Node)]
+
+
+def is_in_flight(node: fx.Node) -> bool:
+    """Whether it begins a collective: nothing but `wait_tensor` may read its result, and that knows this one tensor, and no copy."""
+    names = [overload._schema.name for overload in overloads_of(node.target)[:1]]
+    return any(name.startswith("_c10d_functional::") and name != "_c10d_functional::wait_tensor" for name in names)
 
 
 def _namespace(target: Any) -> str:

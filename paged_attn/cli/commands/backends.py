@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paged_attn.cli.options import add_common
 from paged_attn.cli.problem import add_shape_options, layer_shape, shape_is_given
 from paged_attn.cli.report import bold, width
 
 if TYPE_CHECKING:
     from paged_attn.backends.selection.requirements import Requirements
 
+HELP = "which backend can run what, and here"
 FLAGS = ("window", "chunk", "softcap", "sinks", "deterministic", "on")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("backends", help="which backend can run what, and here", description=__doc__, allow_abbrev=False)
-    add_common(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", action="store_true", help="the table of the documentation, without this machine's availability")
     add_shape_options(parser)
     group = parser.add_argument_group("more of the layer, and where (any of these, or of the above, asks for the order of backends)")
@@ -27,7 +25,6 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--sinks", action="store_true", default=None, help="a learned logit per head joins the softmax")
     group.add_argument("--deterministic", action="store_true", default=None, help="only what is batch-invariant")
     group.add_argument("--on", metavar="DEVICE", help="cpu, cuda, hip, or a GPU as sm90 or sm100 (default: this machine's GPU, or its CPU)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,16 +12,16 @@ from paged_attn.bench.shapes import SHAPE_NAMES
 from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import OURS, PEERS, SYSTEMS, peers
 from paged_attn.bench.workloads import GROUPS, SCALES, Workload, chosen
-from paged_attn.cli.options import DTYPES, add_common, add_engine, engine_config, set_verbosity
+from paged_attn.cli.options import DTYPES, add_engine, engine_config, set_verbosity
 
 if TYPE_CHECKING:
     from paged_attn.bench.launch import Outcome
     from paged_attn.bench.session import Session
 
+HELP = "measure this engine and its peers side by side"
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure this engine and its peers side by side", description=__doc__, allow_abbrev=False)
-    add_common(parser)
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     which = model.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="DIR_OR_HUB_ID", help="a checkpoint")
@@ -53,7 +53,6 @@ def add_parser(commands: Any) -> None:
     how.add_argument("--json", metavar="FILE", help="write all figures as JSON")
     how.add_argument("--chart", metavar="FILE.svg", help="write a chart of the speeds")
     add_engine(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,14 +114,21 @@ def _report(args: argparse.Namespace, session: Session, outcomes: list[Outcome])
     from paged_attn.bench.results.tables import lines
 
     found = record(outcomes, session.workloads, session.same_tokens, session.facts(machine(session.device)))
+    print("\n".join(lines(found)), flush=True)  # first: a disk may be full
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join(lines(found)))
+        _write(args.json, json.dumps(found, indent=1) + "\n")
     ours, *others = outcomes
     if args.chart is not None and any(outcome.timed for outcome in outcomes):
-        Path(args.chart).write_text(draw(found))
+        _write(args.chart, draw(found))
     complete = ours.failed is None and not ours.broken
     return 0 if complete and (not others or any(outcome.timed for outcome in others)) else 1
+
+
+def _write(target: str, text: str) -> None:
+    try:
+        Path(target).write_text(text)
+    except OSError as error:
+        raise OSError(f"{target!r} could not be written: {error}") from error
 
 
 def _workloads(args: argparse.Namespace, usual_scale: str) -> list[Workload]:

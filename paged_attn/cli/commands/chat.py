@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import signal
 import sys
 import threading
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from paged_attn.cli import report
 from paged_attn.cli.options import (
     add_chat_template,
-    add_common,
+    add_checkpoint_options,
     add_device_options,
     add_engine,
     add_sampling,
     engine_config,
+    load_options,
     sampling_params,
     set_verbosity,
     use_template,
@@ -28,20 +30,21 @@ if TYPE_CHECKING:
     from paged_attn.engine.llm import LLM
     from paged_attn.engine.sampling_params import SamplingParams
 
+HELP = "talk with a model in the terminal"
 NEW = "/new"
+_COMMAND = re.compile(r"/[a-z?]*")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="talk with a model in the terminal", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id like org/name")
-    add_common(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
+    add_checkpoint_options(parser)
     group = parser.add_argument_group("chat")
     group.add_argument("--system", metavar="TEXT", help="the system message that each conversation begins with")
     add_chat_template(group)
     add_sampling(parser, max_new_tokens=1024)
     add_device_options(parser, dtype="auto")
     add_engine(parser)
-    parser.set_defaults(run=run, check=False)
+    parser.set_defaults(check=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from paged_attn.chat.template import template_text
     from paged_attn.cli.job import load, where_it_runs
 
-    llm = load(args.model, args.dtype, args.device, config).llm
+    llm = load(args.model, args.dtype, args.device, config, load_options(args)).llm
     use_template(llm, args.chat_template)
     template_text(llm.tokenizer, None, has_tools=False)
     print(f"{where_it_runs(llm)}. Ctrl-C stops an answer, Ctrl-D ends, {NEW} begins anew.", file=sys.stderr, flush=True)
@@ -80,6 +83,10 @@ class Conversation:
         while (line := _read_line()) is not None:
             if line.strip() == NEW:
                 self.messages = list(self._beginning)
+                print("a new conversation", file=sys.stderr, flush=True)
+            elif _COMMAND.fullmatch(line.rstrip()):
+                what = f"there is no {line.rstrip()}; {NEW} begins a new conversation, Ctrl-D ends; a space before it says it to the model"
+                print(f"paged-attn: {what}", file=sys.stderr, flush=True)
             elif line.strip():
                 self.say(line)
 
@@ -117,7 +124,11 @@ class Conversation:
 
 def _read_line() -> str | None:
     """None at the end of standard input. Ctrl-C gives a new line."""
-    prompt = "> " if sys.stdin.isatty() else ""
+    prompt = ""
+    if sys.stdin.isatty():
+        prompt = "> "
+        with contextlib.suppress(ImportError):  # not everywhere
+            import readline  # noqa: F401 (with it input() edits a line and has those before)
     while True:
         try:
             return input(prompt)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paged_attn.cli import report
 from paged_attn.cli.commands.generate import event_printer, print_json
 from paged_attn.cli.options import add_run_options, engine_config, read_prompts, sampling_params, set_verbosity
+from paged_attn.cli.token_text import ids_text
 
 if TYPE_CHECKING:
-    from paged_attn.cli.job import Loaded, Run
+    from paged_attn.cli.job import Loaded, Prompt, Run
     from paged_attn.report.explanation import Explanation
 
+HELP = "see it work on the embedded model"
 LETTER = (
     "My dear Harriet, You will be surprised to hear from me so soon, but the weather has kept us within doors since Monday, and my "
     "uncle has nothing to say to any body while it rains. We dined on Tuesday with the Westbrooks. There were fourteen at table, and "
@@ -36,10 +38,8 @@ PROMPTS = (
 LATE = 1  # the last prompt arrives while the others run, and finds the letter in the prefix cache
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("demo", help="see it work on the embedded model", description=__doc__, allow_abbrev=False)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser, dtype="float32", max_new_tokens=120)
-    parser.set_defaults(run=run)
 
 
 def embedded_model() -> Path | None:
@@ -51,7 +51,8 @@ def embedded_model() -> Path | None:
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if a check failed."""
     params, config, given = sampling_params(args), engine_config(args), read_prompts(args)
-    prompts, late = (given, 0) if given else (list(PROMPTS), LATE)
+    prompts: list[Prompt] = given or list(PROMPTS)
+    late = 0 if given else LATE
     folder = embedded_model()
     if folder is None:
         raise ValueError("this installation lacks the embedded model; reinstall paged-attn, or use `paged-attn generate --model ...`")
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         _print_start(loaded, explanation(loaded.llm))
         print(f"\n{_batch_title(prompts, late)}\n", flush=True)
-    done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts), late)
+    done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts, loaded.llm), late)
     result = check(loaded.llm, done.completions, params) if args.check else None
     if args.json:
         print_json(args, report.document(loaded, done, result))
@@ -75,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if result is not None and not result.passed else 0
 
 
-def _batch_title(prompts: list[str], late: int) -> str:
-    sizes = sorted(len(prompt.encode()) for prompt in prompts)
+def _batch_title(prompts: list[Prompt], late: int) -> str:
+    sizes = sorted(len(prompt.encode() if isinstance(prompt, str) else prompt) for prompt in prompts)  # the model's tokens are bytes
     title = f"{len(prompts)} prompts of {sizes[0]} to {sizes[-1]} bytes in one continuous batch"
     return report.bold(title + (", the last arriving while the others run" if late else ""))
 
@@ -105,7 +106,7 @@ def _print_end(args: argparse.Namespace, loaded: Loaded, done: Run) -> None:
         cached = f", {completion.cached_tokens} from the prefix cache" if completion.cached_tokens else ""
         title = f"{len(completion.prompt_token_ids)} prompt tokens{cached}, {len(completion.token_ids)} new ({completion.finish_reason})"
         print(f"{report.bold(f'[{number + 1}]')} {title}")
-        print(report.dim(report.wrapped(report.shortened(completion.prompt or ""), "    ")))
+        print(report.dim(report.wrapped(report.shortened(completion.prompt or ids_text(completion.prompt_token_ids)), "    ")))
         print(report.wrapped(completion.text.strip(), "    > "))
         if completion.logprobs is not None:
             print(report.logprob_lines(loaded.llm, completion))

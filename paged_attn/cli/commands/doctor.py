@@ -9,14 +9,14 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paged_attn.cli.commands.demo import embedded_model
-from paged_attn.cli.options import add_common
 
 if TYPE_CHECKING:
     from paged_attn.backends.selection.packages import OptionalPackage
 
+HELP = "check this installation"
 IMPORT_SECONDS, SMOKE_SECONDS = 120, 600  # the second holds what a backend compiles on first use
 
 
@@ -38,15 +38,9 @@ class Finding:
         return f"{word:<5} {self.name:<16} {self.detail}"
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="check this installation", description=__doc__, allow_abbrev=False)
-    add_common(parser)
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
     failed = []
-    for check in (_python, _torch, _transformers, _gpus, _entry_point, _embedded, _optional, _backends, _smoke_test):
+    for check in (_python, _required, _gpus, _entry_point, _embedded, _optional, _backends, _smoke_test):
         found = check()
         for finding in found if isinstance(found, list) else [found]:
             print(finding.line(), flush=True)
@@ -59,19 +53,14 @@ def _python() -> Finding:
     return Finding("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
-def _torch() -> Finding:
-    return _required("torch")
-
-
-def _transformers() -> Finding:
-    return _required("transformers")
-
-
-def _required(name: str) -> Finding:
-    try:
-        return Finding(name, True, version(name))
-    except PackageNotFoundError:
-        return Finding(name, False, f"not installed: pip install {name}")
+def _required() -> list[Finding]:
+    found = []
+    for name in ("torch", "transformers"):
+        try:
+            found.append(Finding(name, True, version(name)))
+        except PackageNotFoundError:
+            found.append(Finding(name, False, f"not installed: pip install {name}"))
+    return found
 
 
 def _gpus() -> list[Finding]:

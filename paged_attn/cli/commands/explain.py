@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import Any
 
-from paged_attn.cli.options import DTYPES, add_checkpoint_options, add_common, load_options, set_verbosity
+from paged_attn.cli.options import DTYPES, add_checkpoint_options, load_options, set_verbosity
+
+HELP = "show what is rewritten in a model, and why"
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("explain", help="show what is rewritten in a model, and why", description=__doc__, allow_abbrev=False)
-    add_common(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, or a hub id; it is loaded on the CPU")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto is the checkpoint's own")
     add_checkpoint_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,32 +18,42 @@ from paged_attn.cli.options import (
     sampling_params,
     set_verbosity,
 )
+from paged_attn.cli.token_text import completion_text
 
 if TYPE_CHECKING:
-    from paged_attn.cli.job import Loaded, Run
-    from paged_attn.engine.requests.request import TokenEvent
+    from paged_attn.cli.job import Loaded, Prompt, Run
+    from paged_attn.engine.llm import LLM
+    from paged_attn.engine.requests.request import Completion, TokenEvent
+
+HELP = "complete prompts with a model"
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="complete prompts with a model", description=__doc__, allow_abbrev=False)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
     add_checkpoint_options(parser)
     add_run_options(parser, dtype="auto")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Texts go to stdout, numbers and the check's verdict to stderr (all to stdout with --json). Returns 1 if a check failed."""
+    """Texts go to stdout, numbers and the check's verdict to stderr (all to stdout with --json). Returns 1 if a check failed.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, after what there was by then has been written.
+    """
     params, config, prompts = sampling_params(args), engine_config(args), read_prompts(args)
     if not prompts:
-        raise ValueError("no prompt; give --prompt TEXT, or --prompt-file FILE (- reads standard input)")
+        raise ValueError("no prompt; give --prompt TEXT, --prompt-ids N,..., or --prompt-file FILE (- reads standard input)")
     set_verbosity(args.verbose)
     from paged_attn.cli.check import check
-    from paged_attn.cli.job import load, run_prompts, where_it_runs
+    from paged_attn.cli.job import RunInterruptedError, load, run_prompts, where_it_runs
 
     loaded = load(args.model, args.dtype, args.device, config, load_options(args))
     print(where_it_runs(loaded.llm), file=sys.stderr)
-    done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts))
+    try:
+        done = run_prompts(loaded.llm, prompts, params, event_printer(args, prompts, loaded.llm))
+    except RunInterruptedError as interrupted:
+        print_interrupted(args, loaded, interrupted.run, len(prompts))
+        raise
     if not args.stream and not args.json:
         print_texts(loaded, done)
     result = check(loaded.llm, done.completions, params) if args.check else None
@@ -56,19 +66,36 @@ def run(args: argparse.Namespace) -> int:
     return 1 if result is not None and not result.passed else 0
 
 
-def event_printer(args: argparse.Namespace, prompts: list[str]) -> Any:
+def event_printer(args: argparse.Namespace, prompts: list[Prompt], llm: LLM) -> Any:
     """What to do with each event: a line of JSON, live text, or nothing."""
     if args.stream:
-        return _json_line if args.json else report.StreamPrinter(prompts)
+        return _json_line if args.json else report.StreamPrinter(prompts, as_ids=llm.tokenizer is None)
     return lambda number, event: None
 
 
+def print_interrupted(args: argparse.Namespace, loaded: Loaded, done: Run, num_prompts: int) -> None:
+    """What there is after Ctrl-C, as it would have been printed at the end, and how many prompts have not all of it."""
+    if args.json:
+        print_json(args, report.document(loaded, done, None))
+    elif not args.stream:
+        print_texts(loaded, done)
+    sys.stdout.flush()
+    cut_off = num_prompts - sum(not is_cut_off(completion) for completion in done.completions)
+    print(f"{cut_off} of {num_prompts} prompts cut off", file=sys.stderr)
+
+
+def is_cut_off(completion: Completion) -> bool:
+    return completion.finish_reason in ("cancelled", "error")
+
+
 def print_texts(loaded: Loaded, done: Run) -> None:
-    """The completion alone for one prompt; each under its prompt for several."""
+    """The completion alone for one prompt; each under its prompt for several. After one that was cut off, a line says so."""
     for number, completion in enumerate(done.completions):
         if len(done.completions) > 1:
-            print(report.heading(number, completion.prompt))
-        print(completion.text)
+            print(report.heading(number, completion.prompt or completion.prompt_token_ids))
+        print(completion_text(loaded.llm, completion))
+        if is_cut_off(completion):
+            print(report.dim("[cut off]"))
         if completion.logprobs is not None:
             print(report.logprob_lines(loaded.llm, completion))
 

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from typing import Any
 
-from paged_attn.cli.options import add_common
-
-
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("passes", help="list the graph passes in their order", description=__doc__, allow_abbrev=False)
-    add_common(parser)
-    parser.set_defaults(run=run)
+HELP = "list the graph passes in their order"
 
 
 def run(args: argparse.Namespace) -> int:

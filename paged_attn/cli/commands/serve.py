@@ -11,12 +11,11 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.cli.options import (
     add_checkpoint_options,
-    add_common,
     add_device_options,
     add_engine,
     engine_config,
@@ -34,20 +33,18 @@ if TYPE_CHECKING:
     from paged_attn.engine.engine import Engine
     from paged_attn.engine.llm import LLM
 
+HELP = "serve a model over HTTP with OpenAI's routes"
 LORAS = 8  # room for adapters where some may come and --max-loras is not given
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's routes", description=__doc__, allow_abbrev=False)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
     parser.add_argument("--task", default="auto", choices=TASKS, help="what the model is for (default: as the checkpoint says)")
-    add_common(parser)
     add_server_options(parser)
     add_device_options(parser, dtype="auto")
     add_checkpoint_options(parser)
     add_engine(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,9 +79,13 @@ def run(args: argparse.Namespace) -> int:
         what = f"{engine.selection.describe()}, {engine.kv.num_usable:,} KV pages of {engine.config.page_size}"
         print(f"ready on {url} after {time.perf_counter() - started:.1f} s: {what}", file=sys.stderr, flush=True)
 
+    def drains(calls: int) -> None:
+        what = f"{calls} request{'s' * (calls > 1)} may go on for {settings.drain_seconds:g} s, and nothing new is taken"
+        print(f"ending: {what}; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+
     with ExitStack() as afterwards:
         make_engine = partial(_engine, args, config, afterwards)
-        server = Server(make_engine, settings, on_ready=ready, log_level="info" if args.verbose else "warning")
+        server = Server(make_engine, settings, on_ready=ready, on_drain=drains, log_level="info" if args.verbose else "warning")
         print(f"listening on {url}; loading {args.model} as {settings.model_name!r} (GET /health says when it is ready)", file=sys.stderr)
         server.run(sockets=[socket])
     if server.fatal_error is not None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paged_attn.cli.options import add_common
 from paged_attn.cli.problem import LayerShape, add_shape_options, layer_shape
 from paged_attn.cli.report import bold, width
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from paged_attn.backends.selection.requirements import Requirements
     from paged_attn.backends.selection.tuned import Entry
 
+HELP = "time the backends here, so that auto takes the fastest"
 Times = dict[str, dict[str, dict[str, float | str]]]  # phase -> shape -> backend -> microseconds, or why there are none
 GPU_SHAPES = {
     "decode": ("1x4096", "8x4096", "64x4096", "256x512", "32x16384"),
@@ -48,11 +48,7 @@ class Step:
         return ((total - new, new),) * count
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "tune", help="time the backends here, so that auto takes the fastest", description=__doc__, allow_abbrev=False
-    )
-    add_common(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
     add_shape_options(parser)
     group = parser.add_argument_group("measurement")
     group.add_argument("--device", help="cuda, cuda:N or cpu (default: the GPU if there is one)")
@@ -62,7 +58,6 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--deterministic", action="store_true", help="time the batch-invariant kernels")
     group.add_argument("--min-ms", type=float, metavar="MS", help="time spent on each backend and shape (default: 100, on a CPU 20)")
     group.add_argument("--out", metavar="FILE", help="default: $PAGED_ATTN_TUNED, or a file of this device in the user's cache directory")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

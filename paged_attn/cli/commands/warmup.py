@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paged_attn.cli.options import (
     add_checkpoint_options,
-    add_common,
     add_device_options,
     add_engine,
     engine_config,
@@ -21,20 +20,16 @@ if TYPE_CHECKING:
     from paged_attn.engine.config import EngineConfig
     from paged_attn.engine.llm import LLM
 
+HELP = "fill the compile caches for a model, and time its start"
 PROMPT_TOKENS = (3, 17, 40)
 NEW_TOKENS = 8
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "warmup", help="fill the compile caches for a model, and time its start", description=__doc__, allow_abbrev=False
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR_OR_HUB_ID", help="a directory, a GGUF file, or a hub id like org/name")
-    add_common(parser)
     add_device_options(parser, dtype="auto")
     add_checkpoint_options(parser)
     add_engine(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -49,7 +49,7 @@ def check_adapters(runner: LoraRunner, pool: KVPool, backend: AttentionBackend) 
         with ForwardContext(batch, pool, backend):
             given = runner.forward(batch.input_ids, batch.positions, batch.logits_rows)[: len(tokens)].clone()
         with as_served(runner.model), _hooked(runner.model, adapters):
-            expected = runner.base.logits_alone(torch.tensor(tokens, device=runner.device))
+            expected = runner.logits_alone(torch.tensor(tokens, device=runner.device))
     error, limit = logits_apart(expected, given, runner.dtype)
     if not error <= limit:
         raise UnsupportedError(

@@ -117,12 +117,12 @@ class GroupedKVManager(KVManager):
             longest = int(self._can_start_after(match.pages).nonzero()[0][-1])
             if longest == len(match.pages):
                 return match
-            match = self.tree.match(request.tokens[: longest * self.page_size], request.namespace)
+            match = self.tree.match(request.tokens[: longest * self.page_size], request.prefix_key)
 
     def cached_tokens(self, request: Request) -> int:
         if self.tree is None:
             return 0
-        pages, with_state = self.tree.peek(request.tokens, request.namespace, request.num_reusable)
+        pages, with_state = self.tree.peek(request.tokens, request.prefix_key, request.num_reusable)
         can_start = self._can_start_after(pages)
         ends = can_start.nonzero()[0].tolist() if self.snapshots is None else [end for end in with_state if can_start[end]]
         return max(ends, default=0) * self.page_size

@@ -135,7 +135,7 @@ class KVManager:
         left to compute, and so is what logits are wanted of, which the cache does not have."""
         if self.tree is None:
             return
-        match = self.tree.match(request.tokens[: request.num_reusable], request.namespace)
+        match = self.tree.match(request.tokens[: request.num_reusable], request.prefix_key)
         fork, match = match.num_tokens, self._usable(match, request)
         if self.snapshots is not None:
             request.tokens_without_state = fork - match.num_tokens
@@ -153,7 +153,7 @@ class KVManager:
         """What `adopt_prefix` would find, in tokens; changes nothing."""
         if self.tree is None:
             return 0
-        return self.tree.num_cached(request.tokens, request.namespace, request.num_reusable, with_payload=self.snapshots is not None)
+        return self.tree.num_cached(request.tokens, request.prefix_key, request.num_reusable, with_payload=self.snapshots is not None)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens; False, and nothing changed, if the pages are not to be had."""
@@ -218,14 +218,14 @@ class KVManager:
         self._share_pages(request)
         for point in sorted(request.snapshots):  # of states of one age the last one goes last
             assert self.snapshots is not None
-            node = self.snapshots.tree.match(request.tokens[:point], request.namespace).node
+            node = self.snapshots.tree.match(request.tokens[:point], request.prefix_key).node
             self.snapshots.attach(node, request.snapshots.pop(point), point in request.spare_points)
 
     def _share_pages(self, request: Request) -> None:
         if self.tree is None or request.num_validated // self.page_size * self.page_size <= request.num_locked:
             return
         self.version += 1
-        inserted = self.tree.insert(request.tokens[: request.num_validated], request.pages, request.namespace)
+        inserted = self.tree.insert(request.tokens[: request.num_validated], request.pages, request.prefix_key)
         self.tree.lock(inserted.node)
         self.tree.unlock(request.lock)
         request.lock = inserted.node

@@ -14,25 +14,26 @@ from paged_attn.shown import shown
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits that the model's own config states, or its tables show; None where there is none."""
+    """Limits that the model's own config states, or its tables show; None where there is none. `length_borders`: see `Runner`."""
 
     vocab_size: int | None
     max_positions: int | None
     eos_token_ids: frozenset[int]
+    length_borders: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, model: Any, positions: int | None = None) -> ModelLimits:
+    def of(cls, model: Any, positions: int | None = None, borders: tuple[int, ...] = ()) -> ModelLimits:
         """`positions`: the limit that the model's graph shows, config included; without it the config's alone."""
         text = text_config(model)
         if isinstance(model, Body):
             limits = [limit for limit in (model.longest, positions) if limit is not None]
-            return cls(model.vocab_size, min(limits, default=None), frozenset())
+            return cls(model.vocab_size, min(limits, default=None), frozenset(), borders)
         embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         vocab = getattr(embeddings, "num_embeddings", None) or getattr(text, "vocab_size", None)
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         eos = eos if eos is not None else getattr(text, "eos_token_id", None)
         ids = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
-        return cls(vocab, max_positions(model) if positions is None else positions, frozenset(int(i) for i in ids))
+        return cls(vocab, max_positions(model) if positions is None else positions, frozenset(int(i) for i in ids), borders)
 
     def checked_prompt(self, ids: Sequence[int], more: int = 0) -> list[int]:
         """The prompt as a list of ints.

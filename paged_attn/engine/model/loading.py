@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
@@ -19,6 +20,7 @@ from paged_attn.engine.model.auto_class import auto_class
 from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.model.model_path import checked_model_path, split_gguf
 from paged_attn.engine.model.task import Task, task_of_config
+from paged_attn.engine.model.whole_checkpoint import refuse_random_weights, what_is_broken
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, embedding_defaults, has_modules
 from paged_attn.parallel.distributed_config import distributed_config
 from paged_attn.parallel.plan import plan_of
@@ -101,10 +103,7 @@ def _model(
             config = AutoConfig.from_pretrained(name, **where)
             auto = auto_class(config, name) if task == "generate" else _auto_class_of(task)
             model, info = auto.from_pretrained(name, dtype=dtype or "auto", output_loading_info=True, **where, **more)
-            if task == "generate":
-                _refuse_random_head(model, info["missing_keys"], config, name)
-            else:
-                _refuse_random_weights(info["missing_keys"], config, name, task)
+            refuse_random_weights(model, info["missing_keys"], config, name, task)
             return model
     except UnsupportedError:
         raise
@@ -115,6 +114,10 @@ def _model(
                 "trust_remote_code=True (--trust-remote-code)"
             ) from error
         raise ValueError(f"no causal language model could be loaded from {name!r}: {error}") from error
+    except (RuntimeError, SafetensorError) as error:
+        if (broken := what_is_broken(error, name)) is None:
+            raise
+        raise ValueError(f"no causal language model could be loaded from {name!r}: {broken}") from error
 
 
 def checkpoint_task(path: str | Path, task: Task, options: LoadOptions = PLAIN) -> tuple[Task, EmbeddingDefaults | None]:
@@ -142,29 +145,6 @@ def _auto_class_of(task: Task) -> Any:
     import transformers
 
     return transformers.AutoModel if task == "embed" else transformers.AutoModelForSequenceClassification
-
-
-def _refuse_random_weights(missing: Collection[str], config: Any, name: str, task: Task) -> None:
-    """Raises UnsupportedError for a checkpoint that lacks weights, in whose place transformers puts random numbers."""
-    needed = [path for path in missing if task == "classify" or not path.startswith("pooler.")]  # of which no hidden state depends
-    if needed:
-        held = (getattr(config, "architectures", None) or ["a model"])[0]
-        does = "embeds" if task == "embed" else "classifies"
-        raise UnsupportedError(
-            f"{name!r} holds {held} and no weights of {sorted(needed)[0]}: it is no model that {does}. Nothing is made up in its place"
-        )
-
-
-def _refuse_random_head(model: Any, missing: Collection[str], config: Any, name: str) -> None:
-    """Raises UnsupportedError for a checkpoint without a language-model head, in whose place transformers puts random numbers."""
-    head = model.get_output_embeddings()
-    of_head = [path for path, module in model.named_modules() if module is head] if head is not None else []
-    if any(f"{path}.weight" in missing for path in of_head):
-        held = (getattr(config, "architectures", None) or ["a model"])[0]
-        raise UnsupportedError(
-            f"{name!r} holds {held} and no weights of {of_head[0]}: without a language-model head (an embedding model, a classifier) there "
-            "is nothing to choose tokens by. Nothing is made up in its place; LLM(..., task='embed') embeds with it"
-        )
 
 
 def _where(gguf: str | None, options: LoadOptions) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from paged_attn.engine.sampling.sampler_output import SampledToken
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
 
-NO_SCORES = 1 << 62  # past any token
+NO_SCORES = NO_BORDER = 1 << 62  # past any token
 
 
 class FinishReason(enum.StrEnum):
@@ -62,6 +62,8 @@ class Request:
         adapter: 1 more than the slot of its adapter; 0 if it has none. `lora` is its name.
         future_row: where the device has the last chosen token (see `FutureTokens`).
         produced_by: the number of the step that chose it; 0 before there is one.
+        longest_cached: how many tokens it may have before what it has cached is of no use (see `Runner.length_borders`).
+        length_borders: those of the model.
         rows, row: where its numbers and pages lie.
         num_locked: tokens of `pages` that the prefix cache owns and `lock` protects.
         state_slot: of its recurrent state while it runs, 0 if it has none.
@@ -111,6 +113,7 @@ class Request:
     answer: int = 0
     pooled: Pooled | None = None
     lora: str | None = None
+    length_borders: tuple[int, ...] = ()
 
     num_cached = _InRow()
     num_tokens = _InRow()
@@ -124,6 +127,7 @@ class Request:
     is_argmax_only = _InRow()
     scores_from = _InRow()
     adapter = _InRow()
+    longest_cached = _InRow()
 
     def __post_init__(self) -> None:
         self.row = self.rows.take()
@@ -134,6 +138,16 @@ class Request:
             self.scores_from = 0
         else:
             self.add_scores(())
+        self.take_length()
+
+    def take_length(self) -> None:
+        """What it has cached from now on is for as many tokens as it has; before there is anything."""
+        self.longest_cached = next((border for border in self.length_borders if self.num_tokens <= border), NO_BORDER)
+
+    @property
+    def prefix_key(self) -> Hashable:
+        """Whose cached prefixes it shares: of its namespace, and of requests to the same border."""
+        return (self.namespace, self.longest_cached) if self.length_borders else self.namespace
 
     def move_to(self, rows: RequestRows) -> None:
         """Keep numbers and pages in a row of another place from now on."""
@@ -211,13 +225,6 @@ class Request:
     def num_sampled(self) -> int:
         """New tokens that the host knows."""
         return max(len(self.tokens) - len(self.prompt_token_ids), 0)
-
-    @property
-    def sampled(self) -> tuple[SampledToken, ...]:
-        """New tokens that the host knows, with log-probabilities if the params ask for them."""
-        if self.params.logprobs is not None:
-            return tuple(self.known)
-        return tuple(SampledToken(token_id, None, None) for token_id in self.output_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

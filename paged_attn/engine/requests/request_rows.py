@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 NAMES = (
     "num_cached", "num_tokens", "num_prompt", "token_limit", "num_pages", "future_row", "produced_by", "state_slot", 
-    "skips_host_work", "is_argmax_only", "scores_from", "adapter",
+    "skips_host_work", "is_argmax_only", "scores_from", "adapter", "longest_cached",
 )  # fmt: skip
 
 
@@ -31,6 +31,7 @@ class RequestRows:
     is_argmax_only: NDArray[np.int64]
     scores_from: NDArray[np.int64]
     adapter: NDArray[np.int64]
+    longest_cached: NDArray[np.int64]
 
     def __init__(self, rows: int) -> None:
         self._numbers = np.zeros((len(NAMES), rows), np.int64)

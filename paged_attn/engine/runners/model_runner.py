@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.context import current_context
-from paged_attn.attn_ops.errors import ContextError, UnsupportedError
+from paged_attn.attn_ops.context import context_of
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
@@ -28,6 +29,8 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal
 from paged_attn.engine.model.model_output import check_output
 from paged_attn.engine.runners.merged_weights import bind_merged
+from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
+from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.engine.tracing.trace_failure import NotTraced, with_advice
 from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, call_model, only_device, trace_model
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
@@ -37,7 +40,7 @@ from paged_attn.recurrent.as_ops.by_ops import with_ops
 from paged_attn.recurrent.as_ops.state_dtype import with_state_dtype
 from paged_attn.recurrent.as_ops.wrap import replaced_by_ops
 from paged_attn.recurrent.capturing.in_graphs import with_graphs
-from paged_attn.recurrent.discover import find_attribute_layers, find_recurrent_layers, state_outside_layers
+from paged_attn.recurrent.discover import GrowingState, InputsOf, find_attribute_layers, find_recurrent_layers, state_outside_layers
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.tolerances import logits_apart
 
@@ -63,13 +66,15 @@ class ModelRunner:
     def __init__(
         self, model: nn.Module, options: CompileOptions, follow_generate: bool = False, probe: ProbeSettings | None = None
     ) -> None:
-        self.model, self.follow_generate, self.probe = model, follow_generate, probe
+        self.model, self.follow_generate = model, follow_generate
         self.recurrent: tuple[RecurrentLayer, ...] = ()
         self.state_in_attributes = False
         with ExitStack() as undo:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
             self.dtype = model_dtype(model)
+            self.ropes = RopesByLength(model)
+            self.probe = replace(probe or ProbeSettings(), length_borders=self.ropes.borders)
             num_ids = model.num_ids if isinstance(model, Body) else check_output(model)
             try:
                 with pdl(options.pdl):
@@ -131,16 +136,18 @@ class ModelRunner:
 
     def _capture(self, options: CompileOptions, positions: bool) -> None:
         with as_served(self.model):
-            self.recurrent = find_recurrent_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
+            self.recurrent, on_all = self._find_recurrent(lambda length: _trace_inputs(self.model, length, positions))
             if options.passes.scans:
                 self.recurrent = with_ops(self.recurrent, options.scans_backend)
             self.recurrent = with_state_dtype(self.recurrent, options.state_dtype)
             if self.state_in_attributes:
                 self.recurrent += find_attribute_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
             self.recurrent = with_graphs(self.recurrent)
-        with replaced_by_ops(self.recurrent), as_served(self.model):
+        with as_served(self.model):
             # A graph from disk has no example values, from which its variant with adapters is made.
-            kept = None if options.max_loras or self.state_in_attributes else CachedGraphs.of(self.model, options, positions)
+            kept = (
+                None if options.max_loras or self.state_in_attributes else CachedGraphs.of(self.model, options, positions, self.recurrent)
+            )
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
             found = None  # ranks trace together, or none does
@@ -152,11 +159,21 @@ class ModelRunner:
             except UnsupportedError as refusal:
                 logger.warning("the graph %s gives other numbers than the model, which is traced anew: %s", path, refusal)
                 kept.entries.remove(path)
-        with replaced_by_ops(self.recurrent):
-            self.compiled, args = trace_model(self.model, options, positions)
+        with replaced_by_ops(self.recurrent), self.ropes.by_request():
+            self.compiled, args = trace_model(self.model, options, positions, on_all)
         self._use(args, options)
         if kept is not None:
             kept.keep(self.compiled, args)
+
+    def _find_recurrent(self, inputs_of: InputsOf) -> tuple[tuple[RecurrentLayer, ...], Mapping[str, AllTokensCall]]:
+        """The layers with states, and the modules around what keeps more than states, which run on all tokens of a request."""
+        try:
+            return find_recurrent_layers(self.model, inputs_of), {}
+        except GrowingState as refusal:
+            around = modules_around(self.model, refusal.modules, inputs_of)
+            if not around:
+                raise
+            return find_recurrent_layers(self.model, inputs_of, beside=around), around
 
     def _use(self, args: list[Any], options: CompileOptions) -> None:
         """Bind the model's tensors to the graph and prove it on numbers."""
@@ -220,7 +237,12 @@ class ModelRunner:
 
     @property
     def max_positions(self) -> int | None:
-        return self.compiled.max_positions
+        limits = [limit for limit in (self.compiled.max_positions, self.ropes.longest) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def length_borders(self) -> tuple[int, ...]:
+        return self.ropes.borders
 
     @property
     def runs_as(self) -> str:
@@ -232,7 +254,7 @@ class ModelRunner:
 
     def served(self) -> TracedServed:
         """The graph as it runs, for checks that look between its pieces."""
-        return TracedServed(self.compiled, self.inputs, self.probe or ProbeSettings())
+        return TracedServed(self.compiled, self.inputs, self.probe)
 
     @property
     def owned(self) -> dict[str, Tensor]:
@@ -241,11 +263,7 @@ class ModelRunner:
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """input_ids, positions [T] and logits_rows [N], int64 -> logits [N, vocabulary] of those rows, under a forward context."""
-        context = current_context()
-        if context is None:
-            raise ContextError(
-                "ModelRunner.forward was called outside any forward context; wrap the call in ForwardContext(batch, pool, backend)"
-            )
+        context = context_of("ModelRunner.forward", len(input_ids))
         logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
         return logits if self.takes_logits_rows else logits[logits_rows]
 

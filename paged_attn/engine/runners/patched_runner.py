@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import _check_layers
 from paged_attn.engine.model.causality import OF_ALL_TOKENS, refuse_acausal
 from paged_attn.engine.model.model_output import check_output
+from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.engine.tracing.trace_model import call_model, only_device
 from paged_attn.hf.patch import NAME, Patched
 from paged_attn.parallel.local_model import served_locally
@@ -48,6 +50,7 @@ class PatchedRunner:
     Attributes:
         layers: what each attention layer computes, for a KVPool.
         max_positions: the longest sequence, as the model's config says; None if it does not.
+        length_borders: see `Runner`.
         max_rows: None; a batch may have any number of rows.
         runs_as: for people: how the model is called.
         one_row: False; its matrix products are the model's own.
@@ -76,13 +79,17 @@ class PatchedRunner:
             self.ranks = undo.enter_context(served_locally(model))
             self.device = only_device(model)
             self.dtype = model_dtype(model)
-            self.max_positions = max_positions(model)
+            ropes = RopesByLength(model)
+            self.length_borders = ropes.borders
+            self.max_positions = min((each for each in (max_positions(model), ropes.longest) if each is not None), default=None)
+            probe = replace(probe or ProbeSettings(), length_borders=ropes.borders)
             patched = self._patched = Patched(model, options.self_check, probe)
             num_ids = check_output(model)
             self._token = token_argument(model)
             self._more: dict[str, Any] = {"use_cache": False} if takes(model, "use_cache") else {}
             refuse_recurrent(model, "an engine with eager breaks")
             with as_served(model):
+                undo.enter_context(ropes.by_request())
                 try:
                     undo.enter_context(patched)
                 except UnsupportedError:

@@ -42,6 +42,10 @@ class Runner(Protocol):
     def max_positions(self) -> int | None: ...
 
     @property
+    def length_borders(self) -> tuple[int, ...]:
+        """Numbers of tokens, ascending: a request that has more than one of them needs other keys than it had before (longrope)."""
+
+    @property
     def recurrent(self) -> Sequence[RecurrentLayer]: ...
 
     @property

@@ -16,7 +16,7 @@ from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine.sampling.forbidden import forbid
 from paged_attn.engine.sampling.logit_bias import add_biases
 from paged_attn.engine.sampling.sample_tokens import sample_tokens
-from paged_attn.engine.sampling.sampler_output import SampledToken, SamplerOutput, logprobs_of
+from paged_attn.engine.sampling.sampler_output import SamplerOutput, logprobs_of
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
 from paged_attn.engine.sampling.token_counts import TokenCounts, penalised
@@ -24,17 +24,6 @@ from paged_attn.parallel.ranks import Ranks
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
-
-
-class NonFiniteLogitsError(ValueError):
-    """Some rows of the logits hold NaN or +inf, or nothing but -inf. `rows` are their indices."""
-
-    def __init__(self, rows: Sequence[int]) -> None:
-        self.rows = tuple(rows)
-        super().__init__(
-            f"logits: rows {list(self.rows)} hold NaN or +inf, or nothing but -inf; allowed: finite values, and -inf"
-            " for forbidden tokens; look for an overflow in the model (try float32 or bfloat16) and for a padded row"
-        )
 
 
 class Sampler:
@@ -135,26 +124,6 @@ class Sampler:
         if self._counts is None:
             self._counts = TokenCounts(logits.shape[-1], logits.device)
         return self._counts
-
-
-def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None = None) -> list[SampledToken]:
-    """`Sampler.choose` for once, and wait for the tokens.
-
-    Raises:
-        NonFiniteLogitsError: some row is NaN, +inf or all -inf; no state has advanced.
-        ValueError: as `Sampler.choose`.
-    """
-    if not states:
-        return []
-    _check(logits)
-    if len(logits) != len(states):
-        raise ValueError(f"states: got {len(states)} for {len(logits)} rows of logits; allowed: one per row; pass logits[:N]")
-    tokens = Sampler().choose(logits, dict(enumerate(states)), best).wait().sampled
-    if bad := [row for row, token in enumerate(tokens) if token is None]:
-        for state in states:
-            state.num_chosen -= 1
-        raise NonFiniteLogitsError(bad)
-    return [token for token in tokens if token is not None]
 
 
 def greedy_sample(logits: Tensor) -> Tensor:

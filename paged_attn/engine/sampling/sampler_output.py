@@ -29,11 +29,6 @@ class ChosenTokens(NamedTuple):
     ids: list[int]
     known: list[SampledToken | None]
 
-    @property
-    def sampled(self) -> list[SampledToken | None]:
-        """A token for each row, None where logits were not finite."""
-        return [None if i < 0 else known or SampledToken(i, None, None) for i, known in zip(self.ids, self.known, strict=True)]
-
 
 class Logprobs(NamedTuple):
     """rows: which of the step's; own [L] float32, top_ids and top [L, K], of which row i wants the first counts[i]."""

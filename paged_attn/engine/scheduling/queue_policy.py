@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections.abc import Callable
 from typing import Protocol
 
+from paged_attn.attn_ops.ranked_queue import RankedQueue
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
 
@@ -19,50 +19,26 @@ class QueuePolicy(Protocol):
     def push(self, request: Request) -> None:
         """Add a request; it stands where its arrival says."""
 
-    def remove(self, request: Request) -> None:
-        """Forget a request that left otherwise than by its turn."""
-
     def next(self) -> Request:
         """Whose turn it is, in a line that is not empty."""
 
-    def take(self, request: Request) -> None:
-        """Remove the request that `next` gave: it had its turn."""
+    def remove(self, request: Request, had_turn: bool = False) -> None:
+        """Forget a request: the one that `next` gave, which had its turn, or one that left otherwise."""
 
 
-class ArrivalOrder:
-    """First come, first served. O(log n) for each change, amortised: who leaves stays in the heap until it comes up."""
-
-    _SLACK = 64
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
-        self._tickets: dict[Request, int] = {}  # request -> the ticket of its one valid entry
-        self._next_ticket = 0
-
-    def __len__(self) -> int:
-        return len(self._tickets)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._tickets
+class ArrivalOrder(RankedQueue[Request]):
+    """First come, first served."""
 
     def push(self, request: Request) -> None:
-        self._tickets[request] = self._next_ticket
-        heapq.heappush(self._heap, (request.arrival, self._next_ticket, request))
-        self._next_ticket += 1
-
-    def remove(self, request: Request) -> None:
-        del self._tickets[request]
-        if len(self._heap) > 2 * len(self._tickets) + self._SLACK:
-            self._heap = [entry for entry in self._heap if self._tickets.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
+        self.put(request, request.arrival)
 
     def next(self) -> Request:
-        while self._tickets.get(self._heap[0][2]) != self._heap[0][1]:
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
+        request = self.first()
+        assert request is not None
+        return request
 
-    def take(self, request: Request) -> None:
-        self.remove(request)
+    def remove(self, request: Request, had_turn: bool = False) -> None:
+        self.discard(request)
 
 
 class LongestPrefixFirst:
@@ -100,7 +76,8 @@ class LongestPrefixFirst:
             self._cached.pop(last, None)
             self._rest.push(last)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Request, had_turn: bool = False) -> None:
+        self._passed += had_turn  # 0 again below if it was the first
         if request in self._rest:
             self._rest.remove(request)
             return
@@ -111,16 +88,12 @@ class LongestPrefixFirst:
         del self._window[position]
         self._cached.pop(request, None)
 
-    def take(self, request: Request) -> None:
-        self._passed += 1  # `remove` makes it 0 again if it was the first
-        self.remove(request)
-
     def next(self) -> Request:
         if self._choice is not None and self._seen == self._kv.version:
             return self._choice
         while self._rest and len(self._window) < self.WINDOW:
             request = self._rest.next()
-            self._rest.take(request)
+            self._rest.remove(request)
             self._window.append(request)
         self._look_up()
         if self._passed >= self.PATIENCE:

@@ -36,18 +36,11 @@ class RoundRobin:
     def next(self) -> Request:
         return next(iter(self._lines.values())).next()
 
-    def take(self, request: Request) -> None:
-        """Remove who is `next`; then it is the turn of the next key."""
+    def remove(self, request: Request, had_turn: bool = False) -> None:
+        """Forget a request; if it had its turn, the next key is next."""
         key = self._key(request)
-        self._lines[key].take(request)
-        self._lines.move_to_end(key)
-        self._drop_empty(key)
-
-    def remove(self, request: Request) -> None:
-        key = self._key(request)
-        self._lines[key].remove(request)
-        self._drop_empty(key)
-
-    def _drop_empty(self, key: Hashable) -> None:
+        self._lines[key].remove(request, had_turn)
+        if had_turn:
+            self._lines.move_to_end(key)
         if not self._lines[key]:
             del self._lines[key]

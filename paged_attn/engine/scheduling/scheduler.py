@@ -21,18 +21,22 @@ class Scheduler:
 
     When pages run out, the least urgent and of these the newest running request is preempted: its pages go (its finished ones to the
     prefix cache), and it is recomputed from prompt and output, before new requests of its priority, so that its tokens stay the same.
-    A request is preempted, too, to admit a more urgent one. No decision depends on the time: equal calls give equal steps.
+    A request is preempted, too, to admit a more urgent one. One that has outgrown what it has cached (`Request.longest_cached`) is
+    recomputed likewise. No decision depends on the time: equal calls give equal steps.
 
     Args:
         score_rows: tokens of scored prompts in a step at most; each has a row of logits.
         whole_prompts: no prompt is cut into chunks; none is longer than a step.
+        outgrow: requests may outgrow what they have cached.
 
     Attributes:
         wants_drain: the next `schedule` can do more if all steps are collected before it.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVManager, score_rows: int = NO_SCORES, whole_prompts: bool = False) -> None:
-        self.config, self.kv, self.score_rows, self.whole_prompts = config, kv, score_rows, whole_prompts
+    def __init__(
+        self, config: EngineConfig, kv: KVManager, score_rows: int = NO_SCORES, whole_prompts: bool = False, outgrow: bool = False
+    ) -> None:
+        self.config, self.kv, self.score_rows, self.whole_prompts, self.outgrow = config, kv, score_rows, whole_prompts, outgrow
         self.waiting = WaitingQueue(policy_maker(config.policy, kv))
         self.running = RunningSet(config.max_requests)
         self.stats = SchedulerStats()
@@ -55,6 +59,8 @@ class Scheduler:
         for request in self._prefills.share():
             self.waiting.bring_back(request)
         plan = StepPlan(self.config.step_tokens, self.score_rows)
+        if self.outgrow and self._recompute_outgrown(drained):
+            return plan.scheduled()
         for request in self._add_decodes(plan, drained):
             if plan.budget <= 0:
                 break
@@ -70,6 +76,20 @@ class Scheduler:
         if self._prefills.num_waiting_for(plan) > len(plan.decodes):
             self.wants_drain = True
         return plan.scheduled()
+
+    def _recompute_outgrown(self, drained: bool) -> bool:
+        """Let requests wait again that go on and have more tokens than what they have cached is for; True: they must wait for steps that
+        are still to be collected, and so must all."""
+        requests, indices = self.running.in_order()
+        rows = self.running.rows
+        tokens = rows.num_tokens[indices]
+        outgrown = (tokens > rows.longest_cached[indices]) & (tokens < rows.token_limit[indices])
+        if outgrown.any() and not drained:
+            self.wants_drain = True
+            return True
+        for index in outgrown.nonzero()[0].tolist():
+            self._wait_again(requests[index])
+        return False
 
     def _add_decodes(self, plan: StepPlan, drained: bool) -> list[Request]:
         """Plan the running requests that need one token; returns those that need more. Only the exceptions are looked at one by one."""
@@ -189,10 +209,14 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Take a running request's pages and let it wait, before new ones of its priority; all its tokens must be known."""
         assert not request.num_pending, f"request {request.id!r} has a token under way: collect the step before preempting it"
+        self._wait_again(request)
+        self.stats.preemptions += 1
+
+    def _wait_again(self, request: Request) -> None:
         self._stop(request, share=request.num_sampled > 0)
+        request.take_length()
         self.running.remove(request)
         self.waiting.append_preempted(request)
-        self.stats.preemptions += 1
 
     def remove(self, request: Request, *, share: bool) -> None:
         """Forget a request, running or waiting, and free what it holds."""

@@ -91,7 +91,7 @@ class SharedPrefills:
         if not self._length or start + self._length > end:
             return None
         # An empty match has no node of its own.
-        where = request.lock if start else request.namespace
+        where = request.lock if start else request.prefix_key
         return where, start, tuple(request.tokens[start : start + self._length])
 
     def _is_shared(self, holder: Request) -> bool:

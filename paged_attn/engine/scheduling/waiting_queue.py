@@ -25,12 +25,9 @@ class PriorityClass:
     def next(self) -> Request:
         return self.preempted.next() if self.preempted else self.round_robin.next()
 
-    def take(self, request: Request) -> None:
-        """Remove who is `next`; then it is the next tenant's turn."""
-        (self.preempted if request in self.preempted else self.round_robin).take(request)
-
-    def remove(self, request: Request) -> None:
-        (self.preempted if request in self.preempted else self.round_robin).remove(request)
+    def remove(self, request: Request, had_turn: bool) -> None:
+        """Forget a request; if it had its turn as `next`, it is the next tenant's turn."""
+        (self.preempted if request in self.preempted else self.round_robin).remove(request, had_turn)
 
 
 class WaitingQueue:
@@ -127,10 +124,7 @@ class WaitingQueue:
 
     def _leave(self, request: Request, had_turn: bool) -> None:
         of_priority = self._classes[request.priority]
-        if had_turn:
-            of_priority.take(request)
-        else:
-            of_priority.remove(request)
+        of_priority.remove(request, had_turn)
         if not of_priority:
             del self._classes[request.priority]
             self._priorities.remove(request.priority)

@@ -84,6 +84,7 @@ def build_step(
         lora_slots=rows.adapter[indices] - 1,
         checkpoints=checkpoints,
         group_tables=group_tables,
+        lengths=rows.num_tokens[indices],
     )
     num_of_prompts = int(counts[is_prompt].sum())
     picked: NDArray[np.bool_] | slice = slice(None) if samples.all() else samples

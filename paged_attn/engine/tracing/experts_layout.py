@@ -11,10 +11,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from paged_attn.engine.tracing.flat_layout import FlatLayout, flat_layouts
+from paged_attn.engine.tracing.flat_layout import DTYPES, FlatLayout, flat_layouts
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")
 OTHER_KINDS = ("has_post_expert_norm",)  # newer than transformers 5.17
@@ -92,11 +91,8 @@ def _by_shapes(module: nn.Module) -> list[Layout]:
 
 def is_stacked(weight: Any) -> bool:
     """Whether it is a dense parameter with a matrix for each expert, in a type that backends compute in."""
-    return type(weight) is nn.Parameter and weight.dim() == 3 and weight.is_floating_point() and weight.dtype in _DTYPES
+    return type(weight) is nn.Parameter and weight.dim() == 3 and weight.is_floating_point() and weight.dtype in DTYPES
 
 
 def _num_arguments(module: nn.Module) -> int:
     return len(inspect.signature(module.forward).parameters)
-
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

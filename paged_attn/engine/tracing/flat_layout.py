@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that backends compute experts in
+
 
 @dataclass(frozen=True)
 class FlatLayout:
@@ -81,7 +83,7 @@ def _numbers_of_experts(module: nn.Module) -> list[int]:
 
 
 def _is_matrix(weight: Any) -> bool:
-    return type(weight) is nn.Parameter and weight.dim() == 2 and weight.is_contiguous() and weight.dtype in _DTYPES
+    return type(weight) is nn.Parameter and weight.dim() == 2 and weight.is_contiguous() and weight.dtype in DTYPES
 
 
 def _is_hooked(part: nn.Module) -> bool:
@@ -93,6 +95,3 @@ def _of_path(module: nn.Module, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name)
     return value
-
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

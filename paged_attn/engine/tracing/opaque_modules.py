@@ -18,9 +18,25 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.ops.module import MODULE, register_module
 from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.engine.tracing.looping.calls import CallForm
 from paged_attn.engine.tracing.trace_failure import NotTraced
 
 logger = logging.getLogger("paged_attn")
+
+
+class ReadsMask(NotTraced):
+    """A module branches on its data, and is given a mask.
+
+    Attributes:
+        kind: its class.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kind = type(module)
+        super().__init__(
+            f"{self.kind.__name__} branches on a mask of every pair of tokens of a call, which a batch of several requests does "
+            "not have: where a mask only goes into attention, it is found and proved."
+        )
 
 
 def untraceable_class(model: nn.Module, failure: BaseException | None) -> type[nn.Module] | None:
@@ -45,7 +61,8 @@ def modules_as_ops(model: nn.Module, classes: Sequence[type[nn.Module]], inputs:
         inputs: those of a call of so many tokens.
 
     Raises:
-        NotTraced: such a module reads a mask, is given or returns something else than tensors, or its output has no shape of an input's.
+        ReadsMask: such a module is given a mask.
+        NotTraced: it is given or returns something else than tensors, or its output has no shape of an input's.
     """
     with ExitStack() as undo:
         if classes:
@@ -56,20 +73,11 @@ def modules_as_ops(model: nn.Module, classes: Sequence[type[nn.Module]], inputs:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The names of a module's tensor arguments in order (None for positional ones), the keywords that are given None, and which of the
-    tensors its output is shaped like."""
+class _Call(CallForm):
+    """And which of the tensors its output is shaped like."""
 
-    names: tuple[str | None, ...]
-    nothing: tuple[str, ...]
     like: int
     dtype: torch.dtype
-
-    def run(self, module: nn.Module, given: Sequence[Tensor]) -> Tensor:
-        positional = [value for name, value in zip(self.names, given, strict=True) if name is None]
-        named = {name: value for name, value in zip(self.names, given, strict=True) if name is not None}
-        result: Tensor = module(*positional, **named, **dict.fromkeys(self.nothing))
-        return result
 
 
 def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, _Call]:
@@ -77,7 +85,7 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
     seen: dict[nn.Module, set[_Call]] = {}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        nothing = tuple(name for name, value in kwargs.items() if value is None)
+        nothing = tuple((name, None) for name, value in kwargs.items() if value is None)
         keywords = {name: value for name, value in kwargs.items() if value is not None}
         names: tuple[str | None, ...] = (*[None] * len(args), *keywords)
         given = [*args, *keywords.values()]
@@ -85,10 +93,7 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
             i for i, value in enumerate(given) if isinstance(value, Tensor) and isinstance(output, Tensor) and value.shape == output.shape
         ]
         if any(isinstance(value, Tensor) and value.shape[-2:] == (length, length) for value in given):
-            raise NotTraced(
-                f"{type(module).__name__} branches on a mask of every pair of tokens of a call, which a batch of several requests does "
-                "not have: where a mask only goes into attention, it is found and proved."
-            )
+            raise ReadsMask(module)
         if not all(isinstance(value, Tensor) for value in given) or not alike:
             raise NotTraced(
                 f"{type(module).__name__} can not be traced, and can not be called as one op: it is given "
@@ -110,15 +115,15 @@ def _watch(model: nn.Module, classes: tuple[type[nn.Module], ...], inputs: Calla
 
 
 def _emitter(module: nn.Module, call: _Call) -> Callable[..., Tensor]:
-    original, number = module.forward, register_module(module, call.run)
-    like, dtype, expected = call.like, call.dtype, call.names
+    original, number = module.forward, register_module(module, call.call)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             result: Tensor = original(*args, **kwargs)
             return result
-        given = [*args, *[kwargs[name] for name in expected if name is not None]]
-        output = torch.empty_like(given[like], dtype=dtype)
+        given = call.tensors_of(args, kwargs)
+        assert given is not None
+        output = torch.empty_like(given[call.like], dtype=call.dtype)
         MODULE(given, output, number)
         return output
 

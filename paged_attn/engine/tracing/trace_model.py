@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -25,15 +25,18 @@ from paged_attn.engine.model.model_output import logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
 from paged_attn.engine.tracing.no_collections import no_collections
-from paged_attn.engine.tracing.opaque_modules import modules_as_ops, untraceable_class
+from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around, on_all_tokens
+from paged_attn.engine.tracing.opaque_modules import ReadsMask, modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.plain_buffers import plain_buffers
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, messages, no_metrics_log, not_traced
+from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 TRACE_TOKENS = 6
+NONE: Mapping[str, AllTokensCall] = types.MappingProxyType({})
 LONGEST_TRACE = 1 << 20
 LONGEST_TRIED = 4096  # tokens of a call that is made to see whether the model runs it, and for nothing else
 
@@ -43,7 +46,9 @@ class _Captured(Exception):
 
 
 @part("trace")
-def trace_model(model: nn.Module, options: CompileOptions, positions: bool = True) -> tuple[CompiledGraph, list[Any]]:
+def trace_model(
+    model: nn.Module, options: CompileOptions, positions: bool = True, on_all: Mapping[str, AllTokensCall] = NONE
+) -> tuple[CompiledGraph, list[Any]]:
     """Trace with T and the number of logits rows symbolic; returns the graph and the flat inputs of the traced call.
 
     A model whose attention is set to another implementation (eager, which writes the softmax out) is traced with SDPA instead where
@@ -51,25 +56,28 @@ def trace_model(model: nn.Module, options: CompileOptions, positions: bool = Tru
 
     Args:
         positions: give position_ids where forward takes them; without, the model counts its own, which become the batch's.
+        on_all: modules that run on all tokens of a request.
 
     Raises:
         UnsupportedError: no single graph, an attention that can not be proved, or a forward that needs more than tokens and positions.
     """
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
     try:
-        return _capture_with_opaque_modules(model, options, positions)
+        return _capture_with_opaque_modules(model, options, positions, on_all)
     except UnsupportedError as refusal:
         if implementation == "sdpa" or not hasattr(model, "set_attn_implementation"):
             raise
         try:
             with attention_implementation(model, "sdpa"):
                 logger.info("tracing with attn_implementation='sdpa' instead of %r", implementation)
-                return _capture_with_opaque_modules(model, options, positions)
+                return _capture_with_opaque_modules(model, options, positions, on_all)
         except (UnsupportedError, ValueError, ImportError):
             raise refusal from None
 
 
-def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, positions: bool) -> tuple[CompiledGraph, list[Any]]:
+def _capture_with_opaque_modules(
+    model: nn.Module, options: CompileOptions, positions: bool, on_all: Mapping[str, AllTokensCall]
+) -> tuple[CompiledGraph, list[Any]]:
     """Modules whose forward branches on its data are called as one op each; custom ops that torch knows too little of run by themselves."""
     opaque: list[type[nn.Module]] = []
     unknown: OpsWithoutFakes | None = None
@@ -85,8 +93,17 @@ def _capture_with_opaque_modules(model: nn.Module, options: CompileOptions, posi
             if loops:
                 looping = looping_experts_as_ops(model, inputs, options.experts_backend)
             fakes = unknown.told() if unknown else nullcontext()
-            with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes:
+            with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes, on_all_tokens(model, on_all):
                 return _capture_all_lengths(model, options, positions)
+        except (ReadsMask, UnknownAttention) as refusal:
+            if isinstance(refusal, ReadsMask):
+                opaque.remove(refusal.kind)
+            modules = dict(model.named_modules())
+            mixes = refusal.kind if isinstance(refusal, ReadsMask) else type(modules.get(refusal.module))
+            around = modules_around(model, [name for name, module in modules.items() if type(module) is mixes], inputs)
+            if not around or around.keys() <= on_all.keys():
+                raise
+            on_all = {**on_all, **around}
         except UnsupportedError as refusal:
             if unknown is None and lacks_fake(refusal.__cause__):
                 with as_served(model):

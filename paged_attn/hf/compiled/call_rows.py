@@ -26,13 +26,18 @@ class CallRows(NamedTuple):
 
 
 def why_not(model: nn.Module, given: dict[str, Any]) -> str:
-    """Why a call with these keywords can not be a step; "" if it can, as far as the keywords tell."""
-    ids = given.get("input_ids")
-    config: Any = model.config
+    """Why a call with these keywords can not be a step of an engine; "" if it can, as far as the keywords tell."""
     if torch.is_grad_enabled() or model.training:
         return "gradients are on, or the model is in training mode"
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return "autocast is on"
+    return more_than_tokens(model, given)
+
+
+def more_than_tokens(model: nn.Module, given: dict[str, Any]) -> str:
+    """What keywords ask for besides the logits of rows of tokens; "" if nothing."""
+    ids = given.get("input_ids")
+    config: Any = model.config
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
         return "it has no input_ids of rows and tokens"
     odd = [n for n, v in given.items() if v is not None and n not in _KNOWN and not (n in _MORE_OUTPUTS and v is False)]

@@ -220,4 +220,5 @@ def _columns(parts: list[Part], tokens: list[list[int]], table: RaggedTable, bef
         num_new=ends - starts,
         num_logits=np.array([part.num_logits for part in parts], np.int64),
         state_slots=np.zeros(len(parts), np.int64),
+        lengths=before[rows] + np.array([len(tokens[part.row]) for part in parts], np.int64),
     )

@@ -43,14 +43,7 @@ class RaggedTable:
         after = -(-(self.lengths + new) // size)
         rows = ((self.lengths % size > 0) & (new > 0)).nonzero()[0]  # these write into a page that they have
         columns = self.lengths[rows] // size
-        written = self.pages[rows, columns]
-        surplus = self.shared.surplus(written)
-        fresh = self.shared.take(int(surplus.sum() + (after - before).sum()))
-        copies, added = np.split(fresh, [int(surplus.sum())])
-        if len(copies):
-            self.shared.copy(written[surplus], copies)
-            self.shared.drop(written[surplus])
-            self.pages[rows[surplus], columns[surplus]] = copies
+        self.pages[rows, columns], added = self.shared.make_writable(self.pages[rows, columns], int((after - before).sum()))
         width = int(after.max(initial=0))
         if width > self.pages.shape[1]:
             self.pages = np.pad(self.pages, ((0, 0), (0, max(width, 2 * self.pages.shape[1]) - self.pages.shape[1])))

@@ -45,9 +45,8 @@ def generate(
         UnsupportedError: something else than greedy decoding or sampling of token ids; or a model that `LLM` refuses.
         TypeError: called by anything but `generate`.
     """
-    return _generate(
-        EngineConfig.from_environment(), model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-    )
+    config = EngineConfig.from_environment()
+    return _generate(config, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
 
 def generate_with(**settings: Any) -> Callable[..., Output]:
@@ -59,15 +58,8 @@ def generate_with(**settings: Any) -> Callable[..., Output]:
     """
     config = EngineConfig.from_environment(**settings)
 
-    def generate(
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Output:
-        return _generate(config, model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    def generate(*args: Any, **given: Any) -> Output:
+        return _generate(config, *args, **given)
 
     return generate
 
@@ -76,11 +68,12 @@ def _generate(
     engine_config: EngineConfig,
     model: PreTrainedModel,
     input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    given: dict[str, Any],
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    **given: Any,
 ) -> Output:
+    config, criteria = generation_config, stopping_criteria
     called = callers_keywords()
     refuse_others(model, config, called, given)
     rows, paddings = prompt_rows(input_ids, given)
@@ -98,9 +91,9 @@ def _generate(
     keepers: list[ScoreKeeper] = []
     samples = bool(config.do_sample)
     if with_scores:
-        params, keepers = params_with_scores(processors, samples, input_ids, paddings, limit, ends, pad)
+        params, keepers = params_with_scores(logits_processor, samples, input_ids, paddings, limit, ends, pad)
     else:
-        params = params_of_rows(processors, samples, input_ids, paddings, limit, ends)
+        params = params_of_rows(logits_processor, samples, input_ids, paddings, limit, ends)
     streamer = called["streamer"]
     if others or streamer is not None or with_scores:
         scores = _scores_so_far(keepers, "scores", input_ids) if config.output_scores and with_scores else _no_scores

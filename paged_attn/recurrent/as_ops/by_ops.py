@@ -178,7 +178,7 @@ def _by_ops(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: State
     no_kv = KVPool((), 2, PAGE, torch.float32, _device(layer))
     shapes = [state.shape for state in layer.spec.states]
     ops = RecurrentRunner([layer], pool)
-    with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(0, shapes), replaced_functions(scopes):
+    with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(shapes), replaced_functions(scopes):
         return layer.run_without_cache(inputs)
 
 

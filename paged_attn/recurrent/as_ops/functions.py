@@ -52,10 +52,10 @@ _proving: set[int] = set()  # threads in which `layer_of_ops` is entered; others
 
 
 @contextmanager
-def layer_of_ops(layer_id: int, shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
-    """Inside, the functions of `replaced_functions` are ops of this layer, called without torch.compile, too."""
+def layer_of_ops(shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
+    """Inside, the functions of `replaced_functions` are ops of a lone layer, called without torch.compile, too."""
     with _one_at_a_time:
-        enter_layer(layer_id, shapes)
+        enter_layer(0, shapes)
         _proving.add(threading.get_ident())
         try:
             yield
@@ -126,30 +126,20 @@ def _short_conv(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     return output.transpose(0, 1)[None]
 
 
-def _gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **more: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """query, key [1, T, key heads, K], value [1, T, H, V], g, beta [1, T, H] -> [1, T, H, V]"""
-    _one_row_of_tokens(query, more, initial_state, output_final_state)
-    wanted = (value.shape[2], key.shape[3], value.shape[3])
-    state = _running.take("gated_delta_rule", lambda shape: shape == wanted)
-    output = torch.empty_like(value[0], dtype=query.dtype, memory_format=torch.contiguous_format)
-    GATED_DELTA_RULE(query[0], key[0], value[0], g[0], beta[0], output, use_qk_l2norm_in_kernel, _running.layer_id, state)
-    return output[None], None
+def _delta_rule(op: Callable[..., Any], name: str) -> Callable[..., tuple[Tensor, None]]:
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
+        output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **more: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """query, key [1, T, key heads, K], value [1, T, H, V], g [1, T, H] (of kda [1, T, H, K]), beta [1, T, H] -> [1, T, H, V]"""
+        _one_row_of_tokens(query, more, initial_state, output_final_state)
+        wanted = (value.shape[2], key.shape[3], value.shape[3])
+        state = _running.take(name, lambda shape: shape == wanted)
+        output = torch.empty_like(value[0], dtype=query.dtype, memory_format=torch.contiguous_format)
+        op(query[0], key[0], value[0], g[0], beta[0], output, use_qk_l2norm_in_kernel, _running.layer_id, state)
+        return output[None], None
 
-
-def _kda(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, **more: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """As `_gated_delta_rule`, with g [1, T, H, K]."""
-    _one_row_of_tokens(query, more, initial_state, output_final_state)
-    wanted = (value.shape[2], key.shape[3], value.shape[3])
-    state = _running.take("kda", lambda shape: shape == wanted)
-    output = torch.empty_like(value[0], dtype=query.dtype, memory_format=torch.contiguous_format)
-    KDA(query[0], key[0], value[0], g[0], beta[0], output, use_qk_l2norm_in_kernel, _running.layer_id, state)
-    return output[None], None
+    return call
 
 
 def _mamba2_scan(
@@ -202,8 +192,8 @@ def _one_row_of_tokens(given: Tensor, more: dict[str, Any], initial: Tensor | No
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _short_conv,
-    "torch_chunk_gated_delta_rule": _gated_delta_rule,
-    "chunk_kimi_delta_attention": _kda,
+    "torch_chunk_gated_delta_rule": _delta_rule(GATED_DELTA_RULE, "gated_delta_rule"),
+    "chunk_kimi_delta_attention": _delta_rule(KDA, "kda"),
     "mamba2_chunk_scan": _mamba2_scan,
     "mamba_selective_scan": _mamba1_scan,
 }

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from paged_attn.chat.tools import MAX_TOOLS
+from paged_attn.server.api.other_fields import field_instead
 from paged_attn.server.http.errors import ApiError, unknown_field
 
 MAX_NAME = 256  # characters: of a model, a role, a name
@@ -40,22 +41,19 @@ def at_most(most: int, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _stops(value: Any, info: ValidationInfo) -> Any:
-    if isinstance(value, list) and len(value) > MAX_STOPS:
-        raise too_many("stop", len(value), MAX_STOPS, "strings")
-    for text in value if isinstance(value, list) else [value]:
-        if isinstance(text, str) and len(text) > MAX_STOP:
-            raise too_many("stop", len(text), MAX_STOP, "characters in one string")
-    return value
+def texts_at_most(most: int, longest: int, what: str) -> BeforeValidator:
+    """For a list of so many texts, each of so many characters; `what`: the word for one of them."""
 
+    def check(value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        if isinstance(value, list) and len(value) > most:
+            raise too_many(name, len(value), most, f"{what}s")
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and len(text) > longest:
+                raise too_many(name, len(text), longest, f"characters in one {what}")
+        return value
 
-def _words(value: Any, info: ValidationInfo) -> Any:
-    if isinstance(value, list) and len(value) > MAX_BAD_WORDS:
-        raise too_many("bad_words", len(value), MAX_BAD_WORDS, "texts")
-    for text in value if isinstance(value, list) else ():
-        if isinstance(text, str) and len(text) > MAX_BAD_WORD:
-            raise too_many("bad_words", len(text), MAX_BAD_WORD, "characters in one text")
-    return value
+    return BeforeValidator(check)
 
 
 def bounded_json(most_values: int, most_text: int) -> BeforeValidator:
@@ -89,10 +87,12 @@ Name = Annotated[str, *_text(MAX_NAME)]
 Salt = Annotated[str, *_text(MAX_SALT)]
 GuideText = Annotated[str, *_text(MAX_SCHEMA_TEXT)]
 _OneStop = Annotated[str, Field(json_schema_extra={"maxLength": MAX_STOP})]
-Stop = Annotated[_OneStop | Annotated[list[_OneStop], Field(max_length=MAX_STOPS, fail_fast=True)], BeforeValidator(_stops)]
+Stop = Annotated[
+    _OneStop | Annotated[list[_OneStop], Field(max_length=MAX_STOPS, fail_fast=True)], texts_at_most(MAX_STOPS, MAX_STOP, "string")
+]
 StopTokens = Annotated[list[int], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), at_most(MAX_STOP_TOKENS, "ids")]
 _OneWord = Annotated[str, Field(json_schema_extra={"maxLength": MAX_BAD_WORD})]
-BadWords = Annotated[list[_OneWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_words)]
+BadWords = Annotated[list[_OneWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), texts_at_most(MAX_BAD_WORDS, MAX_BAD_WORD, "text")]
 Biases = Annotated[dict[str, float], Field(max_length=MAX_BIASES), at_most(MAX_BIASES, "tokens")]
 Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES, "messages")]
 Tools = Annotated[
@@ -117,5 +117,5 @@ class Closed(BaseModel):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if (unknown := next((name for name in values if name not in known and name not in cls.ignored), None)) is not None:
-            raise unknown_field(unknown)
+            raise unknown_field(unknown, field_instead(unknown, known))
         return {name: value for name, value in values.items() if name in known}

@@ -9,12 +9,13 @@ from fastapi import Request
 from starlette.responses import Response
 
 from paged_attn.asynchronous.engine_thread import too_many_prompts
+from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.engine import Engine
 from paged_attn.server.http.call import Call
 from paged_attn.server.http.callers import Caller
-from paged_attn.server.http.disconnect import ClientGone
-from paged_attn.server.http.errors import ApiError
+from paged_attn.server.http.disconnect import ClientGone, EventStream
+from paged_attn.server.http.errors import ApiError, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
@@ -97,5 +98,20 @@ async def answered(request: Request, work: Callable[[], Coroutine[Any, Any, Resp
     most = min((each for each in (seconds, state.settings.request_seconds) if each is not None), default=None)
     if most is not None:
         call.fail_after(most, ApiError(504, f"the request did not end within {most:g} s and was cancelled", code="request_timeout"))
-    answer = await call.unless_ended(request.receive, work())
+    answer: Response | None = None
+    try:
+        answer = await call.unless_ended(request.receive, work())
+    finally:
+        if call.job is not None and not isinstance(answer, EventStream):
+            state.llm.thread.cancel(call.job)
     return ClientGone() if answer is None else answer
+
+
+async def begin(request: Request, job: Job, param: str) -> None:
+    """Let the engine take a job, which `answered` ends. Raises ApiError: 400 in its words for what it refuses, with this `param`."""
+    call_of(request).job = job
+    state_of(request).llm.submit(job)
+    try:
+        await job.accepted()
+    except (ValueError, TypeError) as error:  # UnsupportedError is one
+        raise bad_request(error, param) from error

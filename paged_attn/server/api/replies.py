@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from paged_attn.asynchronous.errors import ServingError
 from paged_attn.asynchronous.job import Job
@@ -20,16 +20,6 @@ from paged_attn.server.http.errors import ApiError, api_error
 
 # A new token, its log-probability, the likeliest tokens with theirs.
 Known = tuple[int, float, Sequence[tuple[int, float]]]
-
-
-class AnyReply(Protocol):
-    """The answer to one job."""
-
-    async def whole(self) -> dict[str, Any]:
-        """Raises ServingError if a request failed."""
-
-    def lines(self) -> AsyncIterator[str]:
-        """The server-sent events, without the empty lines between them."""
 
 
 class Reply:

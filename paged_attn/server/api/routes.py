@@ -18,6 +18,7 @@ from paged_attn.server.api.chat_body import ChatBody
 from paged_attn.server.api.completion_reply import CompletionReply
 from paged_attn.server.api.of_request import (
     answered,
+    begin,
     call_of,
     caller_of,
     check_count,
@@ -29,7 +30,7 @@ from paged_attn.server.api.of_request import (
     state_of,
     texts_of,
 )  # fmt: skip
-from paged_attn.server.api.replies import AnyReply, ChatReply
+from paged_attn.server.api.replies import ChatReply, Reply
 from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
@@ -85,7 +86,7 @@ async def responses(request: Request, body: ResponsesBody) -> Response:
 
 
 async def _chat_answer(
-    request: Request, body: ChatBody | ResponsesBody, make_reply: Callable[[Job, Any, Texts, str], AnyReply]
+    request: Request, body: ChatBody | ResponsesBody, make_reply: Callable[[Job, Any, Texts, str], Reply | ResponsesReply]
 ) -> Response:
     state, _, texts = _ready(request, body)
     guide, parsers = body.wanted_guide(), (state.settings.tool_parser, state.settings.reasoning_parser)
@@ -109,30 +110,19 @@ async def _answer(
     request: Request,
     body: Body,
     prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]],
-    make_reply: Callable[[Job, Any, Texts, str], AnyReply],
+    make_reply: Callable[[Job, Any, Texts, str], Reply | ResponsesReply],
 ) -> Response:
-    """Run the job, which ends when the answer has ended, whichever way."""
-    state, call = state_of(request), call_of(request)
+    state = state_of(request)
 
     async def run() -> Response:
-        job = call.job = await _job(await prompts(), body, request)
-        state.llm.submit(job)
-        try:
-            await job.accepted()
-        except (ValueError, TypeError) as error:  # UnsupportedError is one
-            raise bad_request(error, "prompt") from error
+        job = await _job(await prompts(), body, request)
+        await begin(request, job, "prompt")
         reply = make_reply(job, body, texts_of(state), job.lora or state.settings.model_name)
         if body.stream:
             return EventStream(reply.lines(), lambda: state.llm.thread.cancel(job))
         return JSONResponse(await reply.whole())
 
-    answer: Response | None = None
-    try:
-        answer = await answered(request, run, seconds_of(body.timeout_seconds))
-        return answer
-    finally:
-        if call.job is not None and not isinstance(answer, EventStream):
-            state.llm.thread.cancel(call.job)
+    return await answered(request, run, seconds_of(body.timeout_seconds))
 
 
 async def _job(prompts: Sequence[Prompt], body: Body, request: Request) -> Job:

@@ -117,8 +117,9 @@ def _first_complaint(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{where}: {first['msg']}{got}", param=where)
 
 
-def unknown_field(where: str) -> ApiError:
-    return ApiError(400, f"unknown field {shown(where)}; this server does not support it", param=where, code="unknown_field")
+def unknown_field(where: str, instead: str = "") -> ApiError:
+    hint = instead or "this server does not support it"
+    return ApiError(400, f"unknown field {shown(where)}; {hint}", param=where, code="unknown_field")
 
 
 async def _http(request: Request, error: Exception) -> Response:

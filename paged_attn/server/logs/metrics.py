@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -53,48 +53,29 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
-        requests = GaugeMetricFamily(PREFIX + "requests", "Requests in the engine now", labels=["state"])
-        requests.add_metric(["running"], now.running)
-        requests.add_metric(["waiting"], now.waiting)
-        yield requests
+        yield _gauge("requests", "Requests in the engine now", "state", {"running": now.running, "waiting": now.waiting})
         of_state = "KV pages by state: used by requests, cached for later ones and evicted when needed, free; windows may have left parts"
-        pages = GaugeMetricFamily(PREFIX + "kv_pages", of_state, labels=["state"])
-        pages.add_metric(["used"], now.pages_used)
-        pages.add_metric(["cached"], now.pages_cached)
-        pages.add_metric(["free"], now.pages_free)
-        yield pages
+        yield _gauge("kv_pages", of_state, "state", {"used": now.pages_used, "cached": now.pages_cached, "free": now.pages_free})
         yield GaugeMetricFamily(PREFIX + "kv_pages_total", "KV pages that there is memory for, with all layers", value=now.pages_total)
         if now.pages_of:
             of_groups = "of layers with page tables of their own, by what these keep"
-            group_pages = GaugeMetricFamily(PREFIX + "kv_group_pages", f"Pages in use {of_groups}", labels=["keeps"])
-            group_bytes = GaugeMetricFamily(PREFIX + "kv_group_bytes", f"Bytes of the pages in use {of_groups}", labels=["keeps"])
-            for keeps, (count, nbytes) in now.pages_of.items():
-                group_pages.add_metric([keeps], count)
-                group_bytes.add_metric([keeps], nbytes)
-            yield group_pages
-            yield group_bytes
+            counts, sizes = ({keeps: both[index] for keeps, both in now.pages_of.items()} for index in (0, 1))
+            yield _gauge("kv_group_pages", f"Pages in use {of_groups}", "keeps", counts)
+            yield _gauge("kv_group_bytes", f"Bytes of the pages in use {of_groups}", "keeps", sizes)
         snapshots = "Recurrent states at the ends of cached prefixes"
         yield GaugeMetricFamily(PREFIX + "state_snapshots", snapshots, value=now.snapshots)
         yield GaugeMetricFamily(PREFIX + "state_snapshot_bytes", f"{snapshots}, in bytes", value=now.snapshot_bytes)
-        slots = GaugeMetricFamily(PREFIX + "state_slots", "Slots of state: of requests, of cached prefixes, free", labels=["state"])
-        slots.add_metric(["used"], now.slots_used)
-        slots.add_metric(["cached"], now.snapshots)
-        slots.add_metric(["free"], now.slots_total - now.slots_used - now.snapshots)
-        yield slots
-        memory = GaugeMetricFamily(PREFIX + "memory_bytes", "Memory for KV and recurrent states, by kind", labels=["kind"])
-        memory.add_metric(["pages"], now.pool_bytes)
-        memory.add_metric(["states"], now.state_bytes)
-        yield memory
+        free_slots = now.slots_total - now.slots_used - now.snapshots
+        slots = {"used": now.slots_used, "cached": now.snapshots, "free": free_slots}
+        yield _gauge("state_slots", "Slots of state: of requests, of cached prefixes, free", "state", slots)
+        memory = {"pages": now.pool_bytes, "states": now.state_bytes}
+        yield _gauge("memory_bytes", "Memory for KV and recurrent states, by kind", "kind", memory)
         yield GaugeMetricFamily(PREFIX + "queue_limit", "Requests that may wait", value=self._max_queue)
         yield GaugeMetricFamily(PREFIX + "ready", "1 while requests are served", value=int(self._is_ready()))
         for name, help, value in (
             ("prompt_tokens", "Prompt tokens computed", now.prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens taken from the prefix cache", now.cached_tokens),
-            (
-                "stateless_prompt_tokens",
-                "Cached prompt tokens computed anew for want of a state",
-                now.tokens_without_state,
-            ),
+            ("stateless_prompt_tokens", "Cached prompt tokens computed anew for want of a state", now.tokens_without_state),
             ("new_tokens", "Tokens generated", now.new_tokens),
             ("preemptions", "Requests that lost their pages and were recomputed", now.preemptions),
         ):
@@ -102,3 +83,11 @@ class ServerMetrics(Collector):
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, help, buckets=buckets, registry=self.registry)
+
+
+def _gauge(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+    """One number for each value of a label."""
+    gauge = GaugeMetricFamily(PREFIX + name, help, labels=[label])
+    for of, value in values.items():
+        gauge.add_metric([of], value)
+    return gauge

@@ -42,6 +42,7 @@ def fuse_routing(graph: fx.Graph, values: dict[fx.Node, Any]) -> int:
             both = call_with_value(
                 graph, ROUTE, region.logits, region.bias, value_of(region.weights).dtype, routing.top_k, routing.score, routing.after,
                 routing.groups, routing.top_groups, routing.group_best, routing.hidden, routing.renormalise, routing.eps, routing.scale,
+                routing.rounded,
             )  # fmt: skip
             weights = call_with_value(graph, operator.getitem, both, 0)
             ids = call_with_value(graph, operator.getitem, both, 1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
-from paged_attn.attn_ops.scans.kda import kda_extend, kda_step
+from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
@@ -93,7 +93,7 @@ RECURRENCES = {
         (4, 8, 6), _delta, (True,),
     ),
     "kda": Recurrence(
-        kda_extend, kda_step,
+        kda_extend, gated_delta_step,
         lambda n: [torch.randn(n, 2, 8), torch.randn(n, 2, 8), torch.randn(n, 4, 6), -_dt(n, 4, 8), torch.rand(n, 4)], (True,) * 5, (4, 6),
         (4, 8, 6), _delta, (True,),
     ),

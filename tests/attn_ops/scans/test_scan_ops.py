@@ -51,7 +51,7 @@ def arguments(name: str, rows: int = 4) -> list[Any]:
 def test_the_op_writes_its_output_alone(name: str) -> None:
     op: OpOverload = OPS[name]
     (kind,) = (kind for kind in KINDS if kind.op is op)
-    assert (kind.splits, kind.in_full_graphs, kind.on_disk) == (True, True, False)
+    assert (kind.splits, kind.in_full_graphs, kind.on_disk) == (True, True, True)
     written = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     assert written == ["output"] and not op._schema.returns
     given = arguments(name)

@@ -39,7 +39,8 @@ def test_every_variant_compiles_for_sm90_and_fits() -> None:
 def test_latent_attention_compiles_for_sm90_and_fits() -> None:
     """With all programs that a multiprocessor is to have at once. Bytes that a thread spills are few beside its 1,020 of registers."""
     rows = rows_of("tests.backends.compile_latent_for_hopper")
-    assert len(rows) == 36
-    for row in rows.values():
+    assert len(rows) == 31
+    for name, row in rows.items():
+        assert row["hopper"] is (name.endswith("on Hopper") and name != "512 + 64, 16 heads, one, on Hopper"), row
         assert 0 < row["shared"] <= SHARED_BYTES and row["registers"] <= 65536, row
         assert row["spilled"] <= 160 and row["merge_spilled"] == row["store_spilled"] == 0, row

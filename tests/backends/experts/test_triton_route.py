@@ -37,6 +37,28 @@ def test_it_chooses_and_weighs_as_the_spec(name: str, biased: bool) -> None:
     torch.testing.assert_close(weights.gather(1, ids.argsort(1)), expected.gather(1, wanted.argsort(1)), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    "dtype", [*[torch.bfloat16] * (DEVICE == "cuda"), torch.float16]
+)  # the interpreter cuts off what bf16 does not hold
+@pytest.mark.parametrize("wide_bias", [False, True])
+def test_scores_in_16_bits(dtype: torch.dtype, wide_bias: bool) -> None:
+    """They choose other experts than scores in float32 do; where they are equal, any of them."""
+    numbers, routing = torch.Generator().manual_seed(0), Routing(4, "sigmoid", renormalise=True, rounded=True)
+    logits = (torch.randn(256, 32, generator=numbers) * 0.01).to(DEVICE, dtype)
+    bias = (torch.rand(32, generator=numbers) * 0.01).to(DEVICE, torch.float32 if wide_bias else dtype)
+    choice, exact = (logits.sigmoid() + bias).float(), logits.float().sigmoid() + bias
+    wanted = choice.topk(4).values
+    given = route(logits, bias, routing, torch.float32)
+    assert given is not None
+    as_chosen, as_exact = (
+        choice.gather(1, ids).sort(descending=True).values.eq(wanted).all(1) for ids in (given[1], exact.topk(4).indices)
+    )
+    assert as_chosen.sum() >= 250 > as_exact.sum()  # a score that lies between two numbers of 16 bits may fall to the other one
+    expected, ids = routing(logits, bias)
+    alike = (ids == given[1]).all(1)
+    assert alike.any() and torch.allclose(given[0][alike], expected[alike], rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_of_equals_the_first_is_chosen(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0, 2, 1, 2, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1, 1, 1]], dtype=dtype, device=DEVICE)

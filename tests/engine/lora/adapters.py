@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.oracle import greedy
-from tests.tiny_models import build
+from tests.tiny_models import build_short
 
 PROJECTIONS = ("q_proj", "v_proj", "o_proj", "down_proj")
 
 
 def base(name: str = "llama") -> Any:
-    return build(name, tie_word_embeddings=False)
+    return build_short(name, tie_word_embeddings=False)
 
 
 def adapted(name: str = "llama", seed: int = 1, targets: Sequence[str] = PROJECTIONS, **settings: Any) -> Any:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
+from tests.attn_ops.radix_invariants import check_invariants
 from tests.engine.models import request_of
 
 
@@ -106,7 +107,7 @@ class PageOwnership(RuleBasedStateMachine):
         assert allocator.num_free + len(owned) + len(cached) == allocator.num_usable
         assert all(allocator.is_allocated(page) for page in [*owned, *cached])
         if tree:
-            tree.check_invariants()
+            check_invariants(tree)
             locked = {page for request in self.requests for page in request.pages[: request.num_locked // 2]}
             assert locked <= cached and tree.locked_pages == len(locked)
 

@@ -11,6 +11,7 @@ from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.steps.in_flight import InFlightStep
+from tests.attn_ops.radix_invariants import check_invariants
 from tests.engine.models import (
     POISON,
     assert_idle,
@@ -260,7 +261,7 @@ def test_a_preempted_request_goes_on_from_a_snapshot(page_size: int) -> None:
     run_all(engine)
     assert [r.output_token_ids for r in requests] == [oracle(STEM + tail, NEW, recurrent(HYBRID)) for tail in TAILS]
     assert engine.scheduler.num_preemptions > 3
-    engine.kv.tree.check_invariants()  # type: ignore[union-attr]
+    check_invariants(engine.kv.tree)  # type: ignore[union-attr]
     assert_idle(engine)
 
 

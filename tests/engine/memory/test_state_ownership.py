@@ -16,6 +16,7 @@ from paged_attn.engine.memory import snapshot_points
 from paged_attn.engine.memory.budget import StateSlots
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
+from tests.attn_ops.radix_invariants import check_invariants
 from tests.engine.models import request_of
 
 LAYERS = [RecurrentSpec("layer", (StateSpec("sum", (1,), torch.int64),))]
@@ -87,7 +88,7 @@ class StateOwnership(RuleBasedStateMachine):
                 self.values[kept.slot] = -1
             if start or request.snapshots:
                 request.num_validated = 0
-                self.release(request, share=bool(request.sampled))
+                self.release(request, share=bool(request.num_sampled))
             return
         for kept in checkpoints:
             assert 0 < kept.tokens < count
@@ -109,10 +110,10 @@ class StateOwnership(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, again: bool) -> None:
         request = self.pick(data)
         done, tokens, vouched = request.num_cached, request.tokens[: request.num_cached], request.num_validated
-        self.release(request, share=bool(request.sampled))
+        self.release(request, share=bool(request.num_sampled))
         if again:
             self.kv.release(request, share=True)
-        if request.sampled and vouched == done and done % self.page_size == 0:
+        if request.num_sampled and vouched == done and done % self.page_size == 0:
             node = self.kv.tree.match(tokens, request.namespace).node
             held_by_others = sum(len(r.snapshots) + len(r.taken_slots) for r in self.requests)
             shared = sum(kept.payload is not None and kept.lock_count > 0 for kept, _ in self.nodes())
@@ -137,7 +138,7 @@ class StateOwnership(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:
-        self.kv.tree.check_invariants()
+        check_invariants(self.kv.tree)
         pending = [slot for request in self.requests for slot in (*request.snapshots.values(), *request.taken_slots.values())]
         attached = [node.payload for node, _ in self.nodes() if node.payload is not None]
         assert len(set(pending)) == len(pending) and set(pending) == self.kv.snapshots.taken

@@ -6,11 +6,13 @@ import gc
 import threading
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from paged_attn import SamplingParams
+from paged_attn.attn_ops.errors import ContextError
 from paged_attn.engine.requests.request import Completion
-from tests.engine.models import assert_nothing_left, bytes_tokenizer, make_llm, oracle, random_prompts, tokenizer
+from tests.engine.models import assert_nothing_left, bytes_tokenizer, make_llm, oracle, random_prompts, tiny, tokenizer
 from tests.tiny_models import build
 
 PROMPTS = random_prompts(0, 6, 19, 11)
@@ -107,6 +109,44 @@ def test_closing_early_cancels_the_rest(read: int) -> None:
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [oracle(p) for p in PROMPTS]
 
 
+def test_a_stream_whose_llm_is_closed_says_so() -> None:
+    llm = make_llm(overlap=False)
+    stream = llm.stream(PROMPTS[:2], SamplingParams(max_new_tokens=40))
+    first = next(stream)
+    llm.close()
+    *between, one, other = stream
+    assert all(event.finish_reason is None for event in (first, *between))
+    assert [(event.index, event.token_id, event.finish_reason) for event in (one, other)] == [
+        (0, None, "cancelled"),
+        (1, None, "cancelled"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_what_is_closed_gives_its_memory_back_and_says_so(name: str) -> None:
+    with make_llm(tiny(name)) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        assert llm.engine.pool.storage.untyped_storage().nbytes() > 0
+    llm.close()
+    assert llm.engine.pool.storage.untyped_storage().nbytes() == 0
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(ContextError, match="this LLM was closed"):
+            ask(PROMPTS, GREEDY)
+    with make_llm(tiny(name)) as another:  # of the same model
+        assert [c.token_ids for c in another.generate(PROMPTS, GREEDY)] == [oracle(p, model=tiny(name)) for p in PROMPTS]
+
+
+def test_on_a_gpu_the_driver_gets_the_memory_back_when_no_step_writes_there_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next engine of the process divides what the driver calls free; what torch keeps for itself would be lost to it."""
+    llm, seen = make_llm(), list[tuple[str, bool]]()
+    held = llm.engine.pool.storage.untyped_storage()
+    monkeypatch.setattr(llm.engine.runner, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(("wait", held.nbytes() > 0)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(("give back", held.nbytes() > 0)))
+    llm.close()
+    assert seen == [("wait", True), ("give back", False)]
+
+
 @pytest.mark.parametrize("read", [0, 3])
 def test_dropping_the_iterator_cancels_too(read: int) -> None:
     llm = make_llm()
@@ -173,7 +213,8 @@ def test_close_ends_open_streams() -> None:
     llm.close()
     assert len(seen) + len(list(stream)) < 36
     assert_nothing_left(llm)
-    assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [oracle(p) for p in PROMPTS]
+    with pytest.raises(ContextError, match="this LLM was closed"):
+        llm.generate(PROMPTS, GREEDY)
 
 
 def test_the_object_is_a_context_manager() -> None:

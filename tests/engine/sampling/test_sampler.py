@@ -10,10 +10,11 @@ import torch
 from transformers.generation import logits_process as hf
 
 from paged_attn.engine.sampling import sample_tokens
-from paged_attn.engine.sampling.sampler import NonFiniteLogitsError, Sampler, sample
+from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SampledToken
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
+from tests.sample_once import NonFiniteLogitsError, sample, sampled
 
 INF = math.inf
 
@@ -288,8 +289,8 @@ def test_rows_without_a_state_get_the_most_likely_token():
     logits[3, 0] = math.nan
     settings = [{"temperature": 0.0}, {"seed": 3}, {"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 2}]
     all_states, some_states = ([state_of(**each) for each in settings] for _ in range(2))
-    expected = Sampler().choose(logits, dict(enumerate(all_states))).wait().sampled
-    assert Sampler().choose(logits, {1: some_states[1], 4: some_states[4]}).wait().sampled == expected
+    expected = sampled(Sampler().choose(logits, dict(enumerate(all_states))))
+    assert sampled(Sampler().choose(logits, {1: some_states[1], 4: some_states[4]})) == expected
     assert expected[3] is None and [state.num_chosen for state in some_states] == [0, 1, 0, 0, 1]
 
 
@@ -298,7 +299,7 @@ def test_frequency_and_presence_are_of_the_output_alone():
     state = state_of([0, 0, 0], temperature=0.0, frequency_penalty=0.3, presence_penalty=0.4)
     chosen, chooser = [], Sampler()
     for _ in range(6):
-        (token,) = chooser.choose(logits, {0: state}).wait().sampled
+        (token,) = sampled(chooser.choose(logits, {0: state}))
         chosen.append(token.token_id)
         state.tokens.append(token.token_id)
     expected, counts = [], torch.zeros(4)
@@ -319,7 +320,7 @@ def test_penalties_know_the_tokens_that_the_host_does_not(known):
         if known:
             late.append(chosen)
         for done in late:
-            for state, token in zip(states, done.wait().sampled, strict=True):
+            for state, token in zip(states, sampled(done), strict=True):
                 state.tokens.append(token.token_id)
         late = [] if known else [chosen]
     reference = [state_of([1], seed=s, repetition_penalty=1.9, frequency_penalty=0.5, temperature=t) for s, t in enumerate((0.0, 1.2))]
@@ -336,15 +337,15 @@ def test_rows_of_counts_are_cleared_and_more_are_made():
     logits[0, 3] = 0.1
     for _ in range(30):
         state = state_of([], temperature=0.0, presence_penalty=1.0)
-        assert [chooser.choose(logits, {0: state}).wait().sampled[0].token_id for _ in range(2)] == [3, 0], (
+        assert [sampled(chooser.choose(logits, {0: state}))[0].token_id for _ in range(2)] == [3, 0], (
             "the row held another request's counts"
         )
         chooser.forget(state)
     assert len(chooser._counts.counts) == 8
     many = [state_of([], temperature=0.0, presence_penalty=1.0) for _ in range(20)]
     kept = many[:3]
-    assert [t.token_id for t in chooser.choose(logits.expand(3, 5), dict(enumerate(kept))).wait().sampled] == [3] * 3
-    assert [t.token_id for t in chooser.choose(logits.expand(20, 5), dict(enumerate(many))).wait().sampled] == [0] * 3 + [3] * 17
+    assert [t.token_id for t in sampled(chooser.choose(logits.expand(3, 5), dict(enumerate(kept))))] == [3] * 3
+    assert [t.token_id for t in sampled(chooser.choose(logits.expand(20, 5), dict(enumerate(many))))] == [0] * 3 + [3] * 17
 
 
 def test_processors_of_transformers_plug_in():

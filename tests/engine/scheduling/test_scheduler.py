@@ -78,7 +78,7 @@ def test_when_pages_run_out_the_newest_is_preempted_and_waits_at_its_old_place()
     scheduled = each(scheduler.schedule())  # the oldest needs its second page
     assert [s.request for s in scheduled] == [old, middle] and scheduler.num_preemptions == 1
     assert list(scheduler.running) == [old, middle] and list(scheduler.waiting) == [new, late]
-    assert (list(new.pages), new.num_cached, len(new.tokens), len(new.sampled)) == ([], 0, 4, 1), "its tokens stay"
+    assert (list(new.pages), new.num_cached, len(new.tokens), new.num_sampled) == ([], 0, 4, 1), "its tokens stay"
     run(scheduled)
     scheduler.remove(old, share=False)
     scheduled = each(scheduler.schedule())
@@ -213,7 +213,7 @@ def test_every_request_ends_whatever_the_sizes(
         assert all(len(s.request.pages) * page_size >= s.request.num_cached + s.count for s in scheduled)
         run(scheduled)
         for request in chosen:
-            if len(request.sampled) == goal[request]:
+            if request.num_sampled == goal[request]:
                 scheduler.remove(request, share=True)
                 unfinished.remove(request)
     free = scheduler.kv.allocator.num_free + (scheduler.kv.tree.num_pages if scheduler.kv.tree else 0)

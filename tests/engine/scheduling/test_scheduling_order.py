@@ -194,7 +194,7 @@ def test_without_cached_prefixes_an_lpm_line_goes_by_arrival(seed: int) -> None:
             while waiting and rng.random() < 0.4:
                 gone = waiting[0] if rng.random() < 0.5 else rng.choice(waiting)
                 assert line.next() is waiting[0]
-                line.take(gone) if gone is waiting[0] else line.remove(gone)
+                line.remove(gone, had_turn=gone is waiting[0])
                 waiting.remove(gone)
                 assert (
                     len(line) == len(waiting) and len(line._window) <= LongestPrefixFirst.WINDOW and set(line._cached) <= set(line._window)

@@ -248,7 +248,7 @@ def test_a_holder_with_nan_takes_nobody_along(snapshots: int | None) -> None:
     bad = world.add([*PREFIX, POISON, 1], 3)
     good = [world.add([*PREFIX, 2, 3 + i], 3) for i in range(3)]
     run_to_the_end(world)
-    assert not bad.sampled and [len(request.sampled) for request in good] == [3, 3, 3]
+    assert not bad.num_sampled and [request.num_sampled for request in good] == [3, 3, 3]
 
 
 def test_a_recurrent_holder_keeps_its_state_where_the_others_part_from_it() -> None:

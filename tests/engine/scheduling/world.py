@@ -17,6 +17,7 @@ from paged_attn.engine.memory.budget import NO_STATE, StateSlots
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.scheduler import Scheduler
+from tests.attn_ops.radix_invariants import check_invariants
 from tests.engine.models import request_of
 from tests.engine.scheduling.schedulers import Scheduled, each
 
@@ -109,7 +110,7 @@ class World:
         del self.requests[request.id]
 
     def cancel(self, request: Request) -> None:
-        self.finish(request, share=bool(request.sampled))
+        self.finish(request, share=bool(request.num_sampled))
 
     def step(self, fails: bool = False) -> None:
         """What Engine.step does; with `fails` the model raises."""
@@ -189,11 +190,11 @@ class World:
             request.num_tokens -= 1
             self.finish(request, share=False)
             return
-        if not request.sampled or request.snapshots:
+        if not request.num_sampled or request.snapshots:
             self.kv.share(request)
         token = self.truth[request][end]
         request.tokens.append(token)
-        if len(request.sampled) == request.max_new_tokens or self.prefixes[request][end] % self.stops == 0:
+        if request.num_sampled == request.max_new_tokens or self.prefixes[request][end] % self.stops == 0:
             self.finish(request, share=True)
 
     def _know(self, request: Request, token: int) -> None:
@@ -229,7 +230,7 @@ class World:
         assert len(set(owned)) == len(owned)
         self.check_pages(len(owned) + cached)
         if kv.tree is not None:
-            kv.tree.check_invariants()
+            check_invariants(kv.tree)
             assert not any(self.slots[slot] in self.bad for slot in self.slots_of(kv.tree._owned)), "NaN is in the prefix cache"
             assert kv.tree.locked_pages == len({page for r in running for page in r.pages[: r.num_locked // self.page_size]})
         if kv.state_slots is not None:

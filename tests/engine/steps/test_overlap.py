@@ -264,9 +264,9 @@ def test_penalties_logprobs_and_seeds_come_out_as_without_overlap() -> None:
         requests = [engine.add_request(p, SamplingParams(max_new_tokens=16, **s)) for p, s in zip(PROMPTS, settings, strict=True)]
         run_all(engine)
         assert engine.scheduler.num_preemptions > 0
-        outputs.append([[s.token_id for s in r.sampled] for r in requests])
-        logprobs = requests[0].sampled[3].top_logprobs
-        assert logprobs is not None and len(logprobs) == 2 and requests[1].sampled[2].logprob is not None
+        outputs.append([r.output_token_ids for r in requests])
+        logprobs = requests[0].known[3].top_logprobs
+        assert logprobs is not None and len(logprobs) == 2 and requests[1].known[2].logprob is not None
     assert outputs[0] == outputs[1]
     assert outputs[0][1] == oracle(PROMPTS[1], 16, repetition_penalty=1.4)
 

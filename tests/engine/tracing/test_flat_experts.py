@@ -117,7 +117,7 @@ def test_what_is_not_known_is_left_alone(change: str) -> None:
 
 
 def dbrx(**changes: int) -> Any:
-    return build("dbrx", ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 48, "hidden_size": 32, **changes})
+    return build("dbrx", n_layers=2, ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 48, "hidden_size": 32, **changes})
 
 
 def weights_of(model: nn.Module) -> list[tuple[Any, Any, Any]]:

@@ -1,4 +1,4 @@
-"""Join the parts of the items that `attend_latent` cut: as many programs for each item as it has groups of rows.
+"""Join the parts of the items that were cut: of each item, as many programs as a row of the tile has groups of columns, for each row.
 
 In the kernel of the room above the program that adds an item's last part merges all of them. Here one KV head serves all query heads, so
 one request of a decode step is one or two items for all programs: there would be a hundred parts, of up to 128 KiB, for a single program.
@@ -17,55 +17,84 @@ LOG2E = tl.constexpr(1.4426950408889634)
 NO_KEY = tl.constexpr(float("-inf"))
 
 
-@triton.jit
-def merge_latent(out, lse, work, partial, partial_stats, out_row_stride, out_head_stride, lse_row_stride,
+@triton.jit(do_not_specialize=["programs"])
+def merge_latent(out, lse, work, partial, partial_stats, programs, out_row_stride, out_head_stride, lse_row_stride,
                  GROUP: tl.constexpr, RANK: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-                 KEEP_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr):  # fmt: skip
-    """Grid (programs, KEEP_ROWS / MERGE_ROWS); MERGE_PARTS: loaded at once. Tensors as in `attend_latent`."""
-    program = tl.program_id(0)
+                 KEEP_ROWS: tl.constexpr, SHARES: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+                 EARLY: tl.constexpr):  # fmt: skip
+    """Grid (programs / SHARES, KEEP_ROWS * BLOCK_R / COLUMNS): a program merges COLUMNS of a row, PARTS parts at once, of each item that
+    one of SHARES programs cut last.
+    """
+    if EARLY:  # launched before the kernel in front has ended (programmatic dependent launch): wait for its results
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    index = tl.program_id(0) * SHARES + tl.arange(0, SHARES)
+    there = index < programs
+    left = tl.load(work + index * 16 + 4, mask=there, other=0)
+    first = tl.load(work + index * 16 + 5, mask=there, other=0)
+    last = tl.load(work + index * 16 + 6, mask=there, other=0)
+    cut = (left > 0) & (last == index) & (first < index)
+    program = tl.min(tl.where(cut, index, programs), 0)
+    while program < programs:
+        _merge_row(program, out, lse, work, partial, partial_stats, out_row_stride, out_head_stride, lse_row_stride, GROUP, RANK, HAS_LSE,
+                   BLOCK_M, BLOCK_R, KEEP_ROWS, COLUMNS, PARTS)  # fmt: skip
+        program = tl.min(tl.where(cut & (index > program), index, programs), 0)
+
+
+@triton.jit
+def _merge_row(program, out, lse, work, partial, partial_stats, out_row_stride, out_head_stride, lse_row_stride,
+               GROUP: tl.constexpr, RANK: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+               KEEP_ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    STATS: tl.constexpr = 128
     mine = work + program * 16
-    _, tile, _, _, left, start, query_len, _ = first_item(mine)
+    _, tile, _, _, _, start, query_len, _ = first_item(mine)
     part_first = tl.load(mine + 5)
-    part_last = tl.load(mine + 6)
     part_slot = tl.load(mine + 7)
-    d = tl.arange(0, BLOCK_R)
-    kept = tl.program_id(1) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
+    parts = program - part_first + 1
+    kept = tl.program_id(1) // (BLOCK_R // COLUMNS)
+    d = tl.program_id(1) % (BLOCK_R // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
     flat = tile * BLOCK_M + kept
-    row_mask = flat < query_len * GROUP
-    if left > 0 and part_last == program and part_first < program:
-        parts = part_last - part_first + 1
-        m = tl.full([MERGE_ROWS], NO_KEY, tl.float32)
-        norm = tl.zeros([MERGE_ROWS], tl.float32)
-        acc = tl.zeros([MERGE_ROWS, BLOCK_R], tl.float32)
-        for p in tl.range(0, parts, MERGE_PARTS):
-            # All loads before all arithmetic, so that they wait for memory together.
-            ms = ()
-            norms = ()
-            accs = ()
-            for i in tl.static_range(MERGE_PARTS):
-                here = row_mask & (p + i < parts)
-                at = tl.where(p + i == 0, part_slot, 2 * (part_first + p + i))
-                stats = partial_stats + at * (2 * KEEP_ROWS) + kept
-                ms = ms + (tl.load(stats, mask=here, other=NO_KEY),)
-                norms = norms + (tl.load(stats + KEEP_ROWS, mask=here, other=0.0),)
-                part = partial + at.to(tl.int64) * (KEEP_ROWS * BLOCK_R) + kept[:, None] * BLOCK_R + d[None, :]
-                accs = accs + (tl.load(part, mask=here[:, None], other=0.0),)
-            m_new = m
-            for i in tl.static_range(MERGE_PARTS):
-                m_new = tl.maximum(m_new, ms[i])
+    if flat < query_len * GROUP:
+        # Most items have few parts: their sums are on the way before the weights are looked at.
+        acc = tl.load(_sums_at(tl.arange(0, PARTS), partial, part_slot, part_first, kept, d, KEEP_ROWS, BLOCK_R),
+                      mask=(tl.arange(0, PARTS) < parts)[:, None], other=0.0)  # fmt: skip
+        first_m = tl.load(_stats_at(tl.arange(0, PARTS), partial_stats, part_slot, part_first, kept, KEEP_ROWS),
+                          mask=tl.arange(0, PARTS) < parts, other=NO_KEY)  # fmt: skip
+        # Each lane has every STATS-th part. Parts in which nothing was seen add zeros and change nothing, however many follow.
+        m = tl.full([STATS], NO_KEY, tl.float32)
+        norm = tl.zeros([STATS], tl.float32)
+        for p in tl.range(0, parts, STATS):
+            part = p + tl.arange(0, STATS)
+            at = _stats_at(part, partial_stats, part_slot, part_first, kept, KEEP_ROWS)
+            part_m = tl.load(at, mask=part < parts, other=NO_KEY)
+            part_norm = tl.load(at + KEEP_ROWS, mask=part < parts, other=0.0)
+            m_new = tl.maximum(m, part_m)
             shift = tl.where(m_new == NO_KEY, 0.0, m_new)
-            alpha = tl.exp2(m - shift)
-            norm = norm * alpha
-            acc = acc * alpha[:, None]
-            for i in tl.static_range(MERGE_PARTS):
-                weight = tl.exp2(ms[i] - shift)
-                norm += norms[i] * weight
-                acc += accs[i] * weight[:, None]
+            norm = norm * tl.exp2(m - shift) + part_norm * tl.exp2(part_m - shift)
             m = m_new
+        top = tl.max(m, 0)
+        shift = tl.where(top == NO_KEY, 0.0, top)
+        total = tl.sum(norm * tl.exp2(m - shift), 0)
+        acc = acc * tl.exp2(first_m - shift)[:, None]
+        for p in tl.range(PARTS, parts, PARTS):
+            part = p + tl.arange(0, PARTS)
+            part_m = tl.load(_stats_at(part, partial_stats, part_slot, part_first, kept, KEEP_ROWS), mask=part < parts, other=NO_KEY)
+            at = _sums_at(part, partial, part_slot, part_first, kept, d, KEEP_ROWS, BLOCK_R)
+            acc += tl.load(at, mask=(part < parts)[:, None], other=0.0) * tl.exp2(part_m - shift)[:, None]
         row = start + flat // GROUP
         head = flat % GROUP
-        result = (acc / norm[:, None]).to(out.dtype.element_ty)
-        out_at = out + (row.to(tl.int64) * out_row_stride + head * out_head_stride)[:, None] + d[None, :]
-        tl.store(out_at, result, mask=row_mask[:, None] & (d < RANK)[None, :])
-        if HAS_LSE:
-            tl.store(lse + row.to(tl.int64) * lse_row_stride + head, (m + tl.log2(norm)) / LOG2E, mask=row_mask)
+        result = (tl.sum(acc, 0) / total).to(out.dtype.element_ty)
+        tl.store(out + row.to(tl.int64) * out_row_stride + head * out_head_stride + d, result, mask=d < RANK)
+        if HAS_LSE and tl.program_id(1) % (BLOCK_R // COLUMNS) == 0:
+            tl.store(lse + row.to(tl.int64) * lse_row_stride + head, (top + tl.log2(total)) / LOG2E)
+
+
+@triton.jit
+def _stats_at(part, partial_stats, part_slot, part_first, kept, KEEP_ROWS: tl.constexpr):
+    return partial_stats + tl.where(part == 0, part_slot, 2 * (part_first + part)) * (2 * KEEP_ROWS) + kept
+
+
+@triton.jit
+def _sums_at(part, partial, part_slot, part_first, kept, d, KEEP_ROWS: tl.constexpr, BLOCK_R: tl.constexpr):
+    slot = tl.where(part == 0, part_slot, 2 * (part_first + part)).to(tl.int64)
+    return partial + slot[:, None] * (KEEP_ROWS * BLOCK_R) + kept * BLOCK_R + d[None, :]

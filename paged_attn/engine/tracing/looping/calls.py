@@ -1,4 +1,4 @@
-"""How a model calls its blocks."""
+"""How a model calls its modules."""
 
 from __future__ import annotations
 
@@ -16,6 +16,26 @@ _PLAIN = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
+class CallForm:
+    """How a module is called: the names of its tensors in order (None for positional ones), and what else it is given, by name."""
+
+    names: tuple[str | None, ...]
+    constants: tuple[tuple[str, Any], ...]
+
+    def call(self, module: nn.Module, given: Sequence[Tensor]) -> Any:
+        """The module, of these tensors."""
+        positional = [value for name, value in zip(self.names, given, strict=True) if name is None]
+        named = {name: value for name, value in zip(self.names, given, strict=True) if name is not None}
+        return module(*positional, **named, **dict(self.constants))
+
+    def tensors_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
+        """Those of a call of this form; None if it has another."""
+        if len(args) != self.names.count(None) or {*kwargs} != {name for name in (*self.names, *dict(self.constants)) if name is not None}:
+            return None
+        return [*args, *(kwargs[name] for name in self.names if name is not None)]
+
+
+@dataclass(frozen=True)
 class GivenTensor:
     """A tensor of a call: `shape` with 0 for the number of tokens, which is the size of `axis`."""
 
@@ -28,24 +48,10 @@ class GivenTensor:
 
 
 @dataclass(frozen=True)
-class BlockCall:
-    """How a block is called: the names of its tensors in order (None for positional ones), the tensors, and what else it is given."""
+class BlockCall(CallForm):
+    """How a block is called, on any number of tokens."""
 
-    names: tuple[str | None, ...]
     tensors: tuple[GivenTensor, ...]
-    constants: tuple[tuple[str, Any], ...]
-
-    def call(self, block: nn.Module, given: Sequence[Tensor]) -> Any:
-        """The block, of these tensors."""
-        positional = [value for name, value in zip(self.names, given, strict=True) if name is None]
-        named = {name: value for name, value in zip(self.names, given, strict=True) if name is not None}
-        return block(*positional, **named, **dict(self.constants))
-
-    def tensors_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
-        """Those of a call of this form; None if it has another."""
-        if len(args) != self.names.count(None) or {*kwargs} != {name for name in (*self.names, *dict(self.constants)) if name is not None}:
-            return None
-        return [*args, *(kwargs[name] for name in self.names if name is not None)]
 
 
 def calls_of(model: nn.Module, blocks: Sequence[nn.Module], inputs: Callable[[int], dict[str, Any]]) -> dict[nn.Module, BlockCall | str]:
@@ -103,4 +109,4 @@ def _in_general(forms: Sequence[_Form | str], lengths: tuple[int, int]) -> Block
                 f"it is given a tensor {list(shape)} for {lengths[0]} tokens and {list(longer)} for {lengths[1]}; known is one row a token"
             )
         tensors.append(GivenTensor((*shape[: axes[0]], 0, *shape[axes[0] + 1 :]), axes[0], dtype))
-    return BlockCall(one.names, tuple(tensors), one.constants)
+    return BlockCall(one.names, one.constants, tuple(tensors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,14 @@ def in_groups(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return (weights * 2.5).type_as(logits), ids
 
 
+def biased_in_its_own_type(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """In 16 bits it chooses other experts than in float32."""
+    scores = logits.sigmoid()
+    ids = (scores + bias).topk(5, dim=-1)[1]
+    weights = scores.gather(1, ids)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-6), ids
+
+
 def by_sorting(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Its ties fall otherwise."""
     values, order = torch.sort(logits.float().softmax(-1), dim=-1, descending=True)
@@ -74,6 +83,7 @@ KNOWN: dict[Router, Routing] = {
     softmax_first: Routing(3, renormalise=True),
     softmax_of_the_chosen: Routing(2, "none", "softmax"),
     in_groups: Routing(3, "sigmoid", "none", 4, 2, 2, renormalise=True, eps=1e-20, scale=2.5),
+    biased_in_its_own_type: Routing(5, "sigmoid", renormalise=True, eps=1e-6),
 }
 
 
@@ -117,8 +127,10 @@ def test_a_router_is_one_op(router: Router, dtype: torch.dtype) -> None:
     graph, count, given, expected = fused(Experts(router, dtype))
     (route,) = [node for node in graph.nodes if node.target is ROUTE]
     assert count == 1 and not any(name in str(node.target) for node in graph.nodes for name in ("topk", "sort", "softmax", "sigmoid"))
-    assert Routing(*route.args[3:]) == KNOWN[router] and (route.args[1] is not None) == (router is in_groups)
-    torch.testing.assert_close(given, expected)
+    known = replace(KNOWN[router], rounded=router is biased_in_its_own_type and dtype == torch.bfloat16)
+    assert Routing(*route.args[3:]) == known and (route.args[1] is not None) == (router in (in_groups, biased_in_its_own_type))
+    # The model rounds these weights to 16 bits three times, the op once; their products with experts cancel.
+    torch.testing.assert_close(given, expected, **({"rtol": 0.016, "atol": 0.03} if known.rounded else {}))
 
 
 @pytest.mark.parametrize("own", [(0, 4), (4, 4), (8, 4)])

@@ -1,23 +1,16 @@
-"""What must hold of a radix tree at all times. For tests: a check visits every node."""
+"""What must hold of a radix tree at all times: a check visits every node."""
 
-from __future__ import annotations
-
-from collections.abc import Hashable, Mapping
-
-from paged_attn.attn_ops.kv.eviction import EvictionQueue
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
+from paged_attn.attn_ops.kv.radix_cache import RadixCache
 from paged_attn.attn_ops.kv.radix_node import RadixNode
 
 
-def check_tree(roots: Mapping[Hashable, RadixNode], queue: EvictionQueue, allocator: PageAllocator) -> tuple[set[int], int, int]:
-    """Asserts the structure below `roots`; returns the pages in the tree, how many of them are unlocked, and how many nodes have payloads.
-
-    Raises:
-        AssertionError: an invariant is broken; the message names the node.
-    """
+def check_invariants(cache: RadixCache) -> None:
+    """Asserts the structure of the whole tree, its counters and what the allocator knows; the message names the node."""
     pages: set[int] = set()
-    unlocked = candidates = payloads = 0
-    for namespace, root in roots.items():
+    unlocked = candidates = 0
+    queue = cache._queue
+    for namespace, root in cache._roots.items():
         assert root.is_root and root.parent is None and not root.pages, f"{root} is no root"
         assert root.children, f"{root} is empty and should have been dropped"
         assert root.payload is None, f"{root} has a payload, but no prefix ends there"
@@ -30,15 +23,20 @@ def check_tree(roots: Mapping[Hashable, RadixNode], queue: EvictionQueue, alloca
             assert node.lock_count == node.own_locks + below, f"{node}: {node.own_locks} own locks, {below} below"
             assert (node in queue) == node.is_evictable, f"{node} is queued for eviction or evictable, but not both"
             candidates += node.is_evictable
-            payloads += node.payload is not None
             unlocked += len(node.pages) if node.lock_count == 0 else 0
             for key, child in node.children.items():
-                _check_edge(node, key, child, allocator)
+                _check_edge(node, key, child, cache._allocator)
                 assert pages.isdisjoint(child.pages), f"{child} holds a page that another node holds"
                 pages.update(child.pages)
                 stack.append(child)
     assert len(queue) == candidates, f"{len(queue)} nodes queued for eviction, {candidates} evictable"
-    return pages, unlocked, payloads
+    assert pages == cache._owned, f"the tree holds pages {sorted(pages)}, but owns {sorted(cache._owned)}"
+    assert unlocked == cache._evictable, f"{unlocked} pages are unlocked, but {cache._evictable} are counted"
+
+
+def num_payloads(cache: RadixCache) -> int:
+    """Nodes that carry a payload."""
+    return sum(node.payload is not None for node, _ in cache.nodes())
 
 
 def _check_edge(parent: RadixNode, key: tuple[int, ...], child: RadixNode, allocator: PageAllocator) -> None:

@@ -1,0 +1,117 @@
+"""Experts by sgl-kernel's wheel: grouped products of `triton_kernels`, which on Hopper read weights by TMA in persistent programs.
+
+Facts of sglang-kernel 0.4.2.post2: a product takes a weight [E, K, N] of any strides; gate and up that take turns, as gpt-oss has them, are
+activated in the first product, all others behind it; the second writes a pair's row where it is told to. Its tiling is its own choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paged_attn.attn_ops.install_line import install_line
+from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
+from paged_attn.backends.needs import TRITON, Needs, Requirement
+
+# Of sgl_kernel's functions, each of rows [gate, up], by our activations.
+GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
+ALIGNMENT = 16  # bytes, of a row
+SCRATCH = 1 << 20  # bytes; 132 persistent programs keep a descriptor of 128 bytes each for every tensor that they write by TMA
+
+
+class SglKernelExpertsBackend(ExpertsBackend):
+    name = "sgl_kernel"
+    needs: ClassVar[Needs] = Needs(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        architectures=frozenset({90}),
+        requirements=(
+            Requirement("sgl_kernel", "0.4.2", install_line("sgl")),
+            Requirement("triton_kernels", "", install_line("sgl")),
+            TRITON,
+        ),
+        note="never taken by itself: not measured; products of triton_kernels, which that wheel brings",
+    )
+
+    def unmet(self, problem: ExpertsProblem) -> list[str]:
+        reasons, spec = super().unmet(problem), problem.spec
+        odd = [width for width in (spec.hidden, spec.inner) if width * problem.dtype.itemsize % ALIGNMENT]
+        return reasons + [f"a width of {width} is no multiple of {ALIGNMENT // problem.dtype.itemsize}" for width in odd]
+
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
+    ) -> Tensor:
+        from paged_attn.backends.experts.sgl_kernel.ragged import rows_by_expert
+        from paged_attn.backends.experts.sgl_kernel.sum_kernel import weighted_sum
+
+        products, (experts, hidden, _) = _products(), w2.shape
+        given, ids, weights = x.to(w1.dtype).contiguous(), ids.contiguous(), weights.contiguous()
+        rows = rows_by_expert(ids, experts)
+        _hold_scratch(w1.device)
+        inner = _first_product(given, w1, b1, gating, rows.routing(ids.shape[1]), products.GatherIndx(rows.pairs, rows.pairs))
+        # With one expert to a row, rows go where `dst_indx` says. Those of no expert are not written, and the sum leaves them out.
+        parts = products.matmul_ogs(
+            inner, w2.transpose(1, 2), _bias(b2), rows.routing(1), scatter_indx=products.ScatterIndx(ids.view(-1), rows.pairs)
+        )  # fmt: skip
+        return weighted_sum(parts.view(*ids.shape, hidden), ids, weights, experts).to(x.dtype)
+
+
+def _first_product(x: Tensor, w1: Tensor, b1: Tensor | None, gating: Gating, routing: Any, gather: Any) -> Tensor:
+    """[T k, I], rows by expert."""
+    product, b1 = _products().matmul_ogs, _bias(b1)
+    if swiglu := _fused(gating):
+        fused: Tensor = product(x, w1.transpose(1, 2), b1, routing, gather, fused_activation=swiglu)
+        return fused
+    weights = (w1,) if w1.dim() == 3 else w1.unbind(1)
+    biases = (None,) * len(weights) if b1 is None else b1.chunk(len(weights), -1)
+    first = [product(x, weight.transpose(1, 2), bias, routing, gather) for weight, bias in zip(weights, biases, strict=True)]
+    both = first[0] if len(first) == 1 else torch.cat(first, -1)
+    return _gate(gating)(both)
+
+
+def _bias(bias: Tensor | None) -> Tensor | None:
+    """In float32: with another one the product that is not persistent does not compile."""
+    return None if bias is None else bias.float()
+
+
+@cache
+def _products() -> Any:
+    from triton_kernels import matmul_ogs
+
+    return matmul_ogs
+
+
+@cache
+def _fused(gating: Gating) -> Any | None:
+    """The gate that the first product knows: gate * sigmoid(alpha * gate) * (up + 1), of gate and up that take turns."""
+    softcaps = gating.gate_softcap or gating.up_softcap
+    if not (gating.gated and gating.interleaved and gating.alpha and gating.activation == "silu") or softcaps or gating.up_first:
+        return None
+    from triton_kernels.specialize import FnSpecs
+    from triton_kernels.swiglu import swiglu_fn
+
+    specs = FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"), reduction_n=2)
+    return _products().FusedActivation(specs, (gating.alpha, gating.limit or None))
+
+
+@cache
+def _gate(gating: Gating) -> Callable[[Tensor], Tensor]:
+    """sgl_kernel's where it has it, else PyTorch's."""
+    plain = Gating(gating.activation)
+    if gating == plain and gating.activation in GATES:
+        import sgl_kernel
+
+        function: Callable[[Tensor], Tensor] = getattr(sgl_kernel, GATES[gating.activation])
+        return function
+    return gating
+
+
+def _hold_scratch(device: torch.device) -> None:
+    """What a stream has for descriptors is as large as any product needs: when one needs more, what captured graphs write to is freed."""
+    if device.type == "cuda":
+        _products().get_per_device_per_stream_alloc_fn(device)(SCRATCH, 128, torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,39 @@
+"""The parser of all commands: one line for what does not parse, with the flag that was meant, and no screen of usage."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+from paged_attn.engine.setting_names import OTHER_PARAM, OTHER_SETTING
+
+TOLD = {**OTHER_PARAM, **OTHER_SETTING}
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are one line. Those of a command are told by the command, which knows its flags."""
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse does, without the usage, which `--help` prints."""
+        self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Nothing unknown is left over: a command's parser is asked by this method, and what it left would be an error without its name."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(no_such(unknown, [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]))
+        return parsed, unknown
+
+
+def no_such(unknown: list[str], flags: Collection[str]) -> str:
+    """What to say of arguments that no flag takes; `flags`: those that there are."""
+    flag = next((text for text in unknown if text.startswith("-")), None)
+    if flag is None:
+        return f"unexpected {' '.join(unknown)!r}; a value with spaces needs quotes, and all else a flag before it"
+    name, known = flag.partition("=")[0], [flag for flag in flags if flag.startswith("--")]
+    told = TOLD.get(name.lstrip("-").replace("-", "_"))
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = told or (f"did you mean {near[0]}?" if near else "")
+    return f"there is no {name}{f'; {hint}' if hint else ''}"

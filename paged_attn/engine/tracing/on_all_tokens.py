@@ -1,0 +1,154 @@
+"""Modules that mix tokens in a way that is neither attention nor a recurrence (a compressor whose entries grow with the tokens): each is
+one op while the rest of the model is captured, and runs as it is, without a cache, on all tokens of a request (docs/design/recompute.md).
+
+What it is given of each token is kept in pages. That no later token changes an earlier row is proved as for any layer that is recomputed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, register_module
+from paged_attn.calling.evaluating import as_served
+from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.recurrent.watching.watch import named_arguments, positional_names
+
+logger = logging.getLogger("paged_attn")
+LENGTHS = (5, 8)  # tokens of the calls that are watched
+Path = tuple[Any, ...]  # the parameter, then keys and indices
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Stands for a tensor."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class AllTokensCall:
+    """How a module is called on so many tokens.
+
+    Attributes:
+        arguments: by parameter, without the tensors.
+        paths: where the tensors are among them.
+        like: which of these the result is shaped like.
+        at, count: where in the returned tuple the result is, and how long that is; None where it is returned alone.
+    """
+
+    arguments: Mapping[str, Any]
+    paths: tuple[Path, ...]
+    like: int
+    at: int | None
+    count: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], output: Any, length: int) -> AllTokensCall | None:
+        """None if it returns nothing with a row per token that is shaped like what it is given."""
+        found = dict(_tensors(arguments, ()))
+        several = isinstance(output, (tuple, list))
+        for at, result in enumerate(output if several else (output,)):
+            if isinstance(result, Tensor) and result.dim() == 3 and result.shape[:2] == (1, length):
+                alike = [i for i, given in enumerate(found.values()) if given.shape == result.shape and given.dtype == result.dtype]
+                if alike:
+                    known = tree_map_only(Tensor, lambda tensor: _Given(tensor.dtype), arguments)
+                    return cls(known, tuple(found), alike[0], at if several else None, len(output) if several else 1)
+        return None
+
+    def run(self, module: nn.Module, given: Sequence[Tensor]) -> Tensor:
+        tensors = iter(given)
+        output = module(**tree_map_only(_Given, lambda _: next(tensors), self.arguments))
+        result: Tensor = output if self.at is None else output[self.at]
+        return result
+
+
+def modules_around(model: nn.Module, inner: Iterable[str], inputs: Callable[[int], dict[str, Any]]) -> dict[str, AllTokensCall]:
+    """The innermost modules, these or around these, that return a row per token, and how they are called; nothing unless each has one.
+
+    Args:
+        inputs: those of a call of the model on so many tokens, without a cache.
+    """
+    outwards = {name: [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)] for name in inner}
+    seen: dict[str, list[AllTokensCall | None]] = {path: [] for paths in outwards.values() for path in paths}
+    with ExitStack() as undo, as_served(model), torch.no_grad():
+        for name in seen:
+            undo.callback(model.get_submodule(name).register_forward_hook(_watcher(seen[name]), with_kwargs=True).remove)
+        for length in LENGTHS:
+            model(**inputs(length))
+    # As often as the model is called, and each time in the same way.
+    same = {name: calls[0] for name, calls in seen.items() if len(calls) == len(LENGTHS) and calls[0] == calls[-1]}
+    found: dict[str, AllTokensCall] = {}
+    for paths in outwards.values():
+        call = next(((path, call) for path in paths if (call := same.get(path)) is not None), None)
+        if call is None:
+            return {}
+        found[call[0]] = call[1]
+    if found:
+        logger.warning(
+            "in every step all tokens of a request run through %s, which mix them in ways of their own: "
+            "a token costs more the later it comes",
+            ", ".join(found),
+        )
+    return found
+
+
+@contextmanager
+def on_all_tokens(model: nn.Module, calls: Mapping[str, AllTokensCall]) -> Iterator[None]:
+    """Inside, while torch.compile traces, each of these modules is one op; afterwards the model is as it was."""
+    with ExitStack() as undo:
+        for name, call in calls.items():
+            module = model.get_submodule(name)
+            undo.enter_context(replaced_forward(module, _emitter(module, call)))
+        yield
+
+
+def _watcher(calls: list[AllTokensCall | None]) -> Callable[..., None]:
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.append(AllTokensCall.of(named_arguments(module, args, kwargs), output, LENGTHS[len(calls) % len(LENGTHS)]))
+
+    return after
+
+
+def _emitter(module: nn.Module, call: AllTokensCall) -> Callable[..., Any]:
+    running = [False]  # while a graph is made its programs run, too
+
+    def run(module: nn.Module, given: Sequence[Tensor]) -> Tensor:
+        running[0] = True
+        try:
+            return call.run(module, given)
+        finally:
+            running[0] = False
+
+    original, number = module.forward, register_module(module, run)
+    names, paths, like, at, count = positional_names(module), call.paths, call.like, call.at, call.count
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if running[0] or not torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = []
+        for path in paths:
+            value: Any = arguments
+            for key in path:
+                value = value[key]
+            given.append(value)
+        result = MODULE_ON_ALL_TOKENS(given, like, number)[:, 0]
+        return result if at is None else tuple([result if index == at else None for index in range(count)])
+
+    return forward
+
+
+def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (dict, tuple, list)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(part, (*path, key))

@@ -1,0 +1,166 @@
+"""Modules that mix tokens in a way of their own run as they are, on all tokens of a request, and the rest of the model is captured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paged_attn import LLM, SamplingParams, UnsupportedError
+from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS, register_module
+from paged_attn.attn_ops.specs.recompute import RecomputeSpec
+from tests.oracle import random_prompts
+from tests.zoo.build import build
+from tests.zoo.configs import TYPES
+
+WINDOW, WIDTH = 4, 32
+Mixer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def two_products(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Scores of contents and of places, which are added."""
+    places = torch.cos(positions.float()[..., None] * torch.arange(WIDTH))
+    return ((q @ k.mT + (q + 1) @ places.mT) * 0.2).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def windows(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Each complete window of four tokens is one key and value more; where there is none, the code is another."""
+    count = k.shape[1] // WINDOW
+    scores, values = q @ k.mT, v
+    if count > 0:
+        pooled = [each[:, : count * WINDOW].unflatten(1, (count, WINDOW)).amax(2) for each in (k, v)]
+        ready = (positions + 1)[..., None] // WINDOW > torch.arange(count)
+        mask = torch.cat([mask.expand(q.shape[0], -1, -1), ready], -1)
+        scores, values = torch.cat([scores, q @ pooled[0].mT], -1), torch.cat([v, pooled[1]], 1)
+    return (scores * 0.2).masked_fill(~mask, float("-inf")).softmax(-1) @ values
+
+
+class Indexer(nn.Module):
+    """Which keys a query may see, by a loop over what the data chooses."""
+
+    def forward(self, k: Tensor, mask: Tensor) -> Tensor:
+        allowed = mask.clone()
+        for row in (k[0].sum(-1) > 0).nonzero()[:, 0]:
+            allowed[row + 1 :, row] = False
+        return allowed
+
+
+class Attention(nn.Module):
+    def __init__(self, mix: Mixer, indexed: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), mix
+        self.indexer = Indexer() if indexed else None
+
+    def forward(self, hidden: Tensor, where: dict[str, Any], scale: float = 1.0) -> tuple[Tensor, None]:
+        q, k, v = self.qkv(hidden).chunk(3, -1)
+        mask = where["mask"] if self.indexer is None else self.indexer(k, where["mask"])
+        return self.out(self.mix(q, k, v, where["positions"], mask)) * scale, None
+
+
+class Model(nn.Module):
+    def __init__(self, mix: Mixer = two_products, indexed: bool = False, **given: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.positions, self.head = nn.Embedding(96, WIDTH), nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 96)
+        self.layers, self.given = nn.ModuleList(Attention(mix, indexed) for _ in range(2)), given
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions(position_ids)
+        mask = position_ids[0, :, None] >= position_ids[0]
+        for layer in self.layers:
+            x = x + layer(x * 2, where={"mask": mask, "positions": position_ids}, **self.given)[0]
+        return self.head(x)
+
+
+def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        logits = model(torch.tensor([ids]), position_ids=torch.arange(len(ids))[None])
+        ids.append(int(getattr(logits, "logits", logits)[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("mix", "indexed"), [(two_products, False), (windows, False), (windows, True)])
+def test_tokens_are_the_models_own(mix: Mixer, indexed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, prompts = Model(mix, indexed).eval(), random_prompts((1, 5, 17, 33))
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "paged_attn"):
+        expected = [greedy(model, prompt, 8) for prompt in prompts]
+        for settings in ({"page_size": 1, "num_pages": 60}, {"page_size": 16, "num_pages": 20}):
+            with LLM(model, max_batch_tokens=16, **settings) as llm:
+                for _ in ("cold", "warm"):
+                    assert [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8))] == expected
+                layers = llm.engine.runner.compiled.rewrite.layers
+            assert [layer.spec.module for layer in layers] == ["layers.0", "layers.1"]
+            assert all(isinstance(layer.spec, RecomputeSpec) and layer.found_by == "a module that mixes tokens" for layer in layers)
+            assert layers[0].proof.startswith("a module that mixes tokens in a way of its own: recomputed from each request's history")
+    assert "layers.0, layers.1, which mix them in ways of their own: a token costs more" in caplog.text
+    assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
+
+
+def test_weights_of_today_are_used() -> None:
+    model, prompts = Model().eval(), random_prompts((9,))
+    with torch.no_grad(), LLM(model, num_pages=64) as llm:
+        before = llm.generate(prompts, SamplingParams(max_new_tokens=8))[0].token_ids
+        model.layers[1].out.weight.mul_(-3)
+        llm.clear_prefix_cache()
+        after = llm.generate(prompts, SamplingParams(max_new_tokens=8))[0].token_ids
+        assert before != after == greedy(model, prompts[0], 8)
+
+
+def seen_late(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Right for short calls; from 128 tokens on an entry is seen before its window is complete."""
+    places = torch.cos(positions.float()[..., None] * torch.arange(WIDTH))
+    early = mask | (torch.arange(k.shape[1]) == 127)
+    return ((q @ k.mT + (q + 1) @ places.mT) * 0.2).masked_fill(~early, float("-inf")).softmax(-1) @ v
+
+
+def test_a_later_token_that_changes_an_earlier_one_only_in_long_calls_is_seen() -> None:
+    with pytest.raises(UnsupportedError, match=r"layer at layers.0: a module that mixes .* a later token changes the result of an earlier"):
+        LLM(Model(seen_late).eval(), num_pages=64)
+
+
+class CountsItsCall(Model):
+    """Its attention is told how many tokens there are, as a number."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        self.given = {"scale": float(input_ids.shape[1])}
+        return super().forward(input_ids, position_ids)
+
+
+def test_what_is_called_in_more_ways_than_one_stays_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"layer at layers.0: attention that is written out .* its scores are the sum of 2 products"):
+        LLM(CountsItsCall().eval(), num_pages=64)
+
+
+class InAList(Model):
+    """Its layers are no modules of its own, so that the path of an attention leads nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = list(self.layers)
+        del self.layers
+        self.__dict__["layers"] = layers
+
+
+def test_a_path_that_leads_to_no_module_stays_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"attention that is written out .* its scores are the sum of 2 products"):
+        LLM(InAList().eval(), num_pages=64)
+
+
+@pytest.mark.skipif("deepseek_v4" not in TYPES, reason="this transformers has no deepseek_v4")
+def test_compressed_entries_that_grow_with_the_tokens() -> None:
+    model, prompts = build("deepseek_v4"), random_prompts((1, 6, 21))
+    with torch.no_grad(), LLM(model, max_batch_tokens=16, num_pages=64) as llm:
+        got = [c.token_ids for c in llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))]
+        assert got == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+def test_opcheck() -> None:
+    module = nn.Linear(4, 4)
+    given = ([torch.randn(1, 3, 4)], 0, register_module(module, lambda m, values: m(*values)))
+    torch.library.opcheck(MODULE_ON_ALL_TOKENS, given, test_utils=("test_schema", "test_faketensor"))
+    assert torch.equal(MODULE_ON_ALL_TOKENS(*given), module(given[0][0])[:, None])
