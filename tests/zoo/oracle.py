@@ -50,8 +50,9 @@ def generate(model: Any, prompt: Sequence[int], new_tokens: int) -> list[int]:
 
 def next_tokens(model: nn.Module, ids: Sequence[int]) -> list[int]:
     """The most likely next token after every token, from one call without a cache."""
+    device = next(model.parameters()).device
     with torch.no_grad():
-        tokens: list[int] = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].argmax(-1).tolist()
+        tokens: list[int] = model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False).logits[0].argmax(-1).tolist()
     return tokens
 
 
