@@ -134,7 +134,8 @@ def test_a_state_on_the_way_is_that_of_a_step_that_ends_there(name: str) -> None
         assert kept_at(engine) == [8, 16, 24, 32, 36, 40]
         kept.append([states_after(engine, STEM[:end]) for end in kept_at(engine)])
     for one, other in zip(*kept, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        for state, same in zip(one, other, strict=True):  # an element that nearly cancels is off by roundings of its terms
+            torch.testing.assert_close(state, same, rtol=1e-5, atol=2e-6 * float(same.abs().max()))
 
 
 @pytest.mark.parametrize("at_once", [True, False])
