@@ -174,7 +174,7 @@ def test_a_model_is_served_by_a_named_one_token_for_token(comparisons: list[bool
             done = llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
             assert [each.token_ids for each in done] == [greedy(model, prompt, 8) for prompt in prompts]
         assert 0 < proved < len(CALLS) and set(CALLS) == {"gdn"}
-        assert "    computes   gated_delta_rule by fla (not taken: triton: runs on cuda, hip, not on cpu; " in explain(llm)
+        assert "    computes   gated_delta_rule by fla (not taken: triton: runs on cuda, hip, not on cpu" in explain(llm)  # or on cpu-amx
         assert_idle(llm.engine)
 
 

@@ -29,7 +29,9 @@ def one_by_one(scheduled: Scheduled) -> BatchRequest:
     tokens = request.tokens[request.num_cached : request.num_cached + scheduled.count]
     if len(tokens) < scheduled.count:
         tokens = [*tokens, future_token(request.future_row)]
-    return BatchRequest(tokens, list(request.pages), request.num_cached, int(scheduled.samples), request.state_slot)
+    return BatchRequest(
+        tokens, list(request.pages), request.num_cached, int(scheduled.samples), request.state_slot, length=request.num_tokens
+    )
 
 
 def assert_equal(got: Batch, expected: Batch) -> None:
