@@ -1,3 +1,3 @@
-"""FX rewrites of a Dynamo graph: found by structure, proved on numbers, replaced. `runner.py` has the order;
-`pass_list.py` prints it.
+"""FX rewrites of a Dynamo graph: found by structure, proved on numbers, replaced. `pass_list.py` has the
+order, `runner.py` runs it; `paged-attn passes` prints it.
 """

@@ -17,7 +17,7 @@ def dump_folder() -> Path | None:
 
 
 class Dump:
-    """The files of one graph: `0-model/00-traced.txt`, `0-model/01-find_attention.txt`, ..."""
+    """The files of one graph, in `PROCESS-NUMBER-MODEL/`: `00-traced.txt`, `01-specialise_numbers.txt`, ..."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder / f"{os.getpid()}-{next(_numbers)}-{name}"

@@ -8,5 +8,5 @@ from packaging.version import Version
 
 NEWEST = Version(transformers.__version__) >= Version("5.23")  # between 5.17 and it nothing was tried
 newest_only = pytest.mark.skipif(
-    not NEWEST, reason="what it shows was seen with transformers 5.23; README.md, Install, says what 5.17 lacks"
+    not NEWEST, reason="what it shows was seen with transformers 5.23; docs/limits.md says what 5.17 lacks"
 )
