@@ -10,8 +10,8 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
   within 1 % of it; at 256 the producer's 88 registers are 2 to 6 % faster than 72 (2026-11-25, `python benchmarks/prefill.py --tilings`).
 
 Those of latents are from one H100 (2026-11-26, `python benchmarks/latent_sweep.py`): 16 rows are up to 7 % faster in `attend_latent`, with
-one program of 64 tokens a multiprocessor, than in `attend_latent_hopper`; 64 rows are 1.1 to 1.8 times as fast in the latter. Counting an item
-as 4 blocks more makes a ragged batch of 16 rows 1.2 times as fast, and costs one of 4,096 tokens 6 %; of 64 rows it costs more than it gains.
+one program of 64 tokens a multiprocessor, than in `attend_latent_hopper`; 64 rows are 1.1 to 1.8 times as fast in the latter. Counting
+an item as 4 blocks more makes a ragged batch of 16 rows 1.2 times as fast, and costs one request of 4,096 tokens 6 %.
 Off Hopper what is known is that they compile for SM90, and how much of a multiprocessor they take.
 """
 
