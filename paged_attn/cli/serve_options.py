@@ -53,7 +53,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--lora-folder", metavar="DIR", help="let clients load adapters from this folder and unload them; without it they may not")
     add("--allow-origin", action="append", default=[], metavar="URL", help="let web pages of this origin use the server (CORS); * is all")
     add("--allow-host", action="append", default=[], metavar="NAME", help="what the header Host may say, as in *.example.com")
-    add("--no-log-requests", action="store_true", help="no line of JSON on stdout for each request (ServerSettings has none unless asked)")
+    add("--no-log-requests", action="store_true", help="no line of JSON on stdout for each request")
     add("--otlp-endpoint", metavar="URL", help="where OpenTelemetry traces go, such as http://localhost:4318/v1/traces")
     _add_chat_options(parser)
     limits = parser.add_argument_group("limits of the server").add_argument
