@@ -7,16 +7,17 @@ their results alone, or every operation rounds at random.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
+from paged_attn.check import self_check
 from paged_attn.check.compare import suspects
 from paged_attn.check.runs.choices import ChosenRun, Perturbation, PerturbedRun, same_choices
-from paged_attn.check.runs.served import HowToRun
+from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun
 from paged_attn.check.runs.traced_served import PiecewiseRun
 from tests.check.checked import Traced, refused
@@ -90,6 +91,47 @@ def test_pieces_that_round_otherwise_are_no_false_alarm(family: str, monkeypatch
         with monkeypatch.context() as undo:
             play_pieces(undo, play)
             assert refused(traced(family)) == ""
+
+
+def model_instead(monkeypatch: pytest.MonkeyPatch, logits: Callable[[Original, Tensor], Tensor], times: int = 1) -> None:
+    """What the checks take for the model itself, beside the graph that was traced from it."""
+    own = self_check.check_against_model
+
+    def checked(model: Any, original: Original, truth: Any, name: str, settings: Any) -> None:
+        for _ in range(times):
+            own(partial(logits, original), original, truth, name, settings)
+
+    monkeypatch.setattr(self_check, "check_against_model", checked)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_rounds_otherwise_than_its_graph_is_no_false_alarm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one expert of few, so that a row is another where another one is chosen."""
+    checked = Traced(build(family, num_experts_per_tok=1, num_hidden_layers=LAYERS.get(family, 2)).to(torch.bfloat16))
+    generator = torch.Generator().manual_seed(0)
+    moved = partial(Perturbation, generator)
+    model_instead(monkeypatch, lambda graph, prompt: graph.run(prompt, as_it_is, HowToRun(perturbed=moved())), times=16)
+    assert refused(checked) == ""
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_a_model_that_takes_another_expert_than_its_graph_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def otherwise(graph: Original, prompt: Tensor) -> Tensor:
+        as_before = Perturbation(torch.Generator(), 0.0)
+        graph.run(prompt, as_it_is, HowToRun(perturbed=as_before))
+        return graph.run(prompt, as_it_is, HowToRun(choices={name: _other_places(each) for name, each in as_before.choices.items()}))
+
+    model_instead(monkeypatch, otherwise)
+    assert "the graph that torch.compile traced gives other logits" in refused(traced(family))
+
+
+def _other_places(chosen: Any) -> Any:
+    """Of one row of a router's: the expert beside the one that was chosen first."""
+    if isinstance(chosen, Tensor) or len(chosen) != 2 or len(chosen[1]) < 2 or chosen[1].shape[-1] != MANY["num_experts_per_tok"]:
+        return chosen
+    places = chosen[1].clone()
+    places[1, 0] = (places[1, 0] + 1) % MANY["num_experts"]
+    return type(chosen)((chosen[0], places))
 
 
 class OneWrongExpert(TappedRun):
