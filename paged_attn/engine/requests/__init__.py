@@ -1,1 +1,3 @@
-"""One request on its way through the engine, the row of it that every step reads, and its text."""
+"""One request on its way through the engine (`request.py`), the row of it that every step reads (`request_rows.py`), and its
+text (`detokenizer.py`).
+"""
