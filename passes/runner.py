@@ -73,7 +73,7 @@ def _rewrite_into(
         started = time.perf_counter()
         said = each.run(copied.graph, facts)
         result.seconds[each.name] = time.perf_counter() - started
-        logger.debug("pass %s: %s (%.2f s)", each.name, said, result.seconds[each.name])
+        logger.info("pass %s: %s (%.2f s)", each.name, said, result.seconds[each.name])
         if dump is not None:
             dump.write(copied.graph, each.name, said)
     copied.graph.lint()
