@@ -6,7 +6,7 @@
 `paged-attn bench` starts a system when the one before it is done, which is right for the seconds of a start and slow: hybrid models take
 vLLM three minutes each. Here seconds to ready are of a machine that starts several systems. All of them must fit in memory together: what
 a system gives away is its pool of KV, which `--set` names, nothing else. The others are stopped while one is measured (SIGSTOP): they
-hold memory, and take no core.
+hold memory, and take no core. With `--alone` each starts when the one before it has ended, as in `paged-attn bench`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("weights", type=Path, help="a folder for them; what is there is not written again")
     parser.add_argument("shapes", nargs="+", help="SHAPE or SHAPE:LAYERS of `paged-attn bench`")
     parser.add_argument("--systems", default="vllm,paged_attn", help="in the order in which they are measured; none: write weights only")
+    parser.add_argument("--alone", action="store_true", help="one system after the other; their memory need not fit together")
     parser.add_argument("--workload", default="latency,throughput,mixed,long")
     parser.add_argument("--scale", default="full")
     parser.add_argument("--mixed-requests", type=int, default=128)
@@ -113,20 +114,26 @@ def main() -> None:
     sources = {shape: saved(shape, asked.weights, asked.dtype, asked.device) for shape in asked.shapes}
     systems = [name for name in asked.systems.split(",") if name and name != "none"]
     folder = Path(tempfile.mkdtemp(prefix="paged_attn_beside_"))
+    found: dict[str, Any] = {}
+
+    def measure(run: Run) -> None:
+        run.ready.wait()
+        found[run.name] = vars(run.measure())
+        if asked.json is not None:
+            asked.json.write_text(json.dumps(found, indent=1))
+
     runs = []
     for shape, source in sources.items():
         tasks = tasks_of(source, workloads(asked.scale, asked.workload.split(","), asked.mixed_requests))
         for system in systems:
             job = Job(system, source, tasks, asked.repeat, 60.0, options.get(system, {}))
             runs.append(Run(f"{shape} {system}", job, folder / f"{shape.replace(':', '_')}.{system}", asked.timeout))
+            if asked.alone:
+                measure(runs.pop())
     for run in runs:
         run.ready.wait()
-    found: dict[str, Any] = {}
     for run in runs:
-        outcome = run.measure()
-        found[run.name] = vars(outcome)
-        if asked.json is not None:
-            asked.json.write_text(json.dumps(found, indent=1))
+        measure(run)
     print("done; what they wrote is in", folder, flush=True)
     for shape in sources:
         compare(shape, [found[f"{shape} {system}"] for system in systems])
