@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.check.compare.suspects import ENOUGH, ON_ANOTHER_RANK, TRIES, UNITS
-from paged_attn.check.runs.choices import Perturbation
+from paged_attn.check.runs.choices import Choices, Perturbation, same_choices
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.truth import Truth
@@ -38,7 +38,6 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
     if not settings.any_rank(not all(expected.dtype == got.dtype and torch.equal(expected, got) for expected, got in pairs)):
         return
 
-    errors = [row_errors(expected, got) for expected, got in pairs]
     wide = [original.run(prompt, _as_it_is, HowToRun(wide=True)) for prompt in truth.prompts]
     by_rounding = [row_errors(got, run) for (_, got), run in zip(pairs, wide, strict=True)]
     level = max(typical(torch.cat(by_rounding)), rounding(original.narrow, truth.logits[0].dtype))
@@ -46,8 +45,8 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
     chosen = sum(int((rows > limit).sum()) for rows in by_rounding)  # in which rounding changed what a router chose
     wrong = []
     for prompt, (expected, got) in enumerate(pairs):
-        rows = _unexplained(expected, got, original, truth.prompts[prompt], limit, torch.Generator().manual_seed(prompt), settings)
-        wrong.append((rows, prompt))
+        generator = torch.Generator().manual_seed(prompt)
+        wrong.append((_unexplained(expected, got, original, truth.prompts[prompt], limit, generator, settings), prompt))
     differs = sum(count for count, _ in wrong) > math.ceil(1.5 * chosen)
     if settings.any_rank(differs):
         if not differs:
@@ -55,7 +54,7 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
         count, prompt = max(wrong)
         raise UnsupportedError(
             f"self-check failed: the graph that torch.compile traced gives other logits than {name} itself for {count} of the "
-            f"{len(truth.prompts[prompt])} tokens of a prompt, off by {worst(errors[prompt]):.2g} of their size (allowed "
+            f"{len(truth.prompts[prompt])} tokens of a prompt, off by {worst(row_errors(*pairs[prompt])):.2g} of their size (allowed "
             f"{limit:.2g}). What the model computes depends on more than the trace shows: on the length of a call, on its values, "
             "on whether it is given position_ids, or on an attention implementation that computes something else. Nothing was "
             "generated."
@@ -69,6 +68,7 @@ def _unexplained(
     off no more than `limit`, or than rounding usually moves it, or is what the graph gives with what it chose in a moved run."""
     errors, moved = row_errors(expected, got), list[Tensor]()
     wrong = ~(errors <= limit)
+    chosen: Choices = {}
     for attempt in range(TRIES):
         if not settings.any_rank(bool(wrong.any())):
             break
@@ -79,9 +79,10 @@ def _unexplained(
             moved.append(row_errors(got, near).nan_to_num(posinf=0))
         if len(moved) == ENOUGH:
             wrong &= ~(errors <= MULTIPLE * torch.stack(moved).median(0).values)
-        if settings.any_rank(bool(perturbed.choices)):
-            wrong &= ~(row_errors(expected, original.run(prompt, _as_it_is, HowToRun(choices=perturbed.choices))) <= limit)
-        elif len(moved) == ENOUGH:
+        if settings.any_rank(not same_choices(chosen, perturbed.choices)):
+            chosen = perturbed.choices
+            wrong &= ~(row_errors(expected, original.run(prompt, _as_it_is, HowToRun(choices=chosen))) <= limit)
+        if len(moved) == ENOUGH and not settings.any_rank(bool(chosen)):
             break  # only other choices would tell more
     return int(wrong.sum())
 
