@@ -28,7 +28,7 @@ from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from paged_attn.backends.experts.triton.few import FewTiling, few_experts
-from paged_attn.backends.experts.triton.grouped import GroupedTiling, grouped_experts
+from paged_attn.backends.experts.triton.grouped import ONE_PROGRAM, GroupedTiling, grouped_experts
 from paged_attn.backends.selection.experts import BUILT_IN, experts_backend, reasons_against
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
@@ -140,11 +140,11 @@ def few_tilings(shape: Shape) -> Iterator[FewTiling]:
 
 def grouped_tilings(tokens: int, shape: Shape) -> Iterator[GroupedTiling]:
     rows = tokens * shape.top_k / shape.experts  # of an expert
-    blocks = [(16, 32, 128), (16, 32, 256), (16, 64, 128), (16, 128, 64), (16, 128, 128), (32, 64, 128), (32, 128, 64)]
+    blocks = [(16, 32, 128), (16, 32, 256), (16, 64, 128), (16, 64, 256), (16, 128, 64), (16, 128, 128), (32, 64, 128), (32, 128, 64)]
     for m, n, k in (*blocks, (64, 64, 64), (64, 128, 64), (64, 256, 64), (128, 64, 64), (128, 128, 64), (128, 256, 64)):
         if rows <= 32 if m == 16 else rows / 4 <= m <= 4 * rows:
             for warps in (4, 8) if m * n >= 64 * 128 else (4,):
-                yield from (GroupedTiling(m, n, k, warps, stages) for stages in (3, 4))
+                yield from (GroupedTiling(m, n, k, warps, stages) for stages in ((3, 4, 5) if m == 16 else (3, 4)))
 
 
 def tilings(tokens: int, shape: Shape) -> list[tuple[str, Any]]:
@@ -152,13 +152,13 @@ def tilings(tokens: int, shape: Shape) -> list[tuple[str, Any]]:
     return few + [("grouped", tiling) for tiling in grouped_tilings(tokens, shape)]
 
 
-def compile_each(name: str, own: list[tuple[str, Any]]) -> None:
+def compile_each(name: str, own: list[tuple[bool, str, Any]]) -> None:
     """In a process of its own: Triton keeps what it compiles on disk."""
     layer = layer_of(name)
-    operands = layer.operands(16)
-    for kind, tiling in own:
+    operands = {starts_early: layer.operands(16 if starts_early else ONE_PROGRAM) for starts_early in {early for early, *_ in own}}
+    for starts_early, kind, tiling in own:
         with contextlib.suppress(triton_out_of_resources()):
-            KERNELS[kind](*operands, tiling=tiling)
+            KERNELS[kind](*operands[starts_early], tiling=tiling)
 
 
 def beside(name: str, layer: Layer, given: Sequence[tuple[Any, ...]]) -> tuple[list[Run], Gating] | str:
@@ -235,7 +235,8 @@ def layer_of(name: str) -> Layer:
 
 
 def compile_all(name: str, tokens: Iterable[int], jobs: int) -> None:
-    every = list(dict.fromkeys(each for count in tokens for each in tilings(count, SHAPES[name])))
+    shape = SHAPES[name]
+    every = list(dict.fromkeys((count * shape.top_k <= ONE_PROGRAM, *each) for count in tokens for each in tilings(count, shape)))
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(functools.partial(compile_each, name), [every[start::jobs] for start in range(jobs)]))
 

@@ -56,6 +56,8 @@ def machine_of(device: torch.device) -> Machine:
     """In Triton's interpreter, on the CPU, there are as many multiprocessors as make small tests cut their items."""
     if device.type != "cuda":
         return Machine(3, hopper=False, early=False)
+    if torch.version.hip is not None:  # whose capabilities are numbers of another kind
+        return Machine(torch.cuda.get_device_properties(device).multi_processor_count, hopper=False, early=False)
     capability = torch.cuda.get_device_capability(device)
     hopper = capability == (9, 0)
     if hopper and not (known := triton.__version__.startswith(GLUON_VERSIONS)):
@@ -65,6 +67,12 @@ def machine_of(device: torch.device) -> Machine:
         )  # fmt: skip
         hopper = known
     return Machine(torch.cuda.get_device_properties(device).multi_processor_count, hopper, early=capability >= (9, 0))
+
+
+def early_start(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """EARLY of a kernel that may be launched before the one in front has ended, with Triton's option for it, which not every GPU's
+    compiler knows."""
+    return {"EARLY": True, "launch_pdl": True} if wanted and machine_of(device).early else {"EARLY": False}
 
 
 @dataclass(frozen=True)

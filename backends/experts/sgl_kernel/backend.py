@@ -49,6 +49,8 @@ class SglKernelExpertsBackend(ExpertsBackend):
         from paged_attn.backends.experts.sgl_kernel.ragged import rows_by_expert
         from paged_attn.backends.experts.sgl_kernel.sum_kernel import weighted_sum
 
+        if not len(x):  # `matmul_ogs` divides by their number
+            return x.new_empty((0, w2.shape[1]))
         products, (experts, hidden, _) = _products(), w2.shape
         given, ids, weights = x.to(w1.dtype).contiguous(), ids.contiguous(), weights.contiguous()
         rows = rows_by_expert(ids, experts)

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.attention.triton.tiling import early_start
 from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.experts.triton.few_kernel import few_first, few_second
 from paged_attn.backends.experts.triton.strides import strides_of
@@ -39,6 +40,7 @@ def few_experts(
 ) -> Tensor:
     """As the op; ids and weights [T, k] are contiguous."""
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
+    early = early_start(x.device)
     inner = torch.empty((tokens * top_k, width), dtype=x.dtype, device=x.device)
     output = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     launch(
@@ -48,11 +50,13 @@ def few_experts(
         ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
         GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first,
         BLOCK_I=tiling.rows, BLOCK_H=min(tiling.columns, triton.next_power_of_2(hidden)), num_warps=tiling.warps,
+        **early,
     )  # fmt: skip
     launch(
         few_second, (tokens, triton.cdiv(hidden, tiling.second_rows)),
         inner, ids, weights, w2, b2, output, *w2.stride(), 0 if b2 is None else b2.stride(0),
         EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, HAS_BIAS=b2 is not None,
         BLOCK_H=tiling.second_rows, BLOCK_I=min(tiling.second_columns, triton.next_power_of_2(width)), num_warps=tiling.second_warps,
+        **early,
     )  # fmt: skip
     return output

@@ -20,9 +20,12 @@ def few_first(
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
     GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """inner [T k, I] of x [T, H], ids [T, k], w1 [E, rows, H]; rows: all gates, and all ups `up_stride` behind; or in turns."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0)
     expert = tl.load(ids + pair)
     if expert >= EXPERTS:
@@ -77,30 +80,66 @@ def _rows(
 def few_second(
     inner, ids, weights, w2, b2, output, expert_stride, row_stride, column_stride, bias_stride,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """output [T, H] = sum over a token's experts of weight (inner w2[expert]^T + b2[expert])."""
     token = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     own = h < H
+    # On the way while `few_first` ends, which has waited for what wrote the ids; from the L2, for an L1 may hold what was there before.
+    expert = tl.load(ids + token * TOP_K, cache_modifier=".cg")
+    at = w2 + tl.minimum(expert, EXPERTS - 1).to(tl.int64) * expert_stride + h[:, None] * row_stride
+    tile = _tile(at, own, 0, column_stride, H, WIDTH, BLOCK_H, BLOCK_I)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros([BLOCK_H, BLOCK_I], tl.float32)
     bias = tl.zeros([BLOCK_H], tl.float32)
-    for j in range(TOP_K):
-        pair = token * TOP_K + j
-        expert = tl.load(ids + pair)
-        if expert < EXPERTS:
-            weight = tl.load(weights + pair).to(tl.float32)
-            at = w2 + expert.to(tl.int64) * expert_stride + h[:, None] * row_stride
-            row = inner + pair.to(tl.int64) * WIDTH
-            for start in range(0, WIDTH, BLOCK_I):
-                i = start + tl.arange(0, BLOCK_I)
-                if H % BLOCK_H == 0 and WIDTH % BLOCK_I == 0:
-                    value = tl.load(row + i).to(tl.float32)
-                    total += (weight * value)[None, :] * tl.load(at + i[None, :] * column_stride).to(tl.float32)
-                else:
-                    value = tl.load(row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
-                    mask = own[:, None] & (i < WIDTH)[None, :]
-                    total += (weight * value)[None, :] * tl.load(at + i[None, :] * column_stride, mask=mask, other=0.0).to(tl.float32)
-            if HAS_BIAS:
-                bias += weight * tl.load(b2 + expert.to(tl.int64) * bias_stride + h, mask=own, other=0.0).to(tl.float32)
+    if expert < EXPERTS:
+        total, bias = _add_expert(total, bias, tile, at, inner, weights, b2, token * TOP_K, expert, h, own, column_stride, bias_stride,
+                                  H, WIDTH, HAS_BIAS, BLOCK_H, BLOCK_I)  # fmt: skip
+    for j in range(1, TOP_K):
+        other = tl.load(ids + token * TOP_K + j)
+        if other < EXPERTS:
+            start = w2 + other.to(tl.int64) * expert_stride + h[:, None] * row_stride
+            first = _tile(start, own, 0, column_stride, H, WIDTH, BLOCK_H, BLOCK_I)
+            total, bias = _add_expert(total, bias, first, start, inner, weights, b2, token * TOP_K + j, other, h, own, column_stride,
+                                      bias_stride, H, WIDTH, HAS_BIAS, BLOCK_H, BLOCK_I)  # fmt: skip
     tl.store(output + token.to(tl.int64) * H + h, (tl.sum(total, 1) + bias).to(output.dtype.element_ty), mask=own)
+
+
+@triton.jit
+def _add_expert(
+    total, bias, tile, at, inner, weights, b2, pair, expert, h, own, column_stride, bias_stride,
+    H: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """The sums with a pair's products, of whose weight `tile` has the first columns."""
+    weight = tl.load(weights + pair).to(tl.float32)
+    row = inner + pair.to(tl.int64) * WIDTH
+    total = _add_tile(total, tile, weight, row, 0, WIDTH, BLOCK_I)
+    for start in range(BLOCK_I, WIDTH, BLOCK_I):
+        other = _tile(at, own, start, column_stride, H, WIDTH, BLOCK_H, BLOCK_I)
+        total = _add_tile(total, other, weight, row, start, WIDTH, BLOCK_I)
+    if HAS_BIAS:
+        bias += weight * tl.load(b2 + expert.to(tl.int64) * bias_stride + h, mask=own, other=0.0).to(tl.float32)
+    return total, bias
+
+
+@triton.jit
+def _tile(at, own, start, column_stride, H: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr):
+    i = start + tl.arange(0, BLOCK_I)
+    if H % BLOCK_H == 0 and WIDTH % BLOCK_I == 0:
+        tile = tl.load(at + i[None, :] * column_stride)
+    else:
+        tile = tl.load(at + i[None, :] * column_stride, mask=own[:, None] & (i < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _add_tile(total, tile, weight, row, start, WIDTH: tl.constexpr, BLOCK_I: tl.constexpr):
+    i = start + tl.arange(0, BLOCK_I)
+    if WIDTH % BLOCK_I == 0:
+        value = tl.load(row + i).to(tl.float32)
+    else:
+        value = tl.load(row + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    return total + (weight * value)[None, :] * tile.to(tl.float32)

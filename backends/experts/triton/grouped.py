@@ -11,8 +11,10 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.attention.triton.tiling import early_start
 from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.experts.triton.grouped_kernel import grouped_first, grouped_second, sum_parts
+from paged_attn.backends.experts.triton.hopper import BLOCK, hopper_products
 from paged_attn.backends.experts.triton.sort_kernel import count_pairs, sort_few_pairs, sort_pairs
 from paged_attn.backends.experts.triton.strides import strides_of
 
@@ -65,12 +67,30 @@ def grouped_experts(
     """As the op; ids and weights [T, k] are contiguous. Nothing waits for the GPU: as many blocks are launched as there may be."""
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     num_pairs = tokens * top_k
+    products = hopper_products(x, w1, w2, b1, b2, gating, num_pairs / experts) if tiling is None else None
     tiling = tiling or tiling_for(num_pairs / experts)
-    pairs, blocks, _ = sorted_pairs(ids, experts, tiling.m)
-    num_blocks = blocks.shape[1]
+    pairs, blocks, _ = sorted_pairs(ids, experts, BLOCK if products else tiling.m)
+    early = early_start(x.device, num_pairs <= ONE_PROGRAM)
     inner = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, hidden), dtype=x.dtype, device=x.device)
     output = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if products:
+        products[0](x, top_k, pairs, blocks, weights, inner)
+        products[1](inner, 1, pairs, blocks, weights, parts)
+    else:
+        _general_products(x, weights, w1, w2, b1, b2, gating, tiling, top_k, pairs, blocks, inner, parts, early)
+    launch(
+        sum_parts, (tokens, triton.cdiv(hidden, 1024)), parts, ids, output,
+        EXPERTS=experts, TOP_K=top_k, H=hidden, BLOCK=1024, **early,
+    )  # fmt: skip
+    return output
+
+
+def _general_products(
+    x: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating, tiling: GroupedTiling,
+    top_k: int, pairs: Tensor, blocks: Tensor, inner: Tensor, parts: Tensor, early: dict[str, bool],
+) -> None:  # fmt: skip
+    (experts, hidden, width), num_blocks = w2.shape, blocks.shape[1]
     how = {
         "EXPERTS": experts, "H": hidden, "WIDTH": width, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
         "BLOCK_M": tiling.m, "BLOCK_N": tiling.n, "BLOCK_K": tiling.k, "num_warps": tiling.warps, "num_stages": tiling.stages,
@@ -80,15 +100,13 @@ def grouped_experts(
         x, pairs, blocks, w1, b1, inner, num_blocks, x.stride(0), *strides_of(w1, width), 0 if b1 is None else b1.stride(0),
         gating.limit, gating.alpha, TOP_K=top_k, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
         ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
-        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first, **how,
+        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first, **how, **early,
     )  # fmt: skip
     launch(
         grouped_second, (num_blocks * triton.cdiv(hidden, tiling.n),),
         inner, pairs, blocks, weights, w2, b2, parts, num_blocks, *w2.stride(), 0 if b2 is None else b2.stride(0),
-        HAS_BIAS=b2 is not None, **how,
+        HAS_BIAS=b2 is not None, EARLY=early["EARLY"], **how,  # not launched early: beside the first it would crowd some multiprocessors
     )  # fmt: skip
-    launch(sum_parts, (tokens, triton.cdiv(hidden, 1024)), parts, ids, output, EXPERTS=experts, TOP_K=top_k, H=hidden, BLOCK=1024)
-    return output
 
 
 def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +117,7 @@ def sorted_pairs(ids: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor,
     how = {"EXPERTS": experts, "E": padded, "BLOCK_M": block, "BLOCK": SORTED_AT_ONCE}
     if num_pairs <= ONE_PROGRAM:
         counts, pairs = (torch.empty(size, dtype=torch.int32, device=ids.device) for size in (2 * padded, num_pairs))
-        launch(sort_few_pairs, (1,), ids, counts, pairs, blocks, num_pairs, num_blocks, **how)
+        launch(sort_few_pairs, (1,), ids, counts, pairs, blocks, num_pairs, num_blocks, **how, **early_start(ids.device))
         return pairs, blocks, counts
     counts = torch.zeros(padded, dtype=torch.int32, device=ids.device)
     # Not as halves of one tensor: the second would lie at any multiple of 4 bytes, for which Triton compiles the kernels anew.

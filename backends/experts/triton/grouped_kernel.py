@@ -18,8 +18,11 @@ def grouped_first(
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_ALPHA: tl.constexpr,
     GATE_SOFTCAP: tl.constexpr, UP_SOFTCAP: tl.constexpr, UP_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """inner [T k, I], by pair, of x [T, H] and w1 [E, rows, H]; rows as in `few_first`."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // columns
     expert = tl.load(blocks + block)
@@ -76,8 +79,11 @@ def grouped_second(
     inner, pairs, blocks, weights, w2, b2, parts, num_blocks, expert_stride, row_stride, column_stride, bias_stride,
     EXPERTS: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """parts [T k, H], by pair: weight (inner w2[expert]^T + b2[expert])."""
+    """parts [T k, H], by pair: weight (inner w2[expert]^T + b2[expert]). EARLY: what comes next may be launched beside it."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // columns
     expert = tl.load(blocks + block)
@@ -100,12 +106,15 @@ def grouped_second(
 
 
 @triton.jit
-def sum_parts(parts, ids, output, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
+def sum_parts(parts, ids, output, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """output [T, H]: a token's parts, added up in float32 in their order; ids that no expert has are left out."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for j in range(TOP_K):
+    for j in tl.static_range(TOP_K):
         served = tl.load(ids + token * TOP_K + j) < EXPERTS
         total += tl.load(parts + (token * TOP_K + j) * H + h, mask=served & (h < H), other=0.0).to(tl.float32)
     tl.store(output + token * H + h, total.to(output.dtype.element_ty), mask=h < H)

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.routing import Routing
+from paged_attn.backends.attention.triton.tiling import early_start
 from paged_attn.backends.experts.triton.route_kernel import route_kernel
 
 MOST_EXPERTS = 1024  # that a program holds
@@ -27,6 +28,6 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, dtype: torch.dt
             EXPERTS=experts, TOP_K=routing.top_k, K=triton.next_power_of_2(routing.top_k), GROUPS=routing.groups, G=groups, S=size,
             TOP_GROUPS=routing.top_groups, GROUP_BEST=routing.group_best, SCORE=routing.score, AFTER=routing.after,
             RENORMALISE=routing.renormalise, HAS_BIAS=bias is not None, ROUNDED=routing.rounded,
-            num_warps=1 if groups * size <= 256 else 4,
+            num_warps=1 if groups * size <= 256 else 4, **early_start(logits.device),
         )  # fmt: skip
     return weights, ids

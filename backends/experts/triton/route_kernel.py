@@ -13,9 +13,12 @@ def route_kernel(
     logits, bias, weights, ids, row_stride, hidden, eps, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, SCORE: tl.constexpr, AFTER: tl.constexpr, RENORMALISE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """weights, ids [T, k] of logits [T, E]; G, S: powers of 2 from the number of groups and their size on. Of equals the first is taken."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     size: tl.constexpr = EXPERTS // GROUPS
     group, within = tl.arange(0, G), tl.arange(0, S)

@@ -11,9 +11,13 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
 def sort_few_pairs(
-    ids, counts, pairs, blocks, num_pairs, num_blocks, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
-):
+    ids, counts, pairs, blocks, num_pairs, num_blocks,
+    EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """As `count_pairs` and `sort_pairs` in one launch of one program; counts [2 E] need not be zeros."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     every = tl.arange(0, E)
     tl.store(counts + every, tl.zeros([E], tl.int32))
     tl.debug_barrier()

@@ -47,19 +47,35 @@ def conv_extend(
 ):  # fmt: skip
     """New tokens of x [T, C]: `taps` [N, TAPS] says where the last ones of each lie, in `remembered` rows of states and then in x."""
     i, channel = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there, real, total = i < tokens, channel < C, tl.zeros([TOKENS, BLOCK], tl.float32)
-    held = there[:, None] & real[None]
+    there, real = i < tokens, channel < C
+    taps += i * TAPS
+    if tl.min(tl.load(taps, mask=there, other=remembered), 0) < remembered:  # few tiles have tokens that a state remembers
+        total = _convolved(x, weight, states, rows, slots, continues, taps, channel, there, real, x_row, x_channel, weight_channel,
+                           weight_tap, slot_stride, remembered, TAPS, WIDTH, True, TOKENS, BLOCK)  # fmt: skip
+    else:
+        total = _convolved(x, weight, states, rows, slots, continues, taps, channel, there, real, x_row, x_channel, weight_channel,
+                           weight_tap, slot_stride, remembered, TAPS, WIDTH, False, TOKENS, BLOCK)  # fmt: skip
+    result = _activated(total, bias, channel[None], real[None], x.dtype.element_ty, HAS_BIAS, SILU)
+    row = tl.load(rows + i, mask=there, other=0)
+    tl.store(output + row[:, None] * output_row + channel[None], result.to(output.dtype.element_ty), mask=there[:, None] & real[None])
+
+
+@triton.jit
+def _convolved(
+    x, weight, states, rows, slots, continues, taps, channel, there, real, x_row, x_channel, weight_channel, weight_tap, slot_stride,
+    remembered, TAPS: tl.constexpr, WIDTH: tl.constexpr, OLD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """float32 [TOKENS, BLOCK]. Without OLD all of the tokens are new, and no load waits for another tap's."""
+    total, held = tl.zeros([TOKENS, BLOCK], tl.float32), there[:, None] & real[None]
     for tap in tl.static_range(TAPS):
-        at = tl.load(taps + i * TAPS + tap, mask=there, other=remembered)
+        at = tl.load(taps + tap, mask=there, other=remembered)
         value = _new(x, states, rows, at[:, None], channel[None], held, x_row, x_channel, remembered)
-        if tl.min(at, 0) < remembered:  # few tiles have tokens that a state remembers
+        if OLD:
             kept = _kept(states, slots, continues, at[:, None], channel[None], held, slot_stride, remembered, WIDTH)
             value = tl.where((at < remembered)[:, None], kept, value)
         factor = tl.load(weight + channel * weight_channel + tap * weight_tap, mask=real, other=0.0)
         total += value.to(tl.float32) * factor.to(tl.float32)[None]
-    result = _activated(total, bias, channel[None], real[None], x.dtype.element_ty, HAS_BIAS, SILU)
-    row = tl.load(rows + i, mask=there, other=0)
-    tl.store(output + row[:, None] * output_row + channel[None], result.to(output.dtype.element_ty), mask=held)
+    return total
 
 
 @triton.jit

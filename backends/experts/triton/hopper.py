@@ -1,0 +1,97 @@
+"""Launches the products for Hopper, where the layer's shapes and layouts allow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from paged_attn.attn_ops.specs.experts import Gating
+from paged_attn.backends.attention.triton.tiling import machine_of
+from paged_attn.backends.compile_ahead import Boxes, launch
+
+BLOCK = 128  # pairs of a tile
+COLUMNS, DEPTH = 256, 64
+STAGES = 4
+FEWEST_PAIRS = 24  # that an expert gets on average: with fewer the general kernels' small tiles are faster
+_NO_GATE = Gating("none", gated=False)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The weights of all experts as one matrix, for copies by TMA.
+
+    Attributes:
+        shape, stride: rows and columns, and elements from row to row.
+        k_first: whether a row is one k of all columns of the product, not one column of it.
+        expert_rows: from expert to expert.
+        up_rows: from gates to ups, where they lie apart.
+    """
+
+    shape: tuple[int, int]
+    stride: int
+    k_first: bool
+    expert_rows: int
+    up_rows: int
+
+
+def matrix_of(weight: Tensor) -> Matrix | None:
+    """Of [E, N, K] or [E, 2, I, K]; None where a row begins where TMA can not read."""
+    *leading, columns, depth = weight.shape
+    k_first = weight.stride(-1) != 1
+    if k_first:
+        columns, depth = depth, columns
+    row, unit = (weight.stride(-1), weight.stride(-2)) if k_first else (weight.stride(-2), weight.stride(-1))
+    steps = weight.stride()[:-2]
+    if unit != 1 or row % 8 or weight.storage_offset() % 8 or weight.shape[-1] % DEPTH or any(step % row for step in steps):
+        return None
+    last = sum((size - 1) * step for size, step in zip(leading, steps, strict=True)) // row
+    ups = steps[1] // row if len(steps) == 2 else weight.shape[-2] // 2
+    return Matrix((last + columns, depth), row, k_first, steps[0] // row, ups)
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of a layer's two products; `gating` is what follows the first one, and None of the second, which is scaled."""
+
+    weight: Tensor
+    bias: Tensor | None
+    matrix: Matrix
+    gating: Gating | None
+
+    def __call__(self, left: Tensor, top_k: int, pairs: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+        """out [T k, N], by pair, of row pair // top_k of `left`; pairs are sorted, in blocks of BLOCK."""
+        from triton.experimental.gluon import language as gl
+
+        from paged_attn.backends.experts.triton.hopper_kernel import product_hopper
+
+        weight, matrix, gating, n = self.weight, self.matrix, self.gating or _NO_GATE, out.shape[1]
+        width = COLUMNS // 2 if gating.gated else COLUMNS
+        box = [DEPTH, COLUMNS] if matrix.k_first else [COLUMNS if gating.interleaved else width, DEPTH]
+        layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if weight.dtype == torch.bfloat16 else gl.float16)
+        tiles = blocks.shape[1] * triton.cdiv(n, width)
+        launch(
+            product_hopper, (min(tiles, machine_of(weight.device).multiprocessors),),
+            left, pairs, blocks, Boxes(weight, matrix.shape, matrix.stride, box, layout), left if self.bias is None else self.bias, scales,
+            out, blocks.shape[1], left.stride(0), matrix.expert_rows, matrix.up_rows, 0 if self.bias is None else self.bias.stride(0),
+            gating.limit, gating.alpha, EXPERTS=len(weight), TOP_K=top_k, N=n, K=left.shape[1], K_FIRST=matrix.k_first, GATED=gating.gated,
+            INTERLEAVED=gating.interleaved, HAS_BIAS=self.bias is not None, SCALED=self.gating is None, ACTIVATION=gating.activation,
+            HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0, GATE_SOFTCAP=gating.gate_softcap,
+            UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first, STAGES=STAGES, num_warps=4,
+        )  # fmt: skip
+
+
+def hopper_products(
+    x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating, pairs_of_an_expert: float
+) -> tuple[Product, Product] | None:
+    """Both products, if the kernel takes them and is the faster one."""
+    if pairs_of_an_expert <= FEWEST_PAIRS or w1.element_size() != 2 or not machine_of(w1.device).hopper:
+        return None
+    first, second = matrix_of(w1), matrix_of(w2)
+    if first is None or second is None or x.stride(0) % 16 or x.storage_offset() % 8:
+        return None
+    if first.k_first and gating.gated and not gating.interleaved:  # a box would have to be cut in its middle
+        return None
+    return Product(w1, b1, first, gating), Product(w2, b2, second, None)
