@@ -83,8 +83,14 @@ def _scan(
         query, key, value, g, beta, *(solved or (None, None)), output, states, *_where(extends, size), *query.stride(), *key.stride(),
         *value.stride(), *g.stride(), *beta.stride(), output.stride(0), *states.stride(), scale, EPS, REPEATS=heads // key.shape[1],
         HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise, DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v,
-        NARROW=narrow, num_stages=1, num_warps=4 if k_dim <= LONG and narrow is not None else 8,
+        NARROW=narrow, **scan_options(k_dim, solved is not None, narrow),
     )  # fmt: skip
+
+
+def scan_options(k_dim: int, delta: bool, narrow: Any) -> dict[str, int]:
+    """Of `scan_chunks`: the fastest of six, each on an H100, with prompts of 8,192 tokens and sixteen of 512."""
+    long = k_dim > LONG
+    return {"num_stages": 2 if long and not delta else 1, "num_warps": 8 if long or delta or narrow is None else 4}
 
 
 def _where(extends: Extends, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

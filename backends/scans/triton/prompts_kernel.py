@@ -19,7 +19,8 @@ def solve_chunks(
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     row, there = tl.load(rows + chunk * CHUNK + i), tl.load(real + chunk * CHUNK + i)
-    keys, factor = _vectors(key + (head // REPEATS) * k_head, row, there, k, k_row, k_dim, eps, K, NORMALISE)
+    keys = _tile(key + (head // REPEATS) * k_head, row, there, k, k_row, k_dim, K)
+    factor = _unit(keys, eps, NORMALISE)
     total = tl.cumsum(tl.load(g + row * g_row + head * g_head, mask=there, other=0.0).to(tl.float32), 0)
     learned = tl.load(beta + row * beta_row + head * beta_head, mask=there, other=0.0).to(tl.float32)
     before = i[:, None] > i[None]
@@ -60,31 +61,61 @@ def scan_chunks(
     before = state + tl.load(slots + request).to(tl.int64) * slot_stride
     now = tl.load(before, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
     until = i[:, None] >= i[None]
+    arguments = (query + (head // REPEATS) * q_head, key + (head // REPEATS) * k_head, value + head * v_head, g + head * g_head,
+                 beta + head * beta_head, new, reads, chunks)  # fmt: skip
+    strides = (q_row, q_dim, k_row, k_dim, v_row, v_dim, g_row, beta_row)
+    if DELTA:
+        loaded = _chunk(arguments, strides, first, first + count, head, i, k, v, HEADS, K, V, DELTA, CHUNK)
     for chunk in range(first, first + count):
-        row, there = tl.load(chunks + 3 * chunk) + i, i < tl.load(chunks + 3 * chunk + 1)
-        queries, query_factor = _vectors(query + (head // REPEATS) * q_head, row, there, k, q_row, q_dim, eps, K, NORMALISE)
-        keys, key_factor = _vectors(key + (head // REPEATS) * k_head, row, there, k, k_row, k_dim, eps, K, NORMALISE)
-        log_decay = tl.load(g + row * g_row + head * g_head, mask=there, other=0.0).to(tl.float32)
+        if not DELTA:
+            loaded = _chunk(arguments, strides, chunk, first + count, head, i, k, v, HEADS, K, V, DELTA, CHUNK)
+        row, there, slot, queries, keys, log_decay, learned, written, read = loaded
+        if DELTA:  # the next one is on its way; without the rule it would take more registers than there are
+            loaded = _chunk(arguments, strides, chunk + 1, first + count, head, i, k, v, HEADS, K, V, DELTA, CHUNK)
+        query_factor, key_factor = _unit(queries, eps, NORMALISE), _unit(keys, eps, NORMALISE)
         total, last = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+        writes = written.to(tl.float32)
         if DELTA:
-            place = ((chunk * CHUNK + i) * HEADS + head)[:, None]
-            written = tl.load(new + place * V + v[None], mask=(v < V)[None], other=0.0).to(tl.float32)
-            written -= _dot(tl.load(reads + place * K + k[None], mask=(k < K)[None], other=0.0), now, NARROW)
+            writes -= _dot(read, now, NARROW)
         else:
-            learned = tl.load(beta + row * beta_row + head * beta_head, mask=there, other=0.0).to(tl.float32)
-            written = _tile(value + head * v_head, row, there, v, v_row, v_dim, V).to(tl.float32) * learned[:, None]
+            writes *= learned[:, None]
         scores = _dot(queries, tl.trans(keys), NARROW) * _decay(total, until) * key_factor[None]
-        result = _dot(queries, now, NARROW) * tl.exp(total)[:, None] + _dot(scores, written, NARROW)
+        result = _dot(queries, now, NARROW) * tl.exp(total)[:, None] + _dot(scores, writes, NARROW)
         out = output + row[:, None] * output_row + head * V + v[None]
         result *= (query_factor * scale)[:, None]
         tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (v < V)[None])
-        written *= (key_factor * tl.exp(last - total))[:, None]
-        now = now * tl.exp(last) + _dot(tl.trans(keys), written, NARROW)
-        slot = tl.load(chunks + 3 * chunk + 2)
+        writes *= (key_factor * tl.exp(last - total))[:, None]
+        now = now * tl.exp(last) + _dot(tl.trans(keys), writes, NARROW)
         if slot > 0:
             kept = now.to(states.dtype.element_ty)
             tl.store(state + slot * slot_stride, kept, mask=held)
             now = kept.to(tl.float32)  # as who starts from it goes on
+
+
+@triton.jit
+def _chunk(
+    arguments, strides, chunk, end, head, i, k, v,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """All that `scan_chunks` reads of a chunk: where its tokens are, where the state after it goes, their numbers; zeros from `end` on."""
+    query, key, value, g, beta, new, reads, chunks = arguments
+    q_row, q_dim, k_row, k_dim, v_row, v_dim, g_row, beta_row = strides
+    real = chunk < end
+    row = tl.load(chunks + 3 * chunk, mask=real, other=0) + i
+    there = i < tl.load(chunks + 3 * chunk + 1, mask=real, other=0)
+    slot = tl.load(chunks + 3 * chunk + 2, mask=real, other=0)
+    queries, keys = _tile(query, row, there, k, q_row, q_dim, K), _tile(key, row, there, k, k_row, k_dim, K)
+    log_decay = tl.load(g + row * g_row, mask=there, other=0.0).to(tl.float32)
+    if DELTA:
+        place = ((chunk * CHUNK + i) * HEADS + head)[:, None]
+        learned = log_decay
+        written = tl.load(new + place * V + v[None], mask=real & (v < V)[None], other=0.0)
+        read = tl.load(reads + place * K + k[None], mask=real & (k < K)[None], other=0.0)
+    else:
+        learned = tl.load(beta + row * beta_row, mask=there, other=0.0).to(tl.float32)
+        written = _tile(value, row, there, v, v_row, v_dim, V)
+        read = keys
+    return row, there, slot, queries, keys, log_decay, learned, written, read
 
 
 @triton.jit
@@ -148,11 +179,10 @@ def _tile(base, row, there, column, row_stride, column_stride, SIZE: tl.constexp
 
 
 @triton.jit
-def _vectors(base, row, there, column, row_stride, column_stride, eps, SIZE: tl.constexpr, NORMALISE: tl.constexpr):
-    """As `_tile`, and by what each row is to be multiplied: that makes it of unit length if NORMALISE, else nothing changes."""
-    found = _tile(base, row, there, column, row_stride, column_stride, SIZE)
-    factor = tl.full(row.shape, 1.0, tl.float32)
+def _unit(rows, eps, NORMALISE: tl.constexpr):
+    """By what each row is to be multiplied: that makes it of unit length if NORMALISE, else nothing changes."""
+    factor = tl.full([rows.shape[0]], 1.0, tl.float32)
     if NORMALISE:
-        wide = found.to(tl.float32)
+        wide = rows.to(tl.float32)
         factor = tl.rsqrt(tl.sum(wide * wide, 1) + eps)
-    return found, factor
+    return factor

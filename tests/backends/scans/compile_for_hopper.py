@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
-from paged_attn.backends.scans.triton.prompts import LONG as LONG_KEYS
+from paged_attn.backends.scans.triton.prompts import scan_options
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV, "W": 4, "HAS_ROWS": True}),
     "conv_step in order": (conv_step, {**CONV, "W": 4, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
     "conv_step narrow": (conv_step, {**CONV, "WIDTH": 3, "W": 4, "HAS_ROWS": False, "rows": None}),
-    "conv_extend": (conv_extend, {**CONV, "TOKENS": 16, "x_channel": 1}),
+    "conv_extend": (conv_extend, {**CONV, "TOKENS": 8, "BLOCK": 256, "x_channel": 1}),
     "conv_state": (conv_state, {"C": 8192, "WIDTH": 4, "BLOCK": 128, "W": 4}),
     "gated_delta": (gated_delta_kernel, {**STEP, "REPEATS": 2, "BY_CHANNEL": False}),
     "kda": (gated_delta_kernel, {**STEP, "REPEATS": 1, "BY_CHANNEL": True}),
@@ -57,6 +57,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "scan_chunks of long keys": (scan_chunks, CHUNKED | LONG),
     "scan_chunks of float32": (scan_chunks, {**CHUNKED, "CHUNK": 16, "BLOCK_V": 32, "NARROW": None}),
     "scan_chunks without the delta rule": (scan_chunks, SSD),
+    "scan_chunks of long keys without the delta rule": (scan_chunks, {**SSD, "HEADS": 24, "REPEATS": 24, "V": 128} | LONG),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
 
@@ -67,8 +68,7 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     signature = {each: "constexpr" if each in constants else POINTERS.get(each, "i32") for each in kernel.arg_names}
     named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
-    few = kernel is scan_chunks and constants["K"] <= LONG_KEYS and constants["NARROW"]
-    options = {"num_stages": 1, "num_warps": 4 if few else 8} if kernel is scan_chunks else {}
+    options = scan_options(constants["K"], constants["DELTA"], constants["NARROW"]) if kernel is scan_chunks else {}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 
