@@ -179,6 +179,7 @@ def compare(shape: str, outcomes: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
+        worker.end_with_parent()
         worker.run(Job.read(Path(sys.argv[2])), Turn(Path(sys.argv[3])))
     else:
         main()

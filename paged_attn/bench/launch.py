@@ -88,7 +88,8 @@ def launch(
     show_output: bool = False,
     worker: Sequence[str] = WORKER,
 ) -> Outcome:
-    """Run a job to its end in a process group of its own, of which nothing is left afterwards.
+    """Run a job to its end in a process group of its own, of which nothing is left afterwards, even if this process is killed: a worker
+    ends its group when its stdin ends (`end_with_parent`).
 
     Args:
         note, advance: are called with a line on what happened, and after each workload.
@@ -104,7 +105,8 @@ def launch(
     command = [*worker, str(job_file), str(log.path)]
     with contextlib.ExitStack() as stack:
         sink = sys.stderr.fileno() if show_output else stack.enter_context(output.open("wb"))
-        process = stack.enter_context(_group(subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)))
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sink, stderr=sink, start_new_session=True)
+        process = stack.enter_context(_group(started))
         ends = time.monotonic() + timeout
         ended = False
         while not ended:
@@ -134,6 +136,8 @@ def _group(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def _reason(status: int, output: Path | None) -> str:

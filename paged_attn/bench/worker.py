@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -40,7 +43,21 @@ def run(job: Job, log: Log) -> None:
     system.close()
 
 
+def end_with_parent() -> None:
+    """From now on this process and its children are killed when `launch`, which made a group of them, is gone, and its end of stdin."""
+
+    def wait() -> None:
+        while os.read(0, 1024):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    if os.getpgid(0) != os.getpid():  # by hand, in the group of somebody else
+        return
+    threading.Thread(target=wait, name="end_with_parent", daemon=True).start()
+
+
 def main(argv: Sequence[str]) -> None:
+    end_with_parent()
     run(Job.read(Path(argv[0])), Log(Path(argv[1])))
 
 

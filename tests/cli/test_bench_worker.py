@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -76,6 +77,35 @@ def test_a_hung_worker_is_ended_with_its_children(tmp_path: Path) -> None:
     while alive(stat) and time.monotonic() < ends:
         time.sleep(0.05)
     assert not alive(stat)
+
+
+def test_nothing_outlives_a_bench_that_is_killed(tmp_path: Path) -> None:
+    """An engine would keep the GPU's memory."""
+    work = """from paged_attn.bench.worker import end_with_parent
+import subprocess
+end_with_parent()
+child = subprocess.Popen(['sleep', '60'])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(60)"""
+    bench = tmp_path / "bench.py"
+    bench.write_text(
+        "import sys\nfrom pathlib import Path\nfrom paged_attn.bench.launch import launch\nfrom paged_attn.bench.systems.job import Job\n"
+        f"worker, folder = {script(tmp_path, work)!r}, Path({str(tmp_path)!r})\n"
+        "launch(Job.read(folder / 'asked'), folder, print, print, timeout=60, worker=worker)\n"
+    )
+    job().write(tmp_path / "asked")
+    process, output = subprocess.Popen([sys.executable, str(bench)]), tmp_path / "vllm.log"
+    ends = time.monotonic() + 30
+    while (not output.exists() or not output.read_text()) and time.monotonic() < ends:
+        time.sleep(0.05)
+    stats = [Path(f"/proc/{pid}/stat") for pid in output.read_text().split()]
+    assert len(stats) == 2 and all(map(alive, stats))
+    process.kill()
+    process.wait()
+    ends = time.monotonic() + 5
+    while any(map(alive, stats)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not any(map(alive, stats))
 
 
 def alive(stat: Path) -> bool:

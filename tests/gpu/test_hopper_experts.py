@@ -13,7 +13,9 @@ from paged_attn.backends.attention.triton.tiling import machine_of
 from paged_attn.backends.experts.triton import grouped, hopper
 from tests.backends.experts.operands import GATINGS, close, operands
 
-pytestmark = pytest.mark.skipif(not machine_of(torch.device("cuda")).hopper, reason="no Hopper GPU, or another Triton")
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and machine_of(torch.device("cuda")).hopper), reason="no Hopper GPU, or another Triton"
+)
 SIZES: dict[str, Any] = {"hidden": 192, "width": 320, "dtype": torch.bfloat16}  # no multiples of a tile's 128 and 256 columns
 
 
