@@ -20,7 +20,7 @@ class TritonExpertsBackend(ExpertsBackend):
         devices=frozenset({"cuda", "hip"}),
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
         requirements=(TRITON,),
-        note="up to 8 tokens read each chosen expert once; more are sorted by expert",
+        note="up to 8 tokens read each chosen expert once; more are sorted by expert; prompts on Hopper have a kernel of their own",
     )
 
     def forward(

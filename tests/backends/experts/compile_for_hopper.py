@@ -14,15 +14,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from paged_attn.backends.attention.triton.tiling import Machine
 from paged_attn.backends.experts.triton import hopper
+from paged_attn.backends.experts.triton import hopper_kernel as kernel
 from tests.backends.experts.operands import GATINGS, operands
 from tests.backends.kernel_resources import resources_of
 
 FLOATS = {"left", "bias", "scales", "out"}
 
 
-def compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> dict[str, int]:
+def compiled(product: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, **constants: Any) -> dict[str, int]:
     signature, attributes = {}, {}
-    for index, (name, argument) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+    for index, (name, argument) in enumerate(zip(product.arg_names, arguments, strict=False)):
         if isinstance(argument, torch.Tensor):
             signature[name] = "*bf16" if name in FLOATS else "*i32"
         elif isinstance(argument, int):
@@ -34,11 +35,12 @@ def compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int
         if isinstance(argument, torch.Tensor) or name in ("left_stride", "bias_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constants, "constexpr")
-    source = GluonASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, attributes)
+    source = GluonASTSource(product, {name: signature[name] for name in product.arg_names}, constants, attributes)
     return resources_of(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}))
 
 
 def main() -> None:
+    assert (2 * kernel.HALF.value, kernel.COLUMNS.value, kernel.DEPTH.value) == (hopper.BLOCK, hopper.COLUMNS, hopper.DEPTH)
     found: list[dict[str, int]] = []
     pairs, blocks = torch.empty(1000, dtype=torch.int32), torch.empty(3, 16, dtype=torch.int32)
     with (
