@@ -48,7 +48,8 @@ class FastKernel:
             full = (key, device, ())
         known = self._compiled.get(full)
         if known is None:
-            compiled = self.kernel[grid](*arguments, **constants, **options)
+            taken = {name: value for name, value in options.items() if value or name != "launch_pdl"}  # ROCm's compiler has none
+            compiled = self.kernel[grid](*arguments, **constants, **taken)
             if isinstance(compiled, CompiledKernel):  # not so in the interpreter
                 self._compiled[full] = compiled, tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
             return

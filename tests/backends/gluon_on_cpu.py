@@ -37,6 +37,29 @@ class Pointer:
         return Pointer(self.memory, self.offset[index])
 
 
+class Registers(torch.Tensor):
+    """A tensor whose type has a layout."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+class Described:
+    """What TMA copies boxes of: a matrix, zeros behind its end."""
+
+    def __init__(self, matrix: torch.Tensor, box: tuple[int, int]) -> None:
+        self.matrix, self.box, self.layout = matrix, box, None
+
+    def copy(self, at: tuple[Any, Any], barrier: Barrier, tile: Shared) -> None:
+        _stop()
+        first, column = (int(each) for each in at)
+        assert tile.shape == tuple(self.box)
+        found = self.matrix[first : first + self.box[0], column : column + self.box[1]]
+        value = torch.zeros(tile.shape, dtype=tile.dtype)
+        value[: found.shape[0], : found.shape[1]] = found
+        tile.store(value)
+        barrier.receive(value.numel() * value.element_size())
+
+
 class Shared:
     """A tile in shared memory."""
 
@@ -46,6 +69,9 @@ class Shared:
     def index(self, at: Any) -> Any:
         assert 0 <= int(at) < len(self.tensor)
         return Shared(self.tensor[int(at)])
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.tensor[start : start + length])
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.tensor.permute(order))
@@ -59,19 +85,29 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier: complete when `count` have arrived, then it counts anew."""
+    """An mbarrier: complete when `count` have arrived and all bytes that they expect, then it counts anew."""
 
     def __init__(self) -> None:
-        self.count, self.arrived, self.phase, self.changed = 0, 0, 0, threading.Condition()
+        self.count, self.arrived, self.missing, self.phase, self.changed = 0, 0, 0, 0, threading.Condition()
 
-    def arrive(self, count: int) -> None:
+    def arrive(self, count: int, expected: int = 0) -> None:
         _stop()
         with self.changed:
             self.arrived += count
+            self.missing += expected
             assert self.arrived <= self.count, "more arrive than are waited for"
-            if self.arrived == self.count:
-                self.arrived, self.phase = 0, self.phase + 1
-                self.changed.notify_all()
+            self._complete()
+
+    def receive(self, count: int) -> None:
+        with self.changed:
+            self.missing -= count
+            assert self.missing >= 0, "more bytes come than are expected"
+            self._complete()
+
+    def _complete(self) -> None:
+        if self.arrived == self.count and not self.missing:
+            self.arrived, self.phase = 0, self.phase + 1
+            self.changed.notify_all()
 
     def wait(self, parity: Any) -> None:
         with self.changed:
@@ -130,12 +166,12 @@ def _allocate(dtype: Any, shape: Any, layout: Any) -> Any:
 
 
 def _warp_specialize(parts: Any, warps: Any, registers: Any) -> None:
-    def run(program: int, function: Any, arguments: Any) -> None:
-        _program.id = program
+    def run(program: int, programs: int, function: Any, arguments: Any) -> None:
+        _program.id, _program.count = program, programs
         function(*arguments)
 
     with ThreadPoolExecutor(len(parts)) as threads:
-        running = [threads.submit(run, _program.id, *each) for each in parts]
+        running = [threads.submit(run, _program.id, _program.count, *each) for each in parts]
         wait(running, return_when=FIRST_EXCEPTION)
         for each in running:
             if each.done():
@@ -155,11 +191,11 @@ def _arange(start: int, end: int, layout: Any = None) -> torch.Tensor:
 
 
 def _full(shape: Any, value: float, dtype: torch.dtype, layout: Any = None) -> torch.Tensor:
-    return torch.full(tuple(shape), value, dtype=dtype)
+    return torch.full(tuple(shape), value, dtype=dtype).as_subclass(Registers)
 
 
 def _zeros(shape: Any, dtype: torch.dtype, layout: Any = None) -> torch.Tensor:
-    return torch.zeros(tuple(shape), dtype=dtype)
+    return _full(shape, 0, dtype)
 
 
 def _language() -> dict[str, Any]:
@@ -171,7 +207,9 @@ def _language() -> dict[str, Any]:
         "minimum": lambda a, b: _scalar(a, b, torch.minimum), "maximum": lambda a, b: _scalar(a, b, torch.maximum),
         "max": lambda x, axis: x.amax(axis), "sum": lambda x, axis: x.sum(axis), "cdiv": lambda a, b: (a + b - 1) // b,
         "static_range": range, "allocate_shared_memory": _allocate, "warp_specialize": _warp_specialize,
-        "program_id": lambda axis: torch.tensor(_program.id), "thread_barrier": lambda: None, "barrier": lambda: None,
+        "sigmoid": torch.sigmoid, "erf": torch.erf, "split": lambda x: (x[..., 0], x[..., 1]),
+        "program_id": lambda axis: torch.tensor(_program.id), "num_programs": lambda axis: _program.count,
+        "thread_barrier": lambda: None, "barrier": lambda: None,
         "NVMMASharedLayout": SimpleNamespace(get_default_for=lambda *_: None), **{name: lambda *_: None for name in layouts},
     }  # fmt: skip
 
@@ -181,8 +219,10 @@ def _modules() -> dict[str, ModuleType]:
     barrier = SimpleNamespace(
         MBarrierLayout=lambda: None, init=lambda barrier, count: setattr(barrier, "count", count),
         wait=lambda barrier, phase: barrier.wait(phase), arrive=lambda barrier, count=1: barrier.arrive(count),
+        expect=lambda barrier, count: barrier.arrive(1, count),
     )  # fmt: skip
     hopper = {
+        "tma": SimpleNamespace(async_copy_global_to_shared=lambda boxes, at, barrier, tile: boxes.copy(at, barrier, tile)),
         "fence_async_shared": lambda: None, "mbarrier": barrier, "warpgroup_mma": _mma,
         "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else tuple(deps),
         "async_copy": SimpleNamespace(
@@ -215,6 +255,7 @@ def on_cpu(module: str, kernel: str, own: tuple[str, ...]) -> Any:
 
     def launch(key: Any, grid: tuple[int, int], arguments: Any, constants: dict[str, Any], options: Any, device: int) -> None:
         given = [_pointer(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+        _program.count = grid[0]
         for _program.id in range(grid[0]):
             function(*given, **constants)
 
