@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.ops.experts import experts_one_by_one
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import experts_backend, reasons_against
-from tests.backends.experts.operands import close
+from tests.backends.experts.operands import close, in_float32
 from tests.gpu.test_no_sync import waiting_is_an_error
 
 TOKENS = (1, 8, 64, 1024)
@@ -86,9 +85,7 @@ def tokens_of(shape: Shape, count: int, seed: int = 0) -> tuple[Tensor, Tensor, 
 
 
 def reference(shape: Shape, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    w1, w2, b1, b2, gating = layer_of(shape)
-    wide = (None if each is None else each.float() for each in (w1, w2, b1, b2))
-    return experts_one_by_one(x.float(), ids, weights, *wide, gating)  # type: ignore[arg-type]
+    return in_float32((x, ids, weights, *layer_of(shape)))
 
 
 def reasons(name: str, shape: Shape) -> list[str]:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from paged_attn.attn_ops.ops.experts import experts_one_by_one
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.attention.triton.tiling import machine_of
 from paged_attn.backends.experts.triton import grouped, hopper
-from tests.backends.experts.operands import GATINGS, close, operands
+from tests.backends.experts.operands import GATINGS, close, in_float32, operands, with_loads
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and machine_of(torch.device("cuda")).hopper), reason="no Hopper GPU, or another Triton"
@@ -29,12 +28,6 @@ def both(given: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, taken: bool = 
     return result, grouped.grouped_experts(*given)
 
 
-def expected(given: tuple[Any, ...]) -> torch.Tensor:
-    x, ids, weights, *tensors, gating = given
-    wide = (None if each is None else each.float() for each in tensors)
-    return experts_one_by_one(x.float(), ids, weights, *wide, gating)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("bias", (False, True))
 @pytest.mark.parametrize("layout", ("rows", "transposed", "apart"))
 @pytest.mark.parametrize("name", GATINGS)
@@ -45,33 +38,29 @@ def test_every_gate_and_layout(name: str, layout: str, bias: bool, monkeypatch: 
     given = operands(500, gating, bias=bias, transposed=layout == "transposed", apart=layout == "apart", **SIZES)
     taken = layout != "transposed" or gating.interleaved or not gating.gated
     ours, general = both(given, monkeypatch, taken)
-    assert close(ours, expected(given), 0.01) and close(ours, general, 0.002)
+    assert close(ours, in_float32(given), 0.01) and close(ours, general, 0.002)
 
 
 def test_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands(500, Gating(), **SIZES | {"dtype": torch.float16})
     ours, general = both(given, monkeypatch)
-    assert close(ours, expected(given), 0.002) and close(ours, general, 0.002)
+    assert close(ours, in_float32(given), 0.002) and close(ours, general, 0.002)
 
 
 @pytest.mark.parametrize("loads", ((0, 1, 63, 64, 65, 127), (128, 129, 0, 0, 191, 192), (0, 1000, 0, 0, 0, 0), (300, 1, 1, 1, 1, 1)))
 def test_every_load(loads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts without pairs, with one, with less and more than a consumer's and a tile's; ids that no expert has."""
-    tokens = sum(loads) + 7
-    x, ids, weights, *layer = operands(tokens, Gating(), top_k=1, **SIZES)
-    each = torch.tensor([expert for expert, load in enumerate(loads) for _ in range(load)] + [6] * 7)
-    ids.copy_(each[torch.randperm(tokens, generator=torch.Generator().manual_seed(0))][:, None])
-    given = (x, ids, weights, *layer)
+    given = with_loads(loads, **SIZES)
     ours, general = both(given, monkeypatch)
-    assert close(ours, expected(given), 0.01) and close(ours, general, 0.002)
-    assert not ours[(ids == 6)[:, 0]].any()
+    assert close(ours, in_float32(given), 0.01) and close(ours, general, 0.002)
+    assert not ours[(given[1] == len(loads))[:, 0]].any()
 
 
 def test_rows_of_a_wider_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     x, *others = operands(500, Gating(), **SIZES)
     wide = torch.cat((x, torch.full_like(x, torch.nan)), 1)[:, : x.shape[1]]
     ours, general = both((wide, *others), monkeypatch)
-    assert close(ours, expected((x, *others)), 0.01) and close(ours, general, 0.002)
+    assert close(ours, in_float32((x, *others)), 0.01) and close(ours, general, 0.002)
 
 
 def test_the_same_again() -> None:

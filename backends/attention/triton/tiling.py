@@ -56,9 +56,7 @@ def machine_of(device: torch.device) -> Machine:
     """In Triton's interpreter, on the CPU, there are as many multiprocessors as make small tests cut their items."""
     if device.type != "cuda":
         return Machine(3, hopper=False, early=False)
-    if torch.version.hip is not None:  # whose capabilities are numbers of another kind
-        return Machine(torch.cuda.get_device_properties(device).multi_processor_count, hopper=False, early=False)
-    capability = torch.cuda.get_device_capability(device)
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)  # ROCm's are numbers of another kind
     hopper = capability == (9, 0)
     if hopper and not (known := triton.__version__.startswith(GLUON_VERSIONS)):
         logger.warning(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from paged_attn.attn_ops.ops.experts import experts_one_by_one
 from paged_attn.attn_ops.specs.experts import Gating
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,6 +44,22 @@ def operands(
     if apart:  # all gates, and all ups behind them, as two parameters of a model that lie in one tensor
         w1 = w1.view(experts, 2, width, hidden).transpose(0, 1).contiguous().transpose(0, 1)
     return random(tokens, hidden), ids, random(tokens, top_k).abs(), w1, w2, *biases, gating
+
+
+def with_loads(loads: tuple[int, ...], **sizes: Any) -> tuple[Any, ...]:
+    """Operands whose experts get so many tokens each, in any order, and seven tokens whose id no expert has; top_k is 1."""
+    tokens, experts = sum(loads) + 7, len(loads)
+    x, ids, *others = operands(tokens, Gating(), experts=experts, top_k=1, **sizes)
+    each = torch.tensor([expert for expert, load in enumerate((*loads, 7)) for _ in range(load)])
+    ids.copy_(each[torch.randperm(tokens, generator=torch.Generator().manual_seed(0))][:, None])
+    return x, ids, *others
+
+
+def in_float32(given: tuple[Any, ...]) -> torch.Tensor:
+    """What a layer makes of its tokens, by the reference."""
+    x, ids, weights, *tensors, gating = given
+    wide = (None if each is None else each.float() for each in tensors)
+    return experts_one_by_one(x.float(), ids, weights, *wide, gating)  # type: ignore[arg-type]
 
 
 def close(given: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> bool:

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from paged_attn.attn_ops.ops.experts import experts_one_by_one
-from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.attention.triton.tiling import Machine
 from paged_attn.backends.compile_ahead import Boxes
 from paged_attn.backends.experts.triton import grouped, hopper
-from tests.backends.experts.operands import DEVICE, GATINGS, close, operands
+from tests.backends.experts.operands import DEVICE, GATINGS, close, in_float32, operands, with_loads
 from tests.backends.gluon_on_cpu import Described, on_cpu
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tests/gpu/test_hopper_experts.py runs them for real")
@@ -46,12 +44,6 @@ def _described(boxes: Boxes) -> Described:
     return Described(matrix, (boxes.box[0], boxes.box[1]))
 
 
-def expected(given: tuple[Any, ...]) -> torch.Tensor:
-    x, ids, weights, *tensors, gating = given
-    wide = (None if each is None else each.float() for each in tensors)
-    return experts_one_by_one(x.float(), ids, weights, *wide, gating)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("name", ("silu", "interleaved, clamped, alpha", "relu2 without a gate"))
 @pytest.mark.parametrize("layout", ("rows", "transposed", "apart"))
 def test_every_layout(name: str, layout: str, on_hopper: list[tuple[int, ...]]) -> None:
@@ -64,17 +56,13 @@ def test_every_layout(name: str, layout: str, on_hopper: list[tuple[int, ...]]) 
         assert hopper.hopper_products(x, *others, 16.0) is None
         return
     result = grouped.grouped_experts(*given)
-    assert close(result, expected(given), 0.01) and on_hopper == [(PROGRAMS,), (PROGRAMS,)]
+    assert close(result, in_float32(given), 0.01) and on_hopper == [(PROGRAMS,), (PROGRAMS,)]
 
 
 @pytest.mark.parametrize("loads", ((0, 1, 63, 64, 65, 127), (128, 129, 0, 0, 191, 2), (0, 300, 0, 0, 0, 0)))
 def test_every_load(loads: tuple[int, ...], on_hopper: list[tuple[int, ...]]) -> None:
     """Experts without pairs, with one, with less and more than a consumer's and a tile's; ids that no expert has."""
-    tokens = sum(loads) + 7
-    x, ids, weights, *layer = operands(tokens, Gating(), top_k=1, **SIZES | {"width": 64})
-    each = torch.tensor([expert for expert, load in enumerate(loads) for _ in range(load)] + [6] * 7)
-    ids.copy_(each[torch.randperm(tokens, generator=torch.Generator().manual_seed(0))][:, None])
-    given = (x, ids, weights, *layer)
+    given = with_loads(loads, **SIZES | {"width": 64})
     result = grouped.grouped_experts(*given)
     assert on_hopper == [(PROGRAMS,), (PROGRAMS,)]
-    assert close(result, expected(given), 0.01) and not result[(ids == 6)[:, 0]].any()
+    assert close(result, in_float32(given), 0.01) and not result[(given[1] == len(loads))[:, 0]].any()
