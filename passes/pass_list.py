@@ -24,6 +24,8 @@ from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
 from paged_attn.passes.optimize.routing.fuse import fuse_routing
+from paged_attn.passes.optimize.scan_operands.columns import read_columns_in_place
+from paged_attn.passes.optimize.scan_operands.key_heads import read_unrepeated_heads
 from paged_attn.passes.optimize.stacked_experts.stack import keep_stacked
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions
@@ -110,7 +112,11 @@ def _experts(graph: fx.Graph, facts: Facts) -> str:
 
 def _scans(graph: fx.Graph, facts: Facts) -> str:
     facts.result.num_scans = sum(node.target in WITH_STATE and node.target is not RECURRENT_LAYER for node in graph.nodes)
-    return f"{facts.result.num_scans} ops"
+    in_place = read_columns_in_place(graph, facts.form), read_unrepeated_heads(graph, facts.form)
+    if any(in_place):
+        remove_dead_code(graph)
+    moved = "{} on columns of a projection, {} on keys that are not repeated".format(*in_place)
+    return f"{facts.result.num_scans} ops" + (f", {moved}" if any(in_place) else "")
 
 
 def _complex(graph: fx.Graph, facts: Facts) -> str:

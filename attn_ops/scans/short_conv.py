@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,10 +13,27 @@ from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 ACTIVATIONS = ("", "silu")
 
 
+def channels_in(x: Tensor, columns: Sequence[int]) -> list[Tensor]:
+    """Views [T, groups, width] of x [T, N] that have all channels of a convolution in their order.
+
+    `columns` has four numbers for each: its first column, how many groups it has, how many columns lie from one to the next, and the width
+    of each. Without any, all columns of x are the channels.
+    """
+    (row, column), first = x.stride(), x.storage_offset()
+    parts = [columns[i : i + 4] for i in range(0, len(columns), 4)] or [(0, 1, 0, x.shape[1])]
+    return [
+        x.as_strided((x.shape[0], groups, width), (row, apart * column, column), first + start * column)
+        for start, groups, apart, width in parts
+    ]
+
+
 def short_conv_extend(
-    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, states: Tensor, extends: Extends
-) -> None:
-    """x, output [T, C]; weight [C, taps]; bias [C]; states [slots, C, width], width >= taps - 1."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor,
+    extends: Extends,
+) -> None:  # fmt: skip
+    """x [T, N], of which `columns` are the C channels (`channels_in`); output [T, C]; weight [C, taps]; bias [C]; states
+    [slots, C, width], width >= taps - 1."""
+    x = _joined(x, columns)
     count, width = weight.shape[1], states.shape[2]
     rows, before = extends.rows, extends.before(states)
     seen = torch.cat([before.transpose(1, 2).reshape(-1, x.shape[1]), x[rows].to(before.dtype)])
@@ -25,14 +44,20 @@ def short_conv_extend(
 
 
 def short_conv_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, states: Tensor, rows: StateRows
-) -> None:
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor,
+    rows: StateRows,
+) -> None:  # fmt: skip
     """As `short_conv_extend`, of the decoding rows."""
+    x = _joined(x, columns)
     count, slots = weight.shape[1], rows.decode_slots
     seen = torch.cat([states[slots], rows.decoding(x)[..., None].to(states.dtype)], -1)
     result = _summed(list(seen[..., seen.shape[2] - count :].unbind(-1)), weight, bias)
     rows.put_decoded(output, _activated(result.to(x.dtype), activation))
     states[slots] = seen[..., 1:]
+
+
+def _joined(x: Tensor, columns: Sequence[int]) -> Tensor:
+    return torch.cat([part.flatten(1) for part in channels_in(x, columns)], 1)
 
 
 def _summed(taps: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:

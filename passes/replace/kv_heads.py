@@ -54,7 +54,7 @@ def kv_source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource:
     """
     heads = int(shape_of(repeated)[1])
     best = as_received(repeated, heads)
-    for ancestor, chain in _shape_ancestors(repeated):
+    for ancestor, chain in shape_ancestors(repeated):
         source = _proved_source(ancestor, chain, repeated, form)
         if source is not None and source.num_heads <= best.num_heads and not is_written({ancestor, *chain}, chain[0], user):
             best = source
@@ -71,7 +71,7 @@ def is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
     return False
 
 
-def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+def shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     chain: list[fx.Node] = []
     for _ in range(MAX_CHAIN):
         inputs = [n for n in node.all_input_nodes if isinstance(value_of(n), Tensor)]

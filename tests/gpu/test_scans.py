@@ -124,7 +124,7 @@ def problem(name: str, rows: int) -> tuple[Callable[..., bool], Callable[..., No
         return prompts.mamba1, mamba1_extend, given, output, (8192, 16)
     x = random(rows, 8192)
     output = torch.empty_like(x)
-    return conv.extend, short_conv_extend, [x, random(8192, 4), random(8192), output, "silu"], output, (8192, 4)
+    return conv.extend, short_conv_extend, [x, random(8192, 4), random(8192), output, "silu", ()], output, (8192, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

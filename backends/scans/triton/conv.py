@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import triton
 from torch import Tensor
 
+from paged_attn.attn_ops.scans.short_conv import channels_in
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
 
@@ -12,29 +16,58 @@ BLOCK = 128  # channels of a program
 PROMPT_TOKENS, PROMPT_BLOCK = 8, 256  # of prompts; on an H100 the fastest of twelve, 1.6 times what reading and writing x takes
 
 
-def step(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, states: Tensor, rows: StateRows) -> bool:
+class _Part(NamedTuple):
+    """Channels that lie evenly in x: x [T, groups, width], and what the convolution has for them."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    output: Tensor
+    states: Tensor
+
+
+def step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor, rows: StateRows
+) -> bool:
     """As `short_conv_step`; always served."""
-    (channels, taps), width = weight.shape, states.shape[2]
-    conv_step[(rows.num_decode, triton.cdiv(channels, BLOCK))](
-        x, weight, bias, output, states, rows.decode_rows, rows.decode_slots, *x.stride(), *weight.stride(), output.stride(0),
-        states.stride(0), C=channels, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation),
-        HAS_ROWS=rows.decode_rows is not None, BLOCK=BLOCK, W=triton.next_power_of_2(width),
-    )  # fmt: skip
+    taps, width = weight.shape[1], states.shape[2]
+    for part in _parts(x, columns, weight, bias, output, states):
+        channels = len(part.weight)
+        conv_step[(rows.num_decode, triton.cdiv(channels, BLOCK))](
+            *part, rows.decode_rows, rows.decode_slots, *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0), C=channels,
+            GROUP=part.x.shape[2], TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation),
+            HAS_ROWS=rows.decode_rows is not None, BLOCK=BLOCK, W=triton.next_power_of_2(width),
+        )  # fmt: skip
     return True
 
 
-def extend(x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, states: Tensor, extends: Extends) -> bool:
+def extend(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor,
+    extends: Extends,
+) -> bool:  # fmt: skip
     """As `short_conv_extend`; always served."""
-    (channels, taps), width = weight.shape, states.shape[2]
+    taps, width = weight.shape[1], states.shape[2]
     where, last = extends.taps(taps, width)
     known, remembered = (extends.rows, extends.slots_on_device, extends.continues), len(extends.lengths) * width
-    conv_extend[(triton.cdiv(len(where), PROMPT_TOKENS), triton.cdiv(channels, PROMPT_BLOCK))](
-        x, weight, bias, output, states, *known, where, len(where), *x.stride(), *weight.stride(), output.stride(0), states.stride(0),
-        remembered, C=channels, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation), TOKENS=PROMPT_TOKENS,
-        BLOCK=PROMPT_BLOCK,
-    )  # fmt: skip
-    conv_state[(len(extends.lengths), triton.cdiv(channels, BLOCK))](
-        x, states, *known, last, extends.segments_on_device, extends.targets, *x.stride(), states.stride(0), remembered, C=channels,
-        WIDTH=width, BLOCK=BLOCK, W=triton.next_power_of_2(width),
-    )  # fmt: skip
+    for part in _parts(x, columns, weight, bias, output, states):
+        channels, group = len(part.weight), part.x.shape[2]
+        conv_extend[(triton.cdiv(len(where), PROMPT_TOKENS), triton.cdiv(channels, PROMPT_BLOCK))](
+            *part, *known, where, len(where), *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0), remembered,
+            C=channels, GROUP=group, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation), TOKENS=PROMPT_TOKENS,
+            BLOCK=PROMPT_BLOCK,
+        )  # fmt: skip
+        conv_state[(len(extends.lengths), triton.cdiv(channels, BLOCK))](
+            part.x, part.states, *known, last, extends.segments_on_device, extends.targets, *part.x.stride(), states.stride(0), remembered,
+            C=channels, GROUP=group, WIDTH=width, BLOCK=BLOCK, W=triton.next_power_of_2(width),
+        )  # fmt: skip
     return True
+
+
+def _parts(
+    x: Tensor, columns: Sequence[int], weight: Tensor, bias: Tensor | None, output: Tensor, states: Tensor
+) -> Iterator[_Part]:  # fmt: skip
+    first = 0
+    for channels in channels_in(x, columns):
+        own = slice(first, first + channels.shape[1] * channels.shape[2])
+        yield _Part(channels, weight[own], None if bias is None else bias[own], output[:, own], states[:, own])
+        first = own.stop

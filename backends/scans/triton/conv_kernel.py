@@ -10,11 +10,11 @@ import triton.language as tl
 
 @triton.jit
 def conv_step(
-    x, weight, bias, output, states, rows, slots, x_row, x_channel, weight_channel, weight_tap, output_row, slot_stride,
-    C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, HAS_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, W: tl.constexpr,
+    x, weight, bias, output, states, rows, slots, x_row, x_group, x_channel, weight_channel, weight_tap, output_row, slot_stride,
+    C: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
+    HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """A row of x [T, C] and the state [C, WIDTH] in its slot: output [T, C], and the state with the row after it."""
+    """A row of x [T, C / GROUP, GROUP] and the state [C, WIDTH] in its slot: output [T, C], and the state with the row after it."""
     i, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, slot, real = i, tl.load(slots + i).to(tl.int64), channel < C
     if HAS_ROWS:
@@ -23,7 +23,7 @@ def conv_step(
     if slot == 0:
         tl.store(out, tl.zeros([BLOCK], output.dtype.element_ty), mask=real)
     else:
-        new = tl.load(x + row.to(tl.int64) * x_row + channel * x_channel, mask=real, other=0.0)
+        new = tl.load(x + row.to(tl.int64) * x_row + _column(channel, x_group, x_channel, C, GROUP), mask=real, other=0.0)
         state, column = states + slot * slot_stride + channel[:, None] * WIDTH, tl.arange(0, W)[None]
         shifted = tl.load(state + column + 1, mask=real[:, None] & (column < WIDTH - 1), other=0.0)
         shifted = tl.where(column == WIDTH - 1, new[:, None].to(shifted.dtype), shifted)
@@ -41,19 +41,20 @@ def conv_step(
 
 @triton.jit
 def conv_extend(
-    x, weight, bias, output, states, rows, slots, continues, taps, tokens, x_row, x_channel, weight_channel, weight_tap, output_row,
-    slot_stride, remembered, C: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, bias, output, states, rows, slots, continues, taps, tokens, x_row, x_group, x_channel, weight_channel, weight_tap,
+    output_row, slot_stride, remembered, C: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """New tokens of x [T, C]: `taps` [N, TAPS] says where the last ones of each lie, in `remembered` rows of states and then in x."""
+    """New tokens of x [T, C / GROUP, GROUP]: `taps` [N, TAPS] says where the last ones of each lie, in `remembered` rows of states and then
+    in x."""
     i, channel = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there, real = i < tokens, channel < C
+    there, real, column = i < tokens, channel < C, _column(channel, x_group, x_channel, C, GROUP)
     taps += i * TAPS
     if tl.min(tl.load(taps, mask=there, other=remembered), 0) < remembered:  # few tiles have tokens that a state remembers
-        total = _convolved(x, weight, states, rows, slots, continues, taps, channel, there, real, x_row, x_channel, weight_channel,
+        total = _convolved(x, weight, states, rows, slots, continues, taps, channel, column, there, real, x_row, weight_channel,
                            weight_tap, slot_stride, remembered, TAPS, WIDTH, True, TOKENS, BLOCK)  # fmt: skip
     else:
-        total = _convolved(x, weight, states, rows, slots, continues, taps, channel, there, real, x_row, x_channel, weight_channel,
+        total = _convolved(x, weight, states, rows, slots, continues, taps, channel, column, there, real, x_row, weight_channel,
                            weight_tap, slot_stride, remembered, TAPS, WIDTH, False, TOKENS, BLOCK)  # fmt: skip
     result = _activated(total, bias, channel[None], real[None], x.dtype.element_ty, HAS_BIAS, SILU)
     row = tl.load(rows + i, mask=there, other=0)
@@ -62,14 +63,14 @@ def conv_extend(
 
 @triton.jit
 def _convolved(
-    x, weight, states, rows, slots, continues, taps, channel, there, real, x_row, x_channel, weight_channel, weight_tap, slot_stride,
+    x, weight, states, rows, slots, continues, taps, channel, column, there, real, x_row, weight_channel, weight_tap, slot_stride,
     remembered, TAPS: tl.constexpr, WIDTH: tl.constexpr, OLD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """float32 [TOKENS, BLOCK]. Without OLD all of the tokens are new, and no load waits for another tap's."""
     total, held = tl.zeros([TOKENS, BLOCK], tl.float32), there[:, None] & real[None]
     for tap in tl.static_range(TAPS):
         at = tl.load(taps + tap, mask=there, other=remembered)
-        value = _new(x, states, rows, at[:, None], channel[None], held, x_row, x_channel, remembered)
+        value = _new(x, states, rows, at[:, None], column[None], held, x_row, remembered)
         if OLD:
             kept = _kept(states, slots, continues, at[:, None], channel[None], held, slot_stride, remembered, WIDTH)
             value = tl.where((at < remembered)[:, None], kept, value)
@@ -80,23 +81,31 @@ def _convolved(
 
 @triton.jit
 def conv_state(
-    x, states, rows, slots, continues, last, segments, targets, x_row, x_channel, slot_stride, remembered, C: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
+    x, states, rows, slots, continues, last, segments, targets, x_row, x_group, x_channel, slot_stride, remembered, C: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """The states [C, WIDTH] after the segments of a request: `last` [S, WIDTH] says where the last tokens lie, as `taps` does, and
     `targets` [S] where the states go. `segments` [2, E]: the request's first one, and how many it has. Its last one writes its own slot,
     which those before it read."""
     i, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column, real = tl.arange(0, W)[None], (channel < C)[:, None]
+    column, real, new = tl.arange(0, W)[None], (channel < C)[:, None], _column(channel, x_group, x_channel, C, GROUP)[:, None]
     first, count = tl.load(segments + i), tl.load(segments + tl.num_programs(0) + i)
     for segment in range(first, first + count):
         at = tl.load(last + segment * WIDTH + column, mask=column < WIDTH, other=0)
         held = real & (column < WIDTH)
         kept = _kept(states, slots, continues, at, channel[:, None], held, slot_stride, remembered, WIDTH)
-        value = tl.where(at < remembered, kept, _new(x, states, rows, at, channel[:, None], held, x_row, x_channel, remembered))
+        value = tl.where(at < remembered, kept, _new(x, states, rows, at, new, held, x_row, remembered))
         tl.debug_barrier()  # all of the old state is read
         state = states + tl.load(targets + segment) * slot_stride + channel[:, None] * WIDTH + column
         tl.store(state, value, mask=held)
+
+
+@triton.jit
+def _column(channel, x_group, x_channel, C: tl.constexpr, GROUP: tl.constexpr):
+    """Where a channel lies in a row of x."""
+    if GROUP == C:
+        return channel * x_channel
+    return channel // GROUP * x_group + channel % GROUP * x_channel
 
 
 @triton.jit
@@ -109,10 +118,10 @@ def _kept(states, slots, continues, at, channel, held, slot_stride, remembered, 
 
 
 @triton.jit
-def _new(x, states, rows, at, channel, held, x_row, x_channel, remembered):
+def _new(x, states, rows, at, column, held, x_row, remembered):
     """New tokens in the states' dtype, as they will be remembered; 0 for those that states remember."""
     row = tl.load(rows + tl.where(at < remembered, 0, at - remembered))
-    return tl.load(x + row * x_row + channel * x_channel, mask=held & (at >= remembered), other=0.0).to(states.dtype.element_ty)
+    return tl.load(x + row * x_row + column, mask=held & (at >= remembered), other=0.0).to(states.dtype.element_ty)
 
 
 @triton.jit

@@ -122,7 +122,7 @@ def _short_conv(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = Non
     state = _running.take("short_conv", lambda shape: len(shape) == 2 and shape[0] == channels and shape[1] >= taps - 1)
     x = hidden_states[0].transpose(0, 1)
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    SHORT_CONV(x, weight, bias, output, _ACTIVATIONS[activation], _running.layer_id, state)
+    SHORT_CONV(x, weight, bias, output, _ACTIVATIONS[activation], [], _running.layer_id, state)
     return output.transpose(0, 1)[None]
 
 

@@ -85,7 +85,7 @@ def _dt(*shape: int) -> Tensor:
 RECURRENCES = {
     "short_conv": Recurrence(
         short_conv_extend, short_conv_step, lambda n: [torch.randn(n, 6), torch.randn(6, 3), torch.randn(6)], (True, False, False), (6,),
-        (6, 4), _conv, ("silu",),
+        (6, 4), _conv, ("silu", ()),
     ),
     "gated_delta_rule": Recurrence(
         gated_delta_extend, gated_delta_step,

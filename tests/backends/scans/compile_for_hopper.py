@@ -26,7 +26,7 @@ POINTERS = {
     "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32",
     "real": "*i1", "requests": "*i64", "chunks": "*i64", "segments": "*i64", "targets": "*i64", "new": "*bf16", "reads": "*bf16",
 }  # fmt: skip
-CONV: dict[str, Any] = {"C": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
+CONV: dict[str, Any] = {"C": 8192, "GROUP": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
 SOLVED: dict[str, Any] = {
     "HEADS": 32, "REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "CHUNK": 32, "BLOCK_K": 128, "BLOCK_V": 64, "NARROW": tl.bfloat16,
     "k_dim": 1, "v_dim": 1,
@@ -45,8 +45,9 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "conv_step": (conv_step, {**CONV, "W": 4, "HAS_ROWS": True}),
     "conv_step in order": (conv_step, {**CONV, "W": 4, "HAS_ROWS": False, "rows": None, "HAS_BIAS": False, "bias": None}),
     "conv_step narrow": (conv_step, {**CONV, "WIDTH": 3, "W": 4, "HAS_ROWS": False, "rows": None}),
+    "conv_extend of groups": (conv_extend, {**CONV, "C": 4096, "GROUP": 256, "TOKENS": 8, "BLOCK": 256, "x_channel": 1}),
     "conv_extend": (conv_extend, {**CONV, "TOKENS": 8, "BLOCK": 256, "x_channel": 1}),
-    "conv_state": (conv_state, {"C": 8192, "WIDTH": 4, "BLOCK": 128, "W": 4}),
+    "conv_state": (conv_state, {"C": 8192, "GROUP": 8192, "WIDTH": 4, "BLOCK": 128, "W": 4}),
     "gated_delta": (gated_delta_kernel, {**STEP, "REPEATS": 2, "BY_CHANNEL": False}),
     "kda": (gated_delta_kernel, {**STEP, "REPEATS": 1, "BY_CHANNEL": True}),
     "mamba2": (mamba2_kernel, {"REPEATS": 16, "P": 64, "N": 128, "HAS_ROWS": True, "BLOCK_P": 32, "BLOCK_N": 128}),

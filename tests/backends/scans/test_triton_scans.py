@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
+from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
@@ -75,8 +78,8 @@ def test_a_convolution_of_three_taps_with_states_of_any_width(width: int) -> Non
     x, weight, _ = (value.to(DEVICE) for value in kind.given(3))
     output = [torch.zeros(3, 6, device=DEVICE) for _ in range(2)]
     rows = StateRows(None, torch.tensor(slots, device=DEVICE), None)
-    kind.step(x, weight, None, output[0], "", states[0], rows)
-    assert conv.step(x, weight, None, output[1], "", states[1], rows)
+    kind.step(x, weight, None, output[0], "", (), states[0], rows)
+    assert conv.step(x, weight, None, output[1], "", (), states[1], rows)
     same(output[1], output[0], torch.float32)
     same(states[1], states[0], torch.float32)
 
@@ -91,10 +94,39 @@ def test_the_convolution_of_prompts(width: int, dtype: torch.dtype) -> None:
     x, weight, bias = (strided(value.to(DEVICE, dtype)) for value in kind.given(51))
     output = [torch.full((51, 6), 7.0, device=DEVICE, dtype=dtype) for _ in range(2)]
     extends = Extends([start + 1 for start in starts_of(lengths)], lengths, slots, fresh, x.device)
-    kind.extend(x, weight, bias, output[0], "silu", states[0], extends)
-    assert conv.extend(x, weight, bias, output[1], "silu", states[1], extends)
+    kind.extend(x, weight, bias, output[0], "silu", (), states[0], extends)
+    assert conv.extend(x, weight, bias, output[1], "silu", (), states[1], extends)
     same(output[1], output[0], dtype)
     same(states[1], states[0], dtype)
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_a_convolution_of_columns_of_something_wider(first: int) -> None:
+    """Bitwise what it gives for a copy of them: queries, keys and values of each of three groups, and columns that lie together."""
+    torch.manual_seed(10)
+    columns = [0, 3, 20, 4, 4, 3, 20, 4, 8, 3, 20, 6, 61, 1, 0, 5]
+    wide = torch.randn(51, 80, device=DEVICE)[:, first : first + 70]
+    channels = [[start + group * apart + i for group in range(groups) for i in range(width)]
+                for start, groups, apart, width in zip(*(columns[i::4] for i in range(4)), strict=True)]  # fmt: skip
+    copied = wide[:, list(itertools.chain(*channels))].contiguous()
+    count = copied.shape[1]
+    weight, bias = torch.randn(count, 3, device=DEVICE), torch.randn(count, device=DEVICE)
+    lengths, slots, fresh = [1, 5, 2, 40], [3, 8, 1, 6], [True, False, False, True]
+    extends = Extends(starts_of(lengths), lengths, slots, fresh, wide.device)
+    rows = StateRows(None, torch.tensor([3, 6, 8], device=DEVICE), None)
+    runs = [(conv.extend, conv.step, copied, ()), (conv.extend, conv.step, wide, columns),
+            (short_conv_extend, short_conv_step, copied, ()), (short_conv_extend, short_conv_step, wide, columns)]  # fmt: skip
+    found = []
+    states = torch.randn(SLOTS, count, 4, device=DEVICE)
+    for extend, step, x, where in runs:
+        own, outputs = states.clone(), [torch.zeros(51, count, device=DEVICE) for _ in range(2)]
+        extend(x, weight, bias, outputs[0], "silu", where, own, extends)
+        step(x, weight, bias, outputs[1], "silu", where, own, rows)
+        found.append((*outputs, own[1:]))
+    for one, other in ((0, 1), (2, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(found[one], found[other], strict=True))
+    for ours, truth in zip(found[1], found[3], strict=True):
+        same(ours, truth, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW])

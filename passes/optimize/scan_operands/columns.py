@@ -1,0 +1,129 @@
+"""A convolution reads the columns of a projection where they lie.
+
+Before: projection [1, T, N] -> views, slices, copies, cat -> x [T, C] -> paged_attn.short_conv_with_output
+After:  projection [T, N] -> paged_attn.short_conv_with_output, with the columns in numbers
+Proved, not matched: what lies between is evaluated on a tensor of distinct numbers.
+Left alone: what computes on the way or is written to, several projections, an order of columns that few numbers can not tell, and views
+that copy nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+
+from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
+from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.graph_tools import in_graph_order, value_of
+from paged_attn.passes.fx.slicing import evaluate
+from paged_attn.passes.fx.token_data import name_of
+from paged_attn.passes.replace.kv_heads import concrete, concrete_size, is_written
+
+_MOVES = {
+    "cat", "concat", "concatenate", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "swapaxes", "movedim", "squeeze",
+    "unsqueeze", "split", "split_with_sizes", "chunk", "unbind", "narrow", "select", "slice", "contiguous", "clone",
+}  # fmt: skip
+_JOINS = {"cat", "concat", "concatenate"}
+MAX_NODES = 64
+MOST_PARTS = 8
+LEAST_WIDTH = 8  # neighbours at least that a kernel reads together
+
+
+def read_columns_in_place(graph: fx.Graph, form: CallForm) -> int:
+    """Rewrite in place; returns how many convolutions read a projection's columns now."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    found = 0
+    for node in [node for node in graph.nodes if node.target is SHORT_CONV]:
+        x, weight, bias, output, activation, columns, *state = node.args
+        source = None if columns else _source(x, place)
+        if source is None or is_written({source[0], *source[1]}, source[1][0], node):
+            continue
+        base, chain = source
+        parts = _parts_of(base, chain, form)
+        if parts is None:
+            continue
+        with graph.inserting_before(chain[0]):
+            rows = base if value_of(base).dim() == 2 else _call(torch.select, base, 0, 0)
+        node.args = (rows, weight, bias, output, activation, parts, *state)
+        _made_like(output, x, rows)
+        found += 1
+    return found
+
+
+def _source(x: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The one tensor that everything in `x` comes from without computing anything, and the nodes between in graph order, a `cat` among
+    them; None if there is none."""
+    pending, chain = {x}, set[fx.Node]()
+    while len(pending) > 1 or _moves(next(iter(pending))):
+        latest = max(pending, key=place.__getitem__)
+        if not _moves(latest) or len(chain) == MAX_NODES:
+            return None
+        pending.remove(latest)
+        chain.add(latest)
+        pending.update(node for node in latest.all_input_nodes if _has_tensors(value_of(node)))
+    if not any(name_of(node) in _JOINS for node in chain):
+        return None
+    return pending.pop(), in_graph_order(x.graph, chain)
+
+
+def _moves(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and (name_of(node) in _MOVES or node.target is operator.getitem)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value))
+
+
+def _parts_of(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int] | None:
+    """`columns` of the op, of the last node of the chain [T, C]; None if not every row has the same columns of its own row of `base`."""
+    sizes = [concrete_size(size, form) for size in value_of(base).shape]
+    rows, width = sizes[-2:]
+    if any(size != 1 for size in sizes[:-2]):
+        return None
+    given: dict[fx.Node, Any] = {base: torch.arange(rows * width).view(sizes)}
+    for other in {other for node in chain for other in node.all_input_nodes} - {base, *chain}:
+        given[other] = concrete(value_of(other), form)
+    result = evaluate(chain, given, chain[-1])
+    if result.dim() != 2 or len(result) != rows or not torch.equal(result, result[:1] + width * torch.arange(rows)[:, None]):
+        return None
+    parts = _evenly(result[0].tolist())
+    few = len(parts) <= MOST_PARTS and all(part[3] >= LEAST_WIDTH for part in parts)
+    return [number for part in parts for number in part] if few else None
+
+
+def _evenly(columns: list[int]) -> list[tuple[int, int, int, int]]:
+    """First column, groups, columns from one to the next, and the width of each: the runs of neighbours, as many as lie evenly in one."""
+    runs: list[list[int]] = []
+    for column in columns:
+        if runs and column == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([column, 1])
+    parts: list[tuple[int, int, int, int]] = []
+    for start, width in runs:
+        first, groups, apart, wide = parts[-1] if parts else (0, 0, 0, 0)
+        if wide == width and start > first and (groups == 1 or start - first == groups * apart):
+            parts[-1] = first, groups + 1, start - first if groups == 1 else apart, width
+        else:
+            parts.append((start, 1, 0, width))
+    return parts
+
+
+def _made_like(output: fx.Node, x: fx.Node, rows: fx.Node) -> None:
+    """`output`, where it is an empty tensor like `x`, is one like so many columns of `rows`, so that nothing makes `x`."""
+    if name_of(output) == "empty_like" and output.args[0] is x:
+        with output.graph.inserting_before(output):
+            output.args = (_call(torch.narrow, rows, 1, 0, int(value_of(x).shape[1])), *output.args[1:])
+
+
+def _call(function: Any, source: fx.Node, *args: int) -> fx.Node:
+    node = source.graph.call_function(function, (source, *args))
+    with enable_python_dispatcher():  # composite operations on symbolic sizes need it (torch 2.11)
+        node.meta["example_value"] = function(value_of(source), *args)
+    if "nn_module_stack" in source.meta:
+        node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
+    return node
