@@ -149,7 +149,12 @@ PASSES = (
     GraphPass("replace_attention", "each becomes an op on pages", replace_layers),
     GraphPass("own_positions", "positions that the model counts itself become those of the batch", _positions),
     GraphPass("experts", "layers of experts that are proved become one op each, most while the model is traced", _experts, optional=True),
-    GraphPass("scans", "what recurrent layers do with their states becomes ops on slots, while the model is traced", _scans, optional=True),
+    GraphPass(
+        "scans",
+        "what recurrent layers do with their states becomes ops on slots, which read their operands where they lie",
+        _scans,
+        optional=True,
+    ),
     GraphPass("complex_as_real", "products of complex numbers, as some rotations are, in real arithmetic", _complex, optional=True),
     GraphPass("early_logits_gather", "after the last attention only the rows whose logits are wanted are computed", _gather, optional=True),
     GraphPass("routing", "what stands between a router's logits and its experts becomes one op", _routing, optional=True),
