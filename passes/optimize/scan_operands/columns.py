@@ -3,8 +3,8 @@
 Before: projection [1, T, N] -> views, slices, copies, cat -> x [T, C] -> paged_attn.short_conv_with_output
 After:  projection [T, N] -> paged_attn.short_conv_with_output, with the columns in numbers
 Proved, not matched: what lies between is evaluated on a tensor of distinct numbers.
-Left alone: what computes on the way or is written to, several projections, an order of columns that few numbers can not tell, and views
-that copy nothing.
+Left alone: what computes on the way or is written to, several projections, columns that come twice or in an order that few numbers can not
+tell, and views that copy nothing.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def _source(x: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node, list[fx.Nod
     """The one tensor that everything in `x` comes from without computing anything, and the nodes between in graph order, a `cat` among
     them; None if there is none."""
     pending, chain = {x}, set[fx.Node]()
-    while len(pending) > 1 or _moves(next(iter(pending))):
+    while pending:
         latest = max(pending, key=place.__getitem__)
         if not _moves(latest) or len(chain) == MAX_NODES:
-            return None
+            break
         pending.remove(latest)
         chain.add(latest)
         pending.update(node for node in latest.all_input_nodes if _has_tensors(value_of(node)))
-    if not any(name_of(node) in _JOINS for node in chain):
+    if len(pending) != 1 or not any(name_of(node) in _JOINS for node in chain):
         return None
     return pending.pop(), in_graph_order(x.graph, chain)
 
@@ -81,18 +81,20 @@ def _has_tensors(value: Any) -> bool:
 def _parts_of(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int] | None:
     """`columns` of the op, of the last node of the chain [T, C]; None if not every row has the same columns of its own row of `base`."""
     sizes = [concrete_size(size, form) for size in value_of(base).shape]
-    rows, width = sizes[-2:]
-    if any(size != 1 for size in sizes[:-2]):
+    if len(sizes) not in (2, 3) or sizes[:-2] not in ([], [1]):
         return None
+    rows, width = sizes[-2:]
     given: dict[fx.Node, Any] = {base: torch.arange(rows * width).view(sizes)}
     for other in {other for node in chain for other in node.all_input_nodes} - {base, *chain}:
         given[other] = concrete(value_of(other), form)
     result = evaluate(chain, given, chain[-1])
     if result.dim() != 2 or len(result) != rows or not torch.equal(result, result[:1] + width * torch.arange(rows)[:, None]):
         return None
-    parts = _evenly(result[0].tolist())
-    few = len(parts) <= MOST_PARTS and all(part[3] >= LEAST_WIDTH for part in parts)
-    return [number for part in parts for number in part] if few else None
+    columns = result[0].tolist()
+    parts = _evenly(columns)
+    if len(set(columns)) < len(columns) or len(parts) > MOST_PARTS or any(width < LEAST_WIDTH for *_, width in parts):
+        return None
+    return [number for part in parts for number in part]
 
 
 def _evenly(columns: list[int]) -> list[tuple[int, int, int, int]]:

@@ -3,7 +3,8 @@
 Before: query, key [1, T, key heads, K] -> repeat_interleave, expand, reshape ... -> [T, H, K] -> paged_attn.gated_delta_rule_with_output
 After:  query, key [T, key heads, K] -> the same op, which reads each for all of its value heads
 Proved, not matched: what repeats is evaluated on a tensor of distinct numbers.
-Left alone: what computes on the way or is written to, and a query and a key of different numbers of heads.
+Left alone: what computes on the way or is written to, a query and a key of different numbers of heads, and Kimi's rule (no model repeats
+keys for it, and other packages' kernels were not tried with fewer).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
+from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import shape_of, value_of
 from paged_attn.passes.fx.slicing import evaluate
@@ -33,7 +34,7 @@ from paged_attn.passes.replace.kv_heads import (
 def read_unrepeated_heads(graph: fx.Graph, form: CallForm) -> int:
     """Rewrite in place; returns how many delta rules have fewer query and key heads now."""
     found = 0
-    for node in [node for node in graph.nodes if node.target in (GATED_DELTA_RULE, KDA)]:
+    for node in [node for node in graph.nodes if node.target is GATED_DELTA_RULE]:
         query, key, *others = node.args
         sources = [_source(each, node, form) for each in (query, key)]
         one, other = sources
