@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from paged_attn.check.compare import windows
+from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
+from paged_attn.check.runs.steps import ProbeSettings
 from tests.check.checked import Hooked, Traced, refused
 from tests.tiny_models import build_short
 
@@ -48,3 +50,31 @@ def test_a_window_that_no_request_reaches_is_not_looked_at(monkeypatch: pytest.M
     checked = Traced(build_short("mistral", sliding_window=250, max_position_embeddings=256))
     monkeypatch.setattr(windows, "_check", None)
     assert refused(checked) == ""
+
+
+def test_what_another_rank_finds_ends_this_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for that rank in the next collective."""
+    checked = Traced(build_short("mistral", sliding_window=40))
+    check = windows._check
+
+    def found_elsewhere(*args: object) -> tuple[str, str]:
+        monkeypatch.setattr(ProbeSettings, "any_rank", lambda settings, yes: True)
+        return check(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(windows, "_check", found_elsewhere)
+    assert ON_ANOTHER_RANK in refused(checked)
+
+
+def test_what_is_too_large_on_another_rank_is_not_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look takes all ranks, whose numbers of heads may differ."""
+    checked = Traced(build_short("mistral", sliding_window=40))
+    alone = ProbeSettings.any_rank
+    asked: list[bool] = []
+
+    def too_large(*_: object) -> str:
+        monkeypatch.setattr(ProbeSettings, "any_rank", lambda settings, yes: asked.append(yes) or len(asked) == 1)
+        return ""
+
+    monkeypatch.setattr(windows, "_too_large", too_large)
+    monkeypatch.setattr(windows, "_check", None)
+    assert refused(checked) == "" and asked == [False, False] and ProbeSettings.any_rank is not alone

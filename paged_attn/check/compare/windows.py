@@ -22,6 +22,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.ragged import RowsOfStep
+from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
 from paged_attn.check.runs.served import Served
 from paged_attn.check.runs.steps import LONGEST, Part, ProbeSettings, Step, Steps
 from paged_attn.check.runs.truth import Truth
@@ -45,7 +46,7 @@ def check_windows(served: Served, attention: Attention, truth: Truth, noise: Noi
         longest: how many positions the model has.
 
     Raises:
-        UnsupportedError: the paged op gives some token another output than the model's attention.
+        UnsupportedError: the paged op gives some token another output than the model's attention, on this rank or on another one.
     """
     seen: set[AttentionSpec] = set()
     for layer_id, boundary in sorted(served.by_layer.items()):
@@ -54,7 +55,11 @@ def check_windows(served: Served, attention: Attention, truth: Truth, noise: Noi
         if kind in seen or boundary.layer is None or tokens <= len(truth.prompts[LONGEST]) or (longest is not None and tokens > longest):
             continue  # the probe prompts show it, or no request ever does
         seen.add(kind)
-        reason = _too_large(spec, tokens, truth.prompts[LONGEST].device) or _check(served, attention, truth, noise, boundary.layer, tokens)
+        reason, wrong = _too_large(spec, tokens, truth.prompts[LONGEST].device), ""
+        if not served.settings.any_rank(bool(reason)):  # all ranks look, or none: it takes all of them
+            reason, wrong = _check(served, attention, truth, noise, boundary.layer, tokens)
+        if served.settings.any_rank(bool(wrong)):
+            raise UnsupportedError(wrong or ON_ANOTHER_RANK)
         if reason:
             logger.info("where the window of %s ends was proved on its mask alone: %s", spec.module or f"layer {layer_id}", reason)
 
@@ -75,30 +80,30 @@ def _too_large(spec: AttentionSpec, tokens: int, device: torch.device) -> str:
     return ""
 
 
-def _check(served: Served, attention: Attention, truth: Truth, noise: Noise, layer: LayerReport, tokens: int) -> str:
-    """Why it could not be done, or ""."""
+def _check(served: Served, attention: Attention, truth: Truth, noise: Noise, layer: LayerReport, tokens: int) -> tuple[str, str]:
+    """Why it could not be done, or ""; and what is wrong, or ""."""
     prompt = truth.prompts[LONGEST]
     steps = Steps(served.specs, truth.prompts, served.kv_dtype, served.recurrent, served.settings)
     step = Step("one whole prompt", (Part(LONGEST, 0, len(prompt)),))
     with steps.context(step) as context:
         given = served.operands(context.batch, RowsOfStep(step, truth, noise).visit, layer.layer_id)
     if not given:
-        return "the op is given no keys of its own"
+        return "the op is given no keys of its own", ""
     generator = torch.Generator().manual_seed(7)
     chosen = torch.randint(0, len(prompt), (tokens,), generator=generator).to(prompt.device)
     expected = attention(layer, chosen, given)
     if isinstance(expected, str):
-        return expected
+        return expected, ""
     got = attend_in_steps(layer.spec, given, chosen, served.kv_dtype, served.settings)
     errors, limit = row_errors(expected, got), noise.limit(layer.original_node)
     if not worst(errors) <= limit:
         token = int(torch.nonzero(~(errors <= limit))[0])
-        raise UnsupportedError(
+        return "", (
             f"self-check failed: with {tokens} tokens, the attention of layer {layer.layer_id} ({layer.spec.module or 'module unknown'}: "
             f"{layer.spec.describe()}) gives token {token + 1} another output than the model's: off by {worst(errors):.2g} of its size "
             f"(allowed {limit:.2g}). Name another backend, such as backend='torch_native', and please report this."
         )
-    return ""
+    return "", ""
 
 
 def attend_in_steps(
