@@ -80,7 +80,9 @@ class InputProcessor:
             raise ValueError(f"n: got {params.n}; allowed: 1 for a request of the engine; LLM.generate makes one for each of n answers")
         only_scores = params.prompt_logprobs is not None and not params.max_new_tokens
         ids = self.limits.checked_prompt(prompt_token_ids, more=int(only_scores))
-        tokens = ids[:-1] if only_scores and len(ids) > 1 else list(ids)  # nothing follows from the last one
+        tokens = list(ids)
+        if only_scores and len(ids) > 1 and not self.limits.ends_a_side(len(ids) - 1):
+            tokens.pop()  # nothing follows from the last one, unless the request is a long one for it
         if pooled is not None:
             tokens = self._with_types(ids, pooled.params.token_types)
         max_new = self.limits.allowed_new_tokens(len(ids), params.max_new_tokens)

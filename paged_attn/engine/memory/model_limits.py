@@ -35,6 +35,10 @@ class ModelLimits:
         ids = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
         return cls(vocab, max_positions(model) if positions is None else positions, frozenset(int(i) for i in ids), borders)
 
+    def ends_a_side(self, length: int) -> bool:
+        """Whether a request of one token more than `length` needs other keys, and may have so many."""
+        return length in self.length_borders and length != self.max_positions
+
     def checked_prompt(self, ids: Sequence[int], more: int = 0) -> list[int]:
         """The prompt as a list of ints.
 

@@ -46,7 +46,7 @@ class Request:
 
     Attributes:
         tokens: prompt and generated ids, as far as the host knows them. A request that is only scored has no use for the last one's KV:
-            they are those before it.
+            they are those before it, unless the request needs other keys for it.
         num_tokens: those included that were chosen on the device and have not come to the host yet.
         max_new_tokens: of the params, cut to the model's positions; fixed once it runs.
         num_prompt, token_limit: what `num_tokens` begins with, and what it may come to (set when the request starts to run).

@@ -109,6 +109,20 @@ def test_scores_of_a_long_prompt_are_those_of_the_model(phi3: PreTrainedModel) -
         assert scores is not None and abs(scores[prompt[position]] - float(logits[position - 1, prompt[position]])) < 1e-4
 
 
+def test_scores_alone_of_a_prompt_that_ends_behind_the_border(phi3: PreTrainedModel) -> None:
+    """Nothing follows from its last token, but with it the model's call is a long one."""
+    prompts = random_prompts((64, 65, 66))
+    with make_llm(phi3) as llm:
+        completions = llm.generate(prompts, SamplingParams(max_new_tokens=0, prompt_logprobs=0))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = phi3(input_ids=torch.tensor([prompt]), use_cache=False).logits[0].log_softmax(-1)
+        assert completion.token_ids == [] and completion.prompt_logprobs is not None and len(completion.prompt_logprobs) == len(prompt)
+        for position in range(1, len(prompt)):
+            found = completion.prompt_logprobs[position]
+            assert found is not None and abs(found[prompt[position]] - float(logits[position - 1, prompt[position]])) < 1e-4
+
+
 def test_a_failed_step_leaves_the_others_right(phi3: PreTrainedModel) -> None:
     """A request that crosses the border while another is cancelled."""
     prompts = random_prompts((62, 30))
