@@ -94,6 +94,16 @@ def _moves_nothing(node: fx.Node) -> bool:
     return all(isinstance(each, (torch.device, str)) for each in given) and value_of(node).device == value_of(source).device
 
 
+def on_distinct_numbers(base: fx.Node, chain: list[fx.Node], form: CallForm) -> tuple[Tensor, Tensor]:
+    """A tensor like `base` of the numbers from 0 on, in the probe's size, and what the last node of `chain` makes of it."""
+    sizes = torch.Size(concrete_size(size, form) for size in shape_of(base))
+    numbers = torch.arange(sizes.numel()).view(sizes)
+    given: dict[fx.Node, Any] = {base: numbers}
+    for other in {other for node in chain for other in node.all_input_nodes} - {base, *chain}:
+        given[other] = concrete(value_of(other), form)
+    return numbers, evaluate(chain, given, chain[-1])
+
+
 def _proved_source(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form: CallForm) -> KVSource | None:
     heads, dim = int(shape_of(repeated)[1]), int(shape_of(repeated)[3])
     layout = head_layout(base, dim, form)
@@ -102,17 +112,7 @@ def _proved_source(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form:
     squeeze, order, num_heads = layout
     if num_heads >= heads or heads % num_heads:
         return None
-    sizes = [concrete_size(size, form) for size in shape_of(base)]
-    count = 1
-    for size in sizes:
-        count *= size
-    numbers = torch.arange(count, dtype=torch.float64).reshape(sizes)
-    given: dict[fx.Node, Any] = {base: numbers}
-    for node in chain:
-        for other in node.all_input_nodes:
-            if other not in given and other not in chain:
-                given[other] = concrete(value_of(other), form)
-    result = evaluate(chain, given, repeated)
+    numbers, result = on_distinct_numbers(base, chain, form)
     rows = _squeezed(numbers, squeeze).permute(order)  # [T, kv_heads, dim]
     expected = rows.repeat_interleave(heads // num_heads, dim=1).transpose(0, 1)[None]
     return KVSource(base, squeeze, order, num_heads) if torch.equal(result, expected) else None

@@ -19,9 +19,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import in_graph_order, value_of
-from paged_attn.passes.fx.slicing import evaluate
 from paged_attn.passes.fx.token_data import name_of
-from paged_attn.passes.replace.kv_heads import concrete, concrete_size, is_written
+from paged_attn.passes.replace.kv_heads import is_written, on_distinct_numbers
 
 _MOVES = {
     "cat", "concat", "concatenate", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "swapaxes", "movedim", "squeeze",
@@ -80,14 +79,10 @@ def _has_tensors(value: Any) -> bool:
 
 def _parts_of(base: fx.Node, chain: list[fx.Node], form: CallForm) -> list[int] | None:
     """`columns` of the op, of the last node of the chain [T, C]; None if not every row has the same columns of its own row of `base`."""
-    sizes = [concrete_size(size, form) for size in value_of(base).shape]
-    if len(sizes) not in (2, 3) or sizes[:-2] not in ([], [1]):
+    numbers, result = on_distinct_numbers(base, chain, form)
+    if numbers.dim() not in (2, 3) or numbers.shape[:-2] not in ((), (1,)):
         return None
-    rows, width = sizes[-2:]
-    given: dict[fx.Node, Any] = {base: torch.arange(rows * width).view(sizes)}
-    for other in {other for node in chain for other in node.all_input_nodes} - {base, *chain}:
-        given[other] = concrete(value_of(other), form)
-    result = evaluate(chain, given, chain[-1])
+    rows, width = numbers.shape[-2:]
     if result.dim() != 2 or len(result) != rows or not torch.equal(result, result[:1] + width * torch.arange(rows)[:, None]):
         return None
     columns = result[0].tolist()

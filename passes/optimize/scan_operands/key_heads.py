@@ -9,8 +9,6 @@ keys for it, and other packages' kernels were not tried with fewer).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -18,17 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import shape_of, value_of
-from paged_attn.passes.fx.slicing import evaluate
-from paged_attn.passes.replace.kv_heads import (
-    KVSource,
-    concrete,
-    concrete_size,
-    head_layout,
-    head_rows,
-    is_written,
-    rows_in,
-    shape_ancestors,
-)  # fmt: skip
+from paged_attn.passes.replace.kv_heads import KVSource, head_layout, head_rows, is_written, on_distinct_numbers, rows_in, shape_ancestors
 
 
 def read_unrepeated_heads(graph: fx.Graph, form: CallForm) -> int:
@@ -62,13 +50,9 @@ def _proved(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form: CallFo
     if layout is None or layout[2] >= heads or heads % layout[2]:
         return None
     source = KVSource(base, *layout)
-    sizes = [concrete_size(size, form) for size in shape_of(base)]
-    numbers = torch.arange(torch.Size(sizes).numel()).view(sizes)
-    given: dict[fx.Node, Any] = {base: numbers}
-    for other in {other for node in chain for other in node.all_input_nodes} - {base, *chain}:
-        given[other] = concrete(value_of(other), form)
+    numbers, result = on_distinct_numbers(base, chain, form)
     expected = rows_in(numbers, source).repeat_interleave(heads // source.num_heads, 1)
-    return source if torch.equal(evaluate(chain, given, repeated), expected) else None
+    return source if torch.equal(result, expected) else None
 
 
 def _rows(source: KVSource, user: fx.Node) -> fx.Node:
