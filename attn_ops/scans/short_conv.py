@@ -17,10 +17,10 @@ def channels_in(x: Tensor, columns: Sequence[int]) -> list[Tensor]:
     """Views [T, groups, width] of x [T, N] that have all channels of a convolution in their order.
 
     `columns` has four numbers for each: its first column, how many groups it has, how many columns lie from one to the next, and the width
-    of each. Without any, all columns of x are the channels.
+    of each.
     """
     (row, column), first = x.stride(), x.storage_offset()
-    parts = [columns[i : i + 4] for i in range(0, len(columns), 4)] or [(0, 1, 0, x.shape[1])]
+    parts = [columns[i : i + 4] for i in range(0, len(columns), 4)]
     return [
         x.as_strided((x.shape[0], groups, width), (row, apart * column, column), first + start * column)
         for start, groups, apart, width in parts
@@ -31,7 +31,7 @@ def short_conv_extend(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, activation: str, columns: Sequence[int], states: Tensor,
     extends: Extends,
 ) -> None:  # fmt: skip
-    """x [T, N], of which `columns` are the C channels (`channels_in`); output [T, C]; weight [C, taps]; bias [C]; states
+    """x [T, N], of which `columns` are the C channels (`channels_in`; none: all); output [T, C]; weight [C, taps]; bias [C]; states
     [slots, C, width], width >= taps - 1."""
     x = _joined(x, columns)
     count, width = weight.shape[1], states.shape[2]
@@ -57,7 +57,7 @@ def short_conv_step(
 
 
 def _joined(x: Tensor, columns: Sequence[int]) -> Tensor:
-    return torch.cat([part.flatten(1) for part in channels_in(x, columns)], 1)
+    return x if not columns else torch.cat([part.flatten(1) for part in channels_in(x, columns)], 1)
 
 
 def _summed(taps: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:

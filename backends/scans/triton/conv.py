@@ -63,9 +63,10 @@ def extend(
     return True
 
 
-def _parts(
-    x: Tensor, columns: Sequence[int], weight: Tensor, bias: Tensor | None, output: Tensor, states: Tensor
-) -> Iterator[_Part]:  # fmt: skip
+def _parts(x: Tensor, columns: Sequence[int], weight: Tensor, bias: Tensor | None, output: Tensor, states: Tensor) -> Iterator[_Part]:
+    if not columns:
+        yield _Part(x[:, None], weight, bias, output, states)
+        return
     first = 0
     for channels in channels_in(x, columns):
         own = slice(first, first + channels.shape[1] * channels.shape[2])

@@ -66,7 +66,8 @@ def _source(x: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node, list[fx.Nod
         pending.update(node for node in latest.all_input_nodes if _has_tensors(value_of(node)))
     if len(pending) != 1 or not any(name_of(node) in _JOINS for node in chain):
         return None
-    return pending.pop(), in_graph_order(x.graph, chain)
+    base = pending.pop()
+    return (base, in_graph_order(x.graph, chain)) if isinstance(value_of(base), Tensor) else None
 
 
 def _moves(node: fx.Node) -> bool:

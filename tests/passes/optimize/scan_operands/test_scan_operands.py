@@ -101,6 +101,7 @@ STAYS: dict[str, Make] = {
     "rows of both": lambda y: torch.cat((y[..., :96], y[..., 96:]), 1)[:, 1 : y.shape[1] + 1].transpose(1, 2),
     "many parts": lambda y: torch.cat([y[..., i : i + 8] for i in range(88, 0, -8)], -1).transpose(1, 2),
     "single columns": lambda y: torch.cat([y[..., i : i + 1] for i in (7, 3, 5)], 2).transpose(1, 2),
+    "several results": lambda y: torch.cat(torch.tensor_split(y, 2, -1)[::-1], -1).transpose(1, 2),
     "twice": lambda y: torch.cat((y[..., :64], y[..., 32:96]), -1).transpose(1, 2),
     "twice all": lambda y: torch.cat((y, y), -1).transpose(1, 2),
     "another source": lambda y: torch.cat((y[..., :8], torch.zeros_like(y[..., :8])), -1).transpose(1, 2),
