@@ -158,6 +158,20 @@ def test_every_feature_in_the_kernel_for_hopper(feature: str, dims: tuple[int, i
             check("triton", spec, lengths, lse=True, page_size=page_size, dtype=dtype)
 
 
+@pytest.mark.parametrize("feature", ["plain", "window_chunk", "sinks", "all"])
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+def test_waves_of_the_kernel_for_hopper(feature: str, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "triton" not in NAMES or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Triton on a GPU of compute capability 9.0")
+    monkeypatch.setattr("paged_attn.backends.attention.triton.tiling._waves", lambda *_: 3)
+    spec = dataclasses.replace(spec_of(feature, dim=dims[0]), v_head_dim=dims[1], alibi_slopes=None)
+    case, *_ = case_and_expected(spec, LONGER["mixed"], 16, BF16, "shuffled", "contiguous", True)
+    case = case.to(CUDA)
+    more = [share for share in instance("triton").plan(case.batch, case.pool).shares if share.kind.tiling.hopper]
+    assert more and all(share.programs == 3 * torch.cuda.get_device_properties(0).multi_processor_count for share in more)
+    check("triton", spec, LONGER["mixed"], lse=True)
+
+
 def hopper_blocks(case: Case) -> list[int]:
     """Keys in a block of each launch of the kernel for Hopper that the Triton backend plans for the case."""
     plan = instance("triton").plan(case.batch, case.pool)

@@ -34,19 +34,22 @@ class Plan:
     @classmethod
     def of(cls, batch: Batch, pool: KVPool, deterministic: bool) -> Plan:
         new, machine = batch.query_lens_host, machine_of(batch.slots.device)
-        longest, context, total = max(new, default=0), max(batch.seq_lens_host, default=0), sum(batch.seq_lens_host)
+        lengths = batch.seq_lens_host
+        longest, context, total = max(new, default=0), max(lengths, default=0), sum(lengths)
+        in_prompts = sum(length for length, count in zip(lengths, new, strict=True) if count > 1) if longest > 1 else 0
         rows: list[RowsKind] = []
         if deterministic:
             rows += ["all"] if new else []
         else:
             rows += ["one"] if 1 in new else []
             rows += ["more"] if longest > 1 else []
+        keys: dict[RowsKind, int] = {"one": total, "more": in_prompts, "all": total}
         kinds_of_layers = layer_kinds(pool)
         machine = machine if kinds_of_layers.aligned else replace(machine, hopper=False)
         indices: dict[PartitionKind, int] = {}
         by_kind = []
         for spec in kinds_of_layers.specs:
-            kinds = [PartitionKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, total, machine)) for r in rows]
+            kinds = [PartitionKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, keys[r], machine)) for r in rows]
             by_kind.append(tuple(indices.setdefault(kind, len(indices)) for kind in kinds))
         shares = [WorkPartition.allocate(kind, batch, machine.multiprocessors) for kind in indices]
         slots = max((2 * s.programs * kept_rows(s.kind) for s in shares), default=0)

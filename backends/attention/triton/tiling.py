@@ -44,11 +44,13 @@ class Machine:
         multiprocessors: of the GPU.
         hopper: whether `hopper_kernel` runs there: compute capability 9.0 and a Triton that it is written for.
         early: whether kernels may be launched before the one in front has ended: compute capability 9.0 or more; measured on 9.0 only.
+        l2_bytes: of its L2 cache; 0: not known.
     """
 
     multiprocessors: int
     hopper: bool
     early: bool
+    l2_bytes: int = 0
 
 
 @cache
@@ -64,7 +66,8 @@ def machine_of(device: torch.device) -> Machine:
             triton.__version__, " and ".join(GLUON_VERSIONS),
         )  # fmt: skip
         hopper = known
-    return Machine(torch.cuda.get_device_properties(device).multi_processor_count, hopper, early=capability >= (9, 0))
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(properties.multi_processor_count, hopper, capability >= (9, 0), properties.L2_cache_size)
 
 
 def early_start(device: torch.device, wanted: bool = True) -> dict[str, bool]:
@@ -88,6 +91,7 @@ class Tiling:
         hopper: run `hopper_kernel` and not `attend_kernel`; `stages` are then its buffers for K and for V.
         query_tiles: tiles of queries that it has memory for: of two the next one is copied while the consumers are at the last one.
         producer_registers: those of a copying thread of `hopper_kernel`; the two consumers share the rest.
+        waves: grids of that size that run one after the other, so that the L2 holds what each of them reads of keys and values.
         turns: the two consumers issue their matrix products in turns, so that one's softmax runs beside the other's products.
     """
 
@@ -103,6 +107,7 @@ class Tiling:
     hopper: bool = False
     query_tiles: int = 2
     producer_registers: int = 72
+    waves: int = 1
     turns: bool = True
 
 
@@ -116,7 +121,8 @@ def tiling(
 ) -> Tiling:
     """For requests with one new token ("one"), with more, or for all alike, which makes results independent of the batch.
 
-    `longest_query` and `longest_context`: the most new tokens, and tokens in all, of a request; `total_keys`: over all requests.
+    `longest_query` and `longest_context`: the most new tokens, and tokens in all, of a request; `total_keys`: over all requests, or with
+    "more" those that have more than one new token.
     """
     if isinstance(spec, LatentSpec):
         return _latent(rows, spec, dtype, longest_query, machine)
@@ -124,7 +130,7 @@ def tiling(
     if rows == "one":
         return _decode(dim, spec, dtype, total_keys, machine)
     if rows == "more":
-        return _extend(dim, spec, dtype, longest_query, longest_context, machine)
+        return _extend(dim, spec, dtype, longest_query, longest_context, total_keys, machine)
     if dtype.itemsize > 2:
         return Tiling(16, 16, 4, 2, 1, 1, part_blocks=64)
     return Tiling(64, 64, 4, 3, 1, 1, part_blocks=16) if dim <= 128 else Tiling(64, 32, 4, 2, 1, 1, part_blocks=32)
@@ -174,12 +180,14 @@ def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, 
     return Tiling(block_m, block_n, 4, 3, 2, merge_parts, item_cost=3)
 
 
-def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, machine: Machine) -> Tiling:
+def _extend(
+    dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine
+) -> Tiling:
     block_m = min(max(16, power_of_2(longest_query * spec.group_size)), 128)
     if dtype.itemsize > 2:
         return Tiling(min(block_m, 32), 32 if dim <= 64 else 16, 4, 2, 1, 1)
     if machine.hopper and block_m == 128 and in_hopper_kernel(spec):
-        return _hopper(spec, longest_context)
+        return _hopper(spec, longest_query, longest_context, total_keys, machine)
     if block_m <= 32:
         return Tiling(block_m, 64 if dim <= 128 else 32, 4, 3, 2, 2)
     if dim > 128:
@@ -187,7 +195,7 @@ def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: in
     return Tiling(block_m, 64, 4 if block_m == 64 else 8, 3, 1, 1)
 
 
-def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
+def _hopper(spec: AttentionSpec, longest_query: int, longest_context: int, total_keys: int, machine: Machine) -> Tiling:
     """Blocks of 128 keys, unless smaller ones waste less (few keys), or a consumer's registers hold sums over more than 128 columns; then
     as many buffers as fit into shared memory, first of all two for keys and values, then a second one for queries.
     """
@@ -197,7 +205,27 @@ def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
     stages = min(4, (HOPPER_BYTES - query_tiles * queries) // block)
     few, many = block_n == 64 and spec.qk_head_dim <= 128, spec.v_head_dim > 128
     registers = 56 if few else 88 if many else 72  # for addresses of 64 rows of 128 columns, of 256, or between
-    return Tiling(128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers)
+    waves = _waves(spec, longest_query, longest_context, total_keys, block_n, machine)
+    return Tiling(
+        128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers, waves=waves
+    )
+
+
+def _waves(spec: AttentionSpec, longest_query: int, longest_context: int, total_keys: int, block_n: int, machine: Machine) -> int:
+    """About one for each L2 that all keys and values fill: the work lies end to end, a request's heads one after the other, so that a wave
+    reads some of them. A wave costs 10 to 30 us, in which a program multiplies some 10 blocks: each has 64 or more. Partial results of all
+    programs are kept: up to 2,048 columns of float32 for each row of a tile and multiprocessor.
+
+    Sliding windows have one: a program's own keys are few.
+    """
+    if not machine.l2_bytes or (spec.sliding_window is not None and spec.sliding_window < longest_context):
+        return 1
+    bytes_read = total_keys * spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim) * 2
+    keys = longest_context - longest_query // 2 if spec.causal else longest_context
+    requests = total_keys / max(longest_context, 1)  # were all like the longest
+    blocks = int(requests * spec.num_kv_heads * (longest_query * spec.group_size // 128) * (keys // block_n)) // machine.multiprocessors
+    most = min(1024 // power_of_2(spec.v_head_dim), blocks // 64)
+    return max(1, min(round(bytes_read / machine.l2_bytes), most))
 
 
 def _latent(rows: RowsKind, spec: LatentSpec, dtype: torch.dtype, longest_query: int, machine: Machine) -> Tiling:

@@ -72,7 +72,7 @@ class WorkPartition:
     def allocate(cls, kind: PartitionKind, batch: Batch, multiprocessors: int) -> WorkPartition:
         tiling, requests = kind.tiling, batch.num_requests
         most_tiles = _ceil(max(batch.query_lens_host) * kind.group, tiling.block_m)
-        programs = multiprocessors * tiling.programs_per_sm if tiling.part_blocks == 0 else _parts(kind, batch)
+        programs = _parts(kind, batch) if tiling.part_blocks else multiprocessors * tiling.programs_per_sm * tiling.waves
         tiles = batch.num_tokens * kind.group // tiling.block_m + requests + 1
         sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs)]  # each on 16 bytes
         units, tile_ends, work, counters = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device).split(sizes)

@@ -264,5 +264,24 @@ def test_tilings_fit_the_machine():
     assert not tiling.tiling("one", spec, torch.bfloat16, 1, 4096, 4096, replace(hopper, early=False)).early
 
 
+def test_waves_of_long_prompts():
+    """What all programs read at a time fits the L2; short prompts and few new tokens are one wave."""
+    hopper = Machine(132, hopper=True, early=True, l2_bytes=50 << 20)
+    deepseek = spec_of_dims(192, 128, num_q_heads=16, num_kv_heads=16)
+    llama, gemma = spec_of_dims(128, 128, num_q_heads=32, num_kv_heads=8), spec_of_dims(256, 256, num_q_heads=16, num_kv_heads=8)
+
+    def waves(spec, new, context, requests=1, machine=hopper):
+        return tiling.tiling("more", spec, torch.bfloat16, new, context, requests * context, machine).waves
+
+    assert [waves(deepseek, min(context, 8192), context) for context in (2048, 8192, 16_000, 64_000)] == [1, 2, 3, 8]  # 84, 164, 655 MB
+    assert [waves(deepseek, new, 16_000) for new in (64, 512, 1024, 2048)] == [1, 1, 1, 3]
+    mha = spec_of_dims(128, 128, num_q_heads=32, num_kv_heads=32)
+    assert (waves(mha, 4096, 4096, requests=2), waves(mha, 512, 512, requests=16)) == (3, 1)
+    assert [waves(llama, 8192, context) for context in (8192, 16_000, 32_000)] == [1, 1, 2]  # 33, 66 and 131 MB
+    assert [waves(gemma, 8192, context) for context in (8192, 16_000, 64_000)] == [1, 2, 4]
+    assert waves(replace(llama, sliding_window=512), 8192, 64_000) == 1
+    assert waves(deepseek, 8192, 16_000, machine=Machine(132, hopper=True, early=True)) == 1
+
+
 def spec_of_dims(qk, v, **more):
     return replace(spec_of(), qk_head_dim=qk, v_head_dim=v, **more)
