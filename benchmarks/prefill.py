@@ -92,7 +92,7 @@ def tiling_of(problem: TimedProblem, device: torch.device) -> str:
     found = tiling("more", problem.spec, problem.dtype, longest, max(lengths), sum(lengths), machine_of(device))
     if not found.hopper:
         return "not the kernel for Hopper"
-    names = ("block_n", "stages", "query_tiles", "producer_registers")
+    names = ("block_n", "stages", "query_tiles", "producer_registers", "waves")
     return ",".join(f"{name}={getattr(found, name)}" for name in names)
 
 

@@ -9,6 +9,9 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
 - `hopper_kernel` at other head dims than 64 and 128: what fits into shared memory and registers. Of 192 with 128 that was the fastest, or
   within 1 % of it; at 256 the producer's 88 registers are 2 to 6 % faster than 72 (2026-11-25, `python benchmarks/prefill.py --tilings`).
 
+- Waves are from one H100 (2026-11-26, `benchmarks/results/prefill_waves_h100.json`): 192 with 128, 16 KV heads, 7,808 new tokens after
+  8,192 take 2,434 us in one, 1,854 in two, 1,745 in four; 512 after 15,488 take 155 us in one, 185 in two.
+
 Those of latents are from one H100 (2026-11-26, `python benchmarks/latent_sweep.py`): 16 rows are up to 7 % faster in `attend_latent`, with
 one program of 64 tokens a multiprocessor, than in `attend_latent_hopper`; 64 rows are 1.1 to 1.8 times as fast in the latter. Counting
 an item as 4 blocks more makes a ragged batch of 16 rows 1.2 times as fast, and costs one request of 4,096 tokens 6 %.
@@ -18,7 +21,7 @@ Off Hopper what is known is that they compile for SM90, and how much of a multip
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -130,7 +133,8 @@ def tiling(
     if rows == "one":
         return _decode(dim, spec, dtype, total_keys, machine)
     if rows == "more":
-        return _extend(dim, spec, dtype, longest_query, longest_context, total_keys, machine)
+        found = _extend(dim, spec, dtype, longest_query, longest_context, machine)
+        return replace(found, waves=_waves(spec, longest_query, longest_context, total_keys, found, machine)) if found.hopper else found
     if dtype.itemsize > 2:
         return Tiling(16, 16, 4, 2, 1, 1, part_blocks=64)
     return Tiling(64, 64, 4, 3, 1, 1, part_blocks=16) if dim <= 128 else Tiling(64, 32, 4, 2, 1, 1, part_blocks=32)
@@ -180,14 +184,12 @@ def _decode(dim: int, spec: AttentionSpec, dtype: torch.dtype, total_keys: int, 
     return Tiling(block_m, block_n, 4, 3, 2, merge_parts, item_cost=3)
 
 
-def _extend(
-    dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine
-) -> Tiling:
+def _extend(dim: int, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, machine: Machine) -> Tiling:
     block_m = min(max(16, power_of_2(longest_query * spec.group_size)), 128)
     if dtype.itemsize > 2:
         return Tiling(min(block_m, 32), 32 if dim <= 64 else 16, 4, 2, 1, 1)
     if machine.hopper and block_m == 128 and in_hopper_kernel(spec):
-        return _hopper(spec, longest_query, longest_context, total_keys, machine)
+        return _hopper(spec, longest_context)
     if block_m <= 32:
         return Tiling(block_m, 64 if dim <= 128 else 32, 4, 3, 2, 2)
     if dim > 128:
@@ -195,7 +197,7 @@ def _extend(
     return Tiling(block_m, 64, 4 if block_m == 64 else 8, 3, 1, 1)
 
 
-def _hopper(spec: AttentionSpec, longest_query: int, longest_context: int, total_keys: int, machine: Machine) -> Tiling:
+def _hopper(spec: AttentionSpec, longest_context: int) -> Tiling:
     """Blocks of 128 keys, unless smaller ones waste less (few keys), or a consumer's registers hold sums over more than 128 columns; then
     as many buffers as fit into shared memory, first of all two for keys and values, then a second one for queries.
     """
@@ -205,13 +207,10 @@ def _hopper(spec: AttentionSpec, longest_query: int, longest_context: int, total
     stages = min(4, (HOPPER_BYTES - query_tiles * queries) // block)
     few, many = block_n == 64 and spec.qk_head_dim <= 128, spec.v_head_dim > 128
     registers = 56 if few else 88 if many else 72  # for addresses of 64 rows of 128 columns, of 256, or between
-    waves = _waves(spec, longest_query, longest_context, total_keys, block_n, machine)
-    return Tiling(
-        128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers, waves=waves
-    )
+    return Tiling(128, block_n, 4, stages, 1, 1, item_cost=1, hopper=True, query_tiles=query_tiles, producer_registers=registers)
 
 
-def _waves(spec: AttentionSpec, longest_query: int, longest_context: int, total_keys: int, block_n: int, machine: Machine) -> int:
+def _waves(spec: AttentionSpec, longest_query: int, longest_context: int, total_keys: int, tiles: Tiling, machine: Machine) -> int:
     """About one for each L2 that all keys and values fill: the work lies end to end, a request's heads one after the other, so that a wave
     reads some of them. A wave costs 10 to 30 us, in which a program multiplies some 10 blocks: each has 64 or more. Partial results of all
     programs are kept: up to 2,048 columns of float32 for each row of a tile and multiprocessor.
@@ -223,7 +222,8 @@ def _waves(spec: AttentionSpec, longest_query: int, longest_context: int, total_
     bytes_read = total_keys * spec.num_kv_heads * (spec.qk_head_dim + spec.v_head_dim) * 2
     keys = longest_context - longest_query // 2 if spec.causal else longest_context
     requests = total_keys / max(longest_context, 1)  # were all like the longest
-    blocks = int(requests * spec.num_kv_heads * (longest_query * spec.group_size // 128) * (keys // block_n)) // machine.multiprocessors
+    tiles_of_one = spec.num_kv_heads * (longest_query * spec.group_size // tiles.block_m)
+    blocks = int(requests * tiles_of_one * (keys // tiles.block_n)) // machine.multiprocessors
     most = min(1024 // power_of_2(spec.v_head_dim), blocks // 64)
     return max(1, min(round(bytes_read / machine.l2_bytes), most))
 
