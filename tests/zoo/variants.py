@@ -1,5 +1,7 @@
 """`python -m tests.zoo.variants [TYPES...]`: each type with one attribute of its tiny config changed at a time, a JSON line each.
 
+With `--together SEED`, each type once, with three of these changes drawn at random.
+
 Checkpoints of a type differ in what its default config does not show: biases, another rotary embedding, one KV head, a router that does not
 normalise. What `run_one` says of the default config it says of each of these.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import sys
 import warnings
@@ -23,6 +26,7 @@ from tests.zoo.configs import TYPES, config_for
 from tests.zoo.run_one import run
 
 TIMEOUT = 240  # seconds of one variant
+TOGETHER = 3  # changes
 # Attributes that change no computation of ours, or make the model another kind of model.
 LEFT_OUT = (
     "output_", "return_dict", "is_encoder", "is_decoder", "add_cross", "use_cache", "tie_", "torchscript", "use_mamba_kernels", "pruned",
@@ -56,6 +60,15 @@ def variants_of(model_type: str) -> list[dict[str, Any]]:
             continue
         found += [{name: other} for other in _others(name, value) if other != value or isinstance(other, bool) != isinstance(value, bool)]
     return [*found, EAGER]
+
+
+def together(model_type: str, seed: int) -> dict[str, Any]:
+    """Some three changes of different attributes at once, drawn from `variants_of`."""
+    chance = random.Random(f"{model_type} {seed}")
+    found: dict[str, Any] = {}
+    for changes in chance.sample(changed := variants_of(model_type), min(TOGETHER, len(changed))):
+        found |= changes
+    return found
 
 
 def _others(name: str, value: Any) -> Iterator[Any]:
@@ -92,12 +105,14 @@ def in_a_child(work: Callable[[], Any]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo.variants", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("types", nargs="*", metavar="TYPE", help="by default all")
+    parser.add_argument("--together", type=int, metavar="SEED", help="three changes at once, drawn at random")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    for model_type in parser.parse_args().types or TYPES:
+    asked = parser.parse_args()
+    for model_type in asked.types or TYPES:
         try:
-            variants = variants_of(model_type)
+            variants = variants_of(model_type) if asked.together is None else [together(model_type, asked.together)]
         except Exception as error:  # noqa: BLE001 - reported, as in run_one
             print(json.dumps({"type": model_type, "result": "no_oracle", "reason": f"{type(error).__name__}: {error}"[:200]}), flush=True)
             continue

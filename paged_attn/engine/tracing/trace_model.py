@@ -29,6 +29,10 @@ from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_aroun
 from paged_attn.engine.tracing.opaque_modules import ReadsMask, modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
 from paged_attn.engine.tracing.plain_buffers import plain_buffers
+from paged_attn.engine.tracing.repeated.expand import expand
+from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
+from paged_attn.engine.tracing.repeated.marks import marked
+from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
 from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, messages, no_metrics_log, not_traced
 from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
@@ -196,13 +200,38 @@ def only_device(model: nn.Module) -> torch.device:
 def _capture(
     model: nn.Module, options: CompileOptions, length: int, positions: bool, limited: bool = False
 ) -> tuple[CompiledGraph, list[Any]]:
+    """With layers that are alike traced once, or, if they turn out to be otherwise or are traced in no such way, each by itself."""
+    inputs = _trace_inputs(model, length, positions)
+    if layers := _alike(model, inputs):
+        try:
+            return _traced(model, options, inputs, limited, layers)
+        except (UnsupportedError, NotAlike) as reason:
+            logger.info("every layer is traced: %s", reason)
+    return _traced(model, options, inputs, limited)
+
+
+def _alike(model: nn.Module, inputs: dict[str, Any]) -> list[AlikeLayers]:
+    with as_served(model):
+        return alike_layers(model, lambda: model(**inputs))
+
+
+def _traced(
+    model: nn.Module, options: CompileOptions, inputs: dict[str, Any], limited: bool, layers: Sequence[AlikeLayers] = ()
+) -> tuple[CompiledGraph, list[Any]]:
     captured: list[tuple[CompiledGraph, list[Any]]] = []
     wanted = [(model, options, limited)]  # emptied below: Dynamo keeps every backend that it was ever given, and all that it refers to
+    failed: list[NotAlike] = []
 
     def stop(*_: Any) -> NoReturn:
         raise _Captured
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if layers:
+            try:
+                gm, example_inputs = expand(gm, example_inputs, wanted[0][0], layers, numbers, guards_of_trace())
+            except NotAlike as reason:
+                failed.append(reason)
+                return stop
         captured.append((CompiledGraph.of_trace(gm, example_inputs, *wanted[0]), list(example_inputs)))
         return stop
 
@@ -211,9 +240,14 @@ def _capture(
     # What other models in this process looked like must not make this one's numbers symbolic.
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
     try:
-        with as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), no_metrics_log():
-            torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
+        with (
+            as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), no_metrics_log(),
+            marked(model, layers) as numbers,
+        ):  # fmt: skip
+            torch.compile(target, backend=backend, fullgraph=True)(model, inputs)
     except _Captured:
+        if failed:
+            raise failed[0] from None
         return captured.pop()
     except torch._dynamo.exc.BackendCompilerFailed:
         raise

@@ -1,0 +1,97 @@
+"""Which layers of a model may be alike: the same classes, weights of the same form, and the same plain attributes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FEWEST = 4  # alike layers that are worth it
+
+
+@dataclass(frozen=True)
+class AlikeLayers:
+    """Layers of one list that seem to compute the same with other weights.
+
+    Attributes:
+        names: as `model.named_modules()` has them, in the order of the list; the first two are traced.
+        results: how many results a layer returns in a tuple; 0 for a tensor.
+    """
+
+    names: tuple[str, ...]
+    results: int
+
+
+def alike_layers(model: nn.Module, call: Callable[[], object], fewest: int = FEWEST) -> list[AlikeLayers]:
+    """Groups of layers in the model's outermost lists that it calls once, with the same kinds of results.
+
+    Args:
+        call: calls the model, on anything.
+    """
+    groups: list[tuple[str, ...]] = []
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    for name, layers in lists:
+        if len(layers) < fewest or any(name.startswith(f"{other}.") for other, _ in lists):
+            continue
+        kinds: dict[Any, list[str]] = defaultdict(list)
+        own = set.intersection(*(_own_numbers(layer, index) for index, layer in enumerate(layers)))
+        for index, layer in layers.named_children():
+            kinds[_kind(layer, own)].append(f"{name}.{index}")
+        groups += [tuple(names) for names in kinds.values() if len(names) >= fewest]
+    if not groups:
+        return []
+    results = _results(model, [name for names in groups for name in names], call)
+    kept = []
+    for names in groups:
+        forms = {form for each in names for form in results[each]}
+        if len(forms) == 1 and (form := forms.pop()) is not None and all(len(results[each]) == 1 for each in names):
+            kept.append(AlikeLayers(names, form))
+    return kept
+
+
+def _own_numbers(layer: nn.Module, index: int) -> set[tuple[str, str]]:
+    """Attributes that are the layer's place in its list, by path and name."""
+    return {(path, name) for path, part in layer.named_modules() for name, value in vars(part).items() if type(value) is int and value == index}
+
+
+def _kind(layer: nn.Module, own: set[tuple[str, str]]) -> Any:
+    """Equal for layers that seem alike. Their own numbers are left out: `same_code.py` sees whether they are read."""
+    found: list[Any] = []
+    for path, part in layer.named_modules():
+        plain = sorted((name, value) for name, value in vars(part).items() if isinstance(value, int | float | str | None))
+        found.append((path, type(part), tuple((name, repr(value)) for name, value in plain if (path, name) not in own)))
+    found += [(name, _form(tensor)) for name, tensor in layer.state_dict(keep_vars=True).items()]
+    return tuple(found)
+
+
+def _form(tensor: Tensor) -> Any:
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _results(model: nn.Module, names: list[str], call: Callable[[], object]) -> dict[str, list[int | None]]:
+    """What each call of these layers returned: 0 a tensor like the first that it was given, n a tuple of that and n - 1 times None."""
+    seen: dict[str, list[int | None]] = {name: [] for name in names}
+    undo = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            first = args[0] if args else kwargs.get("hidden_states")
+            one, *others = output if isinstance(output, tuple) and output else (output,)
+            alike = isinstance(one, Tensor) and isinstance(first, Tensor) and _form(one) == _form(first)
+            ours = alike and all(each is None for each in others)
+            seen[name].append((1 + len(others)) * isinstance(output, tuple) if ours else None)
+
+        return after
+
+    try:
+        undo += [model.get_submodule(name).register_forward_hook(watch(name), with_kwargs=True) for name in names]
+        with torch.no_grad():
+            call()
+    finally:
+        for handle in undo:
+            handle.remove()
+    return seen

@@ -1,0 +1,73 @@
+"""The proof that the trace of one layer is that of another: whatever Dynamo read of the one is the same in the other.
+
+Dynamo notes each attribute, class, function and number that a trace depends on, as a guard with the expression that leads to it. The
+expression is evaluated for both layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Guards = Iterable[tuple[str, str]]
+
+
+class NotAlike(Exception):
+    """Layers that seemed alike are not."""
+
+
+def guards_of_trace() -> list[tuple[str, str]]:
+    """(expression, kind) of each guard of the trace that runs in this thread."""
+    context = torch._guards.TracingContext.get()
+    guards = context.guards_context.dynamo_guards
+    return [(guard.name if isinstance(guard.name, str) else guard.name(), guard.create_fn_name()) for guard in guards]
+
+
+def expression_of(name: str) -> str:
+    """How guards call a module of the model, by its name in `named_modules()`."""
+    return "L['model']" + "".join(f"._modules['{part}']" for part in name.split("."))
+
+
+def check_same_code(model: nn.Module, guards: Guards, traced: str, others: Iterable[str]) -> None:
+    """Raises NotAlike: the trace of the layer `traced` depends on something that is otherwise in one of the others."""
+    start = expression_of(traced)
+    read = [(text, kind) for text, kind in guards if text.startswith(start) and not text.startswith(f"{start}.forward")]
+    if not read:
+        raise NotAlike(f"nothing is known of what a trace reads of {traced}")
+    scope = {**torch._dynamo.guards._get_closure_vars(), "L": {"model": model}}
+    values = [(text, kind, eval(text, scope)) for text, kind in read]
+    for other in others:
+        instead = expression_of(other)
+        for text, kind, value in values:
+            if not _alike(value, eval(text.replace(start, instead), scope)):
+                raise NotAlike(f"{traced} and {other} differ in {text.removeprefix(start)} ({kind})")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether code that is given one of two values goes the same way; what is inside of them has guards of its own."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
+    if isinstance(one, nn.Module):
+        return vars(one).keys() - {"forward"} == vars(other).keys() - {"forward"}
+    if isinstance(one, dict):
+        return list(one) == list(other)
+    if isinstance(one, list | tuple | set):
+        return len(one) == len(other)
+    if isinstance(one, types.FunctionType):
+        return one.__code__ is other.__code__
+    if isinstance(one, types.MethodType):
+        return one.__func__ is other.__func__
+    if isinstance(one, types.CellType):
+        return _alike(one.cell_contents, other.cell_contents)
+    if isinstance(one, functools.partial):
+        return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+    return bool(one == other)
