@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, module_path
 from paged_attn.passes.find.products import Product, product_of, score_products
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, sizes_of, token_dims, writes_in_place, written_values
-from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, op_name, sizes_of, token_dims, writes_in_place, written_values
 
 QUERIES = 3
 _MAX_DEPTH = 12  # of what makes equal keys: transposes and repetitions of heads
@@ -80,7 +79,7 @@ def _site(products: list[Product], softmax: fx.Node, form: CallForm) -> Attentio
         return None
     operands = bases_of(each for product in (*products, value) for each in (product.left, product.right) if each is not value.left)
     first = min(product.node for product in products)
-    if any(first < node < output and writes_in_place(node) and written_values(node) & operands for node in output.graph.nodes):
+    if any(first < node < output and written_values(node) & operands for node in output.graph.nodes):
         return None
     queries = tuple(product.emit_factor("left", product.row, product.inner, output) for product in products)
     key = products[0].emit_factor("right", products[0].column, products[0].inner, output)
@@ -124,7 +123,7 @@ def _way_out(products: Sequence[fx.Node], like: fx.Node, form: CallForm) -> fx.N
         sources = set[fx.Node]().union(*(made_of.get(each, ()) for each in node.all_input_nodes))
         if not sources:
             continue
-        written = written_values(node) - {node} if writes_in_place(node) else set()
+        written = written_values(node) - {node}
         if node in made_of or not written <= made_of.keys():
             return None  # a query is made of another one's scores; or they go where others may read them
         for each in (node, *written):

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import is_view, shape_of, symbol, token_dims, value_of
-from paged_attn.passes.fx.token_data import name_of, read_inputs, writers_of
+from paged_attn.passes.fx.graph_tools import is_view, name_of, shape_of, symbol, token_dims, value_of, writers_of
+from paged_attn.passes.fx.token_data import read_inputs
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 
 NARROW = 2  # a row is kept if keys and values together are more than so many times as wide
@@ -51,7 +51,7 @@ class LatentFinder:
     """Finds the rows of a graph's attentions; make it anew once the graph was changed."""
 
     def __init__(self, graph: fx.Graph, form: CallForm) -> None:
-        self.form, self.writers = form, writers_of(graph)
+        self.form, self.writers = form, writers_of(graph.nodes)
 
     def find(self, site: AttentionSite) -> LatentSite | str:
         """The row of one attention; or why it has none that can be kept: "" for what does not look like it."""

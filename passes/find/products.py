@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call_with_value, in_graph_order, shape_of, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import call_with_value, name_of, shape_of, token_dims, value_of
 
 _MATMUL = {torch.matmul, torch.bmm, operator.matmul, torch.ops.aten.matmul.default, torch.ops.aten.bmm.default}
 _MATMUL_METHODS = {"matmul", "bmm", "__matmul__"}
@@ -117,7 +117,7 @@ def score_products(scores: fx.Node, num_tokens: Any) -> list[tuple[Product, str]
             found[node] = product
         else:
             pending += node.all_input_nodes
-    return [found[node] for node in in_graph_order(scores.graph, found)]
+    return [found[node] for node in sorted(found)]
 
 
 def split_baddbmm(graph: fx.Graph) -> None:
@@ -126,8 +126,7 @@ def split_baddbmm(graph: fx.Graph) -> None:
     With beta=0 the input is not read, as PyTorch has it: a buffer that nobody has filled may hold NaN.
     """
     for node in list(graph.nodes):
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        if node.op not in ("call_function", "call_method") or name not in ("baddbmm", "baddbmm.default"):
+        if name_of(node) != "baddbmm":
             continue
         given = dict(zip(("input", "batch1", "batch2"), node.args, strict=False)) | dict(node.kwargs)
         with graph.inserting_before(node):

@@ -21,8 +21,7 @@ from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
 from paged_attn.passes.find.products import Product, product_of, score_products, split_baddbmm
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, move_before, shape_of, symbol, token_dims, value_of
-from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, move_before, op_name, shape_of, symbol, token_dims, value_of
 
 _SOFTMAX = {
     F.softmax,

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call, depends_on, symbol, value_of
-from paged_attn.passes.fx.token_data import name_of
+from paged_attn.passes.fx.graph_tools import call, depends_on, name_of, symbol, value_of
 
 LENGTHS = (5, 7)
 # What an operation raises that does not fit its arguments.

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import Writers, depends_on, name_of, symbol, value_of, writers_of, written_values
 
 _SHAPE_OF_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "size",
                    "sym_size", "dim", "numel", "stride", "rand_like", "randn_like", "randint_like"}  # fmt: skip
@@ -20,11 +20,6 @@ _SHAPE_OF_SECOND = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 _INDEXED_BY = {"index_select": 2, "gather": 2, "index_add_": 2, "index_copy_": 2, "scatter_": 2, "scatter_add_": 2, "embedding": 0,
                "index_add": 2, "scatter": 2, "scatter_add": 2}  # fmt: skip
 UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided"}  # results that are nothing until they are written
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of a function, method or overload: `arange`, `new_empty`."""
-    return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", "")).split(".")[0]
 
 
 def read_inputs(node: fx.Node) -> list[fx.Node]:
@@ -51,28 +46,14 @@ def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[f
         before = len(found)
         for node in graph.nodes:
             if node.target is BATCH_POSITIONS or any(source in found for source in read_inputs(node)):
-                found.add(node)
-                if writes_in_place(node):
-                    found |= written_values(node)
+                found |= {node} | written_values(node)
         if len(found) == before:
             return found
 
 
-Writers = dict[fx.Node, list[fx.Node]]
-
-
-def writers_of(graph: fx.Graph) -> Writers:
-    """For each value that is changed in place, what changes it."""
-    writers: Writers = {}
-    for node in graph.nodes:
-        for value in written_values(node) if writes_in_place(node) else ():
-            writers.setdefault(value, []).append(node)
-    return writers
-
-
 def backward_slice(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:
     """Like `slicing.ancestors`, but without what only lends its shape (such tensors are to be given) and what wrote the nodes in `stop`."""
-    writers = writers_of(node.graph) if writers is None else writers
+    writers = writers_of(node.graph.nodes) if writers is None else writers
     found, pending = {node}, [node]
     while pending:
         current = pending.pop()

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.token_data import backward_slice, name_of, token_axis
+from paged_attn.passes.fx.graph_tools import name_of, value_of
+from paged_attn.passes.fx.token_data import backward_slice, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.token_data import backward_slice, name_of
+from paged_attn.passes.fx.graph_tools import name_of, value_of
+from paged_attn.passes.fx.token_data import backward_slice
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.row_probe import RowProbe
 

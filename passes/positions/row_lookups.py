@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, value_of
-from paged_attn.passes.fx.token_data import backward_slice, name_of, token_axis, token_data, writers_of
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, value_of, writers_of
+from paged_attn.passes.fx.token_data import backward_slice, token_axis, token_data
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ class Lookup(NamedTuple):
 
 def drop_lookups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
     """Rewrite in place; returns how many lookups went."""
-    data, writers = token_data(graph, form), writers_of(graph)
+    data, writers = token_data(graph, form), writers_of(graph.nodes)
     found = [lookup for node in graph.nodes if (lookup := lookup_of(node)) is not None]
     dropped = 0
     for lookup in found:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import as_traced, value_of
+from paged_attn.passes.fx.graph_tools import Writers, as_traced, value_of, writers_of
 from paged_attn.passes.fx.slicing import evaluate
-from paged_attn.passes.fx.token_data import Writers, backward_slice, shape_at, token_axis, writers_of
+from paged_attn.passes.fx.token_data import backward_slice, shape_at, token_axis
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
 
@@ -41,7 +41,7 @@ class RowProbe:
         unwritten: dict[tuple[fx.Node, int], Any] | None = None,
     ) -> None:
         self.form, self.values, self.user = form, values, user
-        self.writers = writers_of(user.graph) if writers is None else writers
+        self.writers = writers_of(user.graph.nodes) if writers is None else writers
         self._unwritten = {} if unwritten is None else unwritten
         self._seen: dict[tuple[fx.Node, int], Any] = {}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, value_of
-from paged_attn.passes.fx.token_data import name_of, token_axis
+from paged_attn.passes.fx.graph_tools import depends_on, name_of, value_of
+from paged_attn.passes.fx.token_data import token_axis
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
 

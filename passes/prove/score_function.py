@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import in_graph_order, value_of
+from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.mask_literals import HIDES
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.prove.score_subgraph import MixesHeads, concrete_shape, needed_for_values, placeholder_value, score_path, zeros_for
@@ -191,7 +191,7 @@ class _Region:
         path = score_path(self.nodes, self.scores.products)
         beside = {source for node in path for source in node.all_input_nodes if source not in path}
         reached = {n for source in beside for n in ancestors(source, self.scores.softmax)}
-        for node in in_graph_order(self.scores.products.graph, reached & set(self.given)):
+        for node in sorted(reached & set(self.given)):
             value = self.given[node]
             if isinstance(value, Tensor) and value.numel() == heads and value.is_floating_point():
                 if _close(value.double().flatten().numpy(force=True), logits[:, 0]):

@@ -11,8 +11,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, symbol, value_of, writes_in_place, written_values
-from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.graph_tools import depends_on, op_name, symbol, value_of, writers_of
 from paged_attn.passes.fx.slicing import ancestors
 
 # Elementwise arithmetic: on scores its numbers are scales and caps, which `score_function` proves on values.
@@ -117,11 +116,7 @@ def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]
     `stops` are included, but not looked behind.
     """
     nodes = ancestors(result, user, frozenset(stops))
-    inside = set(nodes)
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        for value in written_values(node) if writes_in_place(node) else ():
-            writers.setdefault(value, []).append(node)
+    inside, writers = set(nodes), writers_of(nodes)
     pending = [result]
     needed: set[fx.Node] = set()
     while pending:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, symbol, value_of
+from paged_attn.passes.fx.graph_tools import Writers, depends_on, symbol, value_of
 from paged_attn.passes.fx.slicing import evaluate_all
-from paged_attn.passes.fx.token_data import Writers, read_inputs
+from paged_attn.passes.fx.token_data import read_inputs
 from paged_attn.passes.prove.score_subgraph import concrete_shape, zeros_for
 
 TOKENS, CHANGED = 9, 4

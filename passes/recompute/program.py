@@ -15,8 +15,7 @@ from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import as_traced, depends_on, symbol, value_of, writes_in_place
-from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.graph_tools import as_traced, depends_on, op_name, symbol, value_of, writes_in_place
 from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.recompute.region import Region
 

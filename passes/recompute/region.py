@@ -17,9 +17,8 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.passes.fx.graph_tools import bases_of, depends_on, token_dims, value_of, writes_in_place, written_values
-from paged_attn.passes.fx.mask_literals import op_name
-from paged_attn.passes.fx.token_data import Writers, backward_slice, name_of, read_inputs, writers_of
+from paged_attn.passes.fx.graph_tools import Writers, bases_of, name_of, op_name, token_dims, value_of, writers_of, written_values
+from paged_attn.passes.fx.token_data import backward_slice, read_inputs
 from paged_attn.passes.prove.score_subgraph import LOOKUPS
 from paged_attn.passes.recompute.mixing import mixing_nodes
 from paged_attn.passes.recompute.token_rows import TokenRows, bytes_of
@@ -67,7 +66,7 @@ class _Search:
         return self.tokens.form.num_tokens
 
     def region(self) -> Region:
-        self.writers = writers_of(self.tokens.graph)
+        self.writers = writers_of(self.tokens.graph.nodes)
         self._walk()
         square = {node for node in self.reached if self._is_square(node)}
         inside = self._made_from({self.output, *square})
@@ -113,9 +112,7 @@ class _Search:
         """Tokens against tokens, from data of tokens; also among several results."""
         value = value_of(node)
         values = value if isinstance(value, (tuple, list)) else (value,)
-        return self.tokens.holds_data(node) and any(
-            sum(depends_on(size, self.num_tokens) for size in one.shape) > 1 for one in values if isinstance(one, Tensor)
-        )
+        return self.tokens.holds_data(node) and any(token_dims(one, self.num_tokens) > 1 for one in values)
 
     def _made_from(self, start: Iterable[fx.Node]) -> set[fx.Node]:
         """`start` and what is made from it."""
@@ -125,7 +122,7 @@ class _Search:
             for node in sorted(self.reached - self.stops):
                 if node not in inside and any(source in inside for source in read_inputs(node)):
                     inside.add(node)
-                if node in inside and writes_in_place(node):
+                if node in inside:
                     inside |= written_values(node) & self.reached
         return inside
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, shape_of, symbol, value_of
+from paged_attn.passes.fx.graph_tools import depends_on, name_of, shape_of, symbol, value_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 
 _PROJECTIONS = {"linear", "matmul", "addmm", "bmm", "embedding", "conv1d", "baddbmm", "einsum"}
@@ -37,8 +37,7 @@ def has_equal_heads(operand: fx.Node, user: fx.Node, num_heads: int, form: CallF
 
 
 def _is_projection(node: fx.Node) -> bool:
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in _PROJECTIONS
+    return name_of(node) in _PROJECTIONS
 
 
 def _given(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], generator: torch.Generator) -> Any:

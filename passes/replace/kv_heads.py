@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, shape_of, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import depends_on, shape_of, symbol, value_of, written_values
 from paged_attn.passes.fx.slicing import evaluate
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ def is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
     """Whether an in-place operation between the nodes `start` and `end` changes one of `values`."""
     node = start
     while node is not end:
-        if writes_in_place(node) and values & written_values(node):
+        if values & written_values(node):
             return True
         node = node.next
     return False

@@ -9,10 +9,9 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.experts import experts_one_by_one
 from paged_attn.attn_ops.specs.experts import ACTIVATIONS, Gating
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import name_of, value_of
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
-from paged_attn.passes.fx.token_data import name_of
 from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.optimize.dense_experts.region import DenseExperts
 

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, sizes_of, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import is_view, name_of, sizes_of, value_of, written_values
 from paged_attn.passes.fx.slicing import ancestors
-from paged_attn.passes.fx.token_data import name_of
 
 MOST_NODES = 80  # of a region
 _LINEARS = (F.linear, LINEAR)
@@ -65,12 +64,12 @@ def _region(total: fx.Node, weights: Container[fx.Node]) -> DenseExperts | None:
     x: Any = logits.args[0]
     nodes = ancestors(total, total, frozenset({x, logits}))
     inputs = {node for node in nodes if node.op == "placeholder"}
-    changed = any(writes_in_place(node) and written_values(node) & {x, logits, w1, w2} for node in nodes)
+    changed = any(written_values(node) & {x, logits, w1, w2} for node in nodes)
     alike = len({value_of(node).dtype for node in (x, w1, w2, total)}) == 1
     if x not in nodes or inputs - {x} != {w1, w2} or changed or not alike or len(nodes) > MOST_NODES:
         return None
     of_logits = _made_of(logits, nodes) - _made_of(x, nodes, besides=logits)
-    scores = [node for node in in_graph_order(total.graph, of_logits) if node is not logits and sizes_of(node) == sizes_of(logits)]
+    scores = [node for node in sorted(of_logits) if node is not logits and sizes_of(node) == sizes_of(logits)]
     chosen = [node for node in of_logits if name_of(node) == "topk"]
     ids = [node for topk in chosen for node in topk.users if name_of(node) == "getitem" and node.args[1] == 1]
     if len(ids) != 1 or not scores:
@@ -98,7 +97,7 @@ def _logits(first: fx.Node, experts: Any) -> fx.Node | None:
             found += [node] if len(sizes_of(node)) == 2 and sizes_of(node)[1] == experts else []
             continue
         pending += node.all_input_nodes
-        pending += [user for user in node.users if writes_in_place(user) and node in written_values(user)]
+        pending += [user for user in node.users if node in written_values(user)]
     return found[0] if len(found) == 1 and isinstance(found[0].args[0], fx.Node) else None
 
 
@@ -107,6 +106,5 @@ def _made_of(source: fx.Node, nodes: list[fx.Node], besides: fx.Node | None = No
     found = {source}
     for node in nodes:
         if node is not besides and any(each in found for each in node.all_input_nodes):
-            found.add(node)
-            found |= written_values(node) & set(nodes) if writes_in_place(node) else set()
+            found |= {node} | written_values(node) & set(nodes)
     return found

@@ -16,10 +16,9 @@ from torch import SymInt, Tensor, fx, nn
 
 from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import bases_of, in_graph_order, shape_of, sizes_of, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import bases_of, name_of, shape_of, sizes_of, value_of, written_values
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
-from paged_attn.passes.fx.token_data import name_of
 
 logger = logging.getLogger("paged_attn")
 
@@ -83,7 +82,7 @@ def _product(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Prod
         return None
     if bias is not None and not (isinstance(bias, fx.Node) and _is_float32(bias) and sizes_of(bias) == outputs):
         return None
-    return _Product(node, x, weight, bias, in_graph_order(node.graph, {*between, *others, node}))
+    return _Product(node, x, weight, bias, sorted({*between, *others, node}))
 
 
 def _operands(node: fx.Node) -> dict[str, Any] | None:
@@ -130,10 +129,9 @@ def _is_written(product: _Product) -> bool:
     weights = bases_of([product.weight])
     read = bases_of([product.x, *product.nodes[:-1]])
     for node in product.node.graph.nodes:
-        if writes_in_place(node):
-            written = written_values(node)
-            if written & weights or (written & read and product.nodes[0] < node < product.node):
-                return True
+        written = written_values(node)
+        if written & weights or (written & read and product.nodes[0] < node < product.node):
+            return True
     return False
 
 

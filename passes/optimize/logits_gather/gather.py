@@ -19,9 +19,8 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, remove_dead_code, value_of
+from paged_attn.passes.fx.graph_tools import depends_on, name_of, remove_dead_code, value_of
 from paged_attn.passes.fx.row_layout import Rows, plain_rows
-from paged_attn.passes.fx.token_data import name_of
 from paged_attn.passes.optimize.logits_gather.gathered_region import GatheredRegion, agrees
 from paged_attn.passes.optimize.logits_gather.row_ops import is_known, is_moving, layout_of
 from paged_attn.passes.optimize.logits_gather.row_region import find_region

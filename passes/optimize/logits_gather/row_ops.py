@@ -13,9 +13,8 @@ from torch import SymFloat, SymInt, Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import name_of, value_of
 from paged_attn.passes.fx.row_layout import SIZES, Rows, moved_rows, reads_sizes, row_axis
-from paged_attn.passes.fx.token_data import name_of
 
 Layout = Rows | str | tuple[Rows, ...]
 

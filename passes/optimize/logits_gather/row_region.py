@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from paged_attn.passes.fx.graph_tools import bases_of, in_graph_order, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import bases_of, name_of, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.row_layout import SIZES, Rows, has_rows, plain_rows, reads_sizes
-from paged_attn.passes.fx.token_data import name_of
 
 Rule = Callable[[fx.Node, Mapping[fx.Node, Any], Any], Any]
 
@@ -72,9 +71,9 @@ def _only_for(graph: fx.Graph, readers: set[fx.Node], refused: set[fx.Node]) -> 
     while True:
         inside = kept | readers
         lost = {node for node in kept if not all(user in inside for user in node.users) or not (node.users or writes_in_place(node))}
-        lost |= {node for node in kept if writes_in_place(node) and not _writes_inside(node, kept)}
+        lost |= {node for node in kept if not _writes_inside(node, kept)}
         if not lost:
-            return in_graph_order(graph, kept)
+            return sorted(kept)
         kept -= lost
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.specs.routing import Routing
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import name_of, value_of
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
-from paged_attn.passes.fx.token_data import name_of
 from paged_attn.passes.optimize.routing.region import Region
 
 ROWS = (23, 8)  # of a probe

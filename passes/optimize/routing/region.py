@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.passes.fx.graph_tools import in_graph_order, is_view, sizes_of, value_of, writes_in_place, written_values
-from paged_attn.passes.fx.token_data import name_of, read_inputs
+from paged_attn.passes.fx.graph_tools import is_view, name_of, sizes_of, value_of, writers_of, written_values
+from paged_attn.passes.fx.token_data import read_inputs
 
 MOST_NODES = 80  # of a region
 _PRODUCTS = (F.linear, LINEAR)
@@ -37,7 +37,7 @@ def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
     ids, weights, w1 = (node for node in experts.args[1:4])
     assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
     reader, ids = _counted_from_the_first(experts, ids)
-    written = _written(experts.graph)
+    writers = writers_of(experts.graph.nodes)
     found, pending, leaves, of_type = set[fx.Node](), [ids, weights], set[fx.Node](), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -49,7 +49,7 @@ def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
         found.add(node)
         read = read_inputs(node)
         of_type |= set(node.all_input_nodes) - set(read)
-        pending += [*read, *(writer for writer, values in written.items() if node in values)]
+        pending += [*read, *writers.get(node, ())]
         if len(found) > MOST_NODES or not node.all_input_nodes:
             return None
     logits = [leaf for leaf in leaves if len(sizes_of(leaf)) == 2]
@@ -57,11 +57,10 @@ def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
         return None
     bias = [leaf for leaf in leaves if sizes_of(leaf) == sizes_of(logits[0])[1:]]
     # What is written in place in the region must live there.
-    own = all(values <= found for writer, values in written.items() if writer in found)
+    own = all(written_values(node) <= found for node in found)
     if len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
         return None
-    nodes = in_graph_order(experts.graph, found)
-    return Region(nodes, logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), reader)
+    return Region(sorted(found), logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), reader)
 
 
 def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -71,10 +70,6 @@ def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx
         if isinstance(chosen, fx.Node) and isinstance(first, int):
             return counted, chosen
     return experts, ids
-
-
-def _written(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    return {node: written_values(node) for node in graph.nodes if writes_in_place(node)}
 
 
 def _is_product(node: fx.Node) -> bool:

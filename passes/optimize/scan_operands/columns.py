@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 
 from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import in_graph_order, value_of
-from paged_attn.passes.fx.token_data import name_of
+from paged_attn.passes.fx.graph_tools import call_with_value, name_of, value_of
 from paged_attn.passes.replace.kv_heads import is_written, on_distinct_numbers
 
 _MOVES = {
@@ -34,11 +32,10 @@ LEAST_WIDTH = 8  # neighbours at least that a kernel reads together
 
 def read_columns_in_place(graph: fx.Graph, form: CallForm) -> int:
     """Rewrite in place; returns how many convolutions read a projection's columns now."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
     found = 0
     for node in [node for node in graph.nodes if node.target is SHORT_CONV]:
         x, weight, bias, output, activation, columns, *state = node.args
-        source = None if columns else _source(x, place)
+        source = None if columns else _source(x)
         if source is None or is_written({source[0], *source[1]}, source[1][0], node):
             continue
         base, chain = source
@@ -46,19 +43,19 @@ def read_columns_in_place(graph: fx.Graph, form: CallForm) -> int:
         if parts is None:
             continue
         with graph.inserting_before(chain[0]):
-            rows = base if value_of(base).dim() == 2 else _call(torch.select, base, 0, 0)
+            rows = base if value_of(base).dim() == 2 else call_with_value(graph, torch.select, base, 0, 0)
         node.args = (rows, weight, bias, output, activation, parts, *state)
         _made_like(output, x, rows)
         found += 1
     return found
 
 
-def _source(x: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node, list[fx.Node]] | None:
+def _source(x: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     """The one tensor that everything in `x` comes from without computing anything, and the nodes between in graph order, a `cat` among
     them; None if there is none."""
     pending, chain = {x}, set[fx.Node]()
     while pending:
-        latest = max(pending, key=place.__getitem__)
+        latest = max(pending)
         if not _moves(latest) or len(chain) == MAX_NODES:
             break
         pending.remove(latest)
@@ -67,7 +64,7 @@ def _source(x: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node, list[fx.Nod
     if len(pending) != 1 or not any(name_of(node) in _JOINS for node in chain):
         return None
     base = pending.pop()
-    return (base, in_graph_order(x.graph, chain)) if isinstance(value_of(base), Tensor) else None
+    return (base, sorted(chain)) if isinstance(value_of(base), Tensor) else None
 
 
 def _moves(node: fx.Node) -> bool:
@@ -115,13 +112,5 @@ def _made_like(output: fx.Node, x: fx.Node, rows: fx.Node) -> None:
     """`output`, where it is an empty tensor like `x`, is one like so many columns of `rows`, so that nothing makes `x`."""
     if name_of(output) == "empty_like" and output.args[0] is x:
         with output.graph.inserting_before(output):
-            output.args = (_call(torch.narrow, rows, 1, 0, int(value_of(x).shape[1])), *output.args[1:])
-
-
-def _call(function: Any, source: fx.Node, *args: int) -> fx.Node:
-    node = source.graph.call_function(function, (source, *args))
-    with enable_python_dispatcher():  # composite operations on symbolic sizes need it (torch 2.11)
-        node.meta["example_value"] = function(value_of(source), *args)
-    if "nn_module_stack" in source.meta:
-        node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
-    return node
+            columns = call_with_value(output.graph, torch.narrow, rows, 1, 0, int(value_of(x).shape[1]))
+            output.args = (columns, *output.args[1:])
