@@ -22,6 +22,4 @@ def find_attention(graph: fx.Graph, form: CallForm) -> list[AttentionSite]:
     Raises:
         UnsupportedError: an attention that is not of a known form, by name.
     """
-    sites = [site for finder in FINDERS for site in finder(graph, form)]
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    return sorted(sites, key=lambda site: order[site.node])
+    return sorted((site for finder in FINDERS for site in finder(graph, form)), key=lambda site: site.node)

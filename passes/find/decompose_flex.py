@@ -22,16 +22,8 @@ from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.graph_tools import call_with_value, shape_of, value_of
 
 _PARAMETERS = (
-    "query",
-    "key",
-    "value",
-    "score_mod",
-    "block_mask",
-    "scale",
-    "kernel_options",
-    "score_mod_other_buffers",
-    "mask_mod_other_buffers",
-)
+    "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_other_buffers", "mask_mod_other_buffers",
+)  # fmt: skip
 
 
 def decompose_flex(graph: fx.Graph) -> None:
@@ -96,7 +88,7 @@ def _inlined(graph: fx.Graph, function: Any, arguments: tuple[Any, ...], where: 
             results[node] = next(given)
         elif node.op == "output":
             return args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
-        elif node.op == "call_function" or node.op == "call_method":
+        elif node.op in ("call_function", "call_method"):
             try:
                 results[node] = call_with_value(graph, node.target, *args, **kwargs)
             except GuardOnDataDependentSymNode as error:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, module_path
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, attention_stand_in, module_path
 from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
 from paged_attn.passes.find.products import Product, product_of, score_products, split_baddbmm
@@ -97,21 +97,20 @@ class _Walk:
             raise self.refusal(f"the softmax runs over dim {dim} of {len(shape_of(node))}, not over the last")
         return node
 
-    def products(self) -> tuple[Product, str]:
+    def products(self) -> Product:
         """q.k: the one matrix product in the scores whose factors have a token dim each."""
         found = score_products(self.scores(), self.form.num_tokens)
         if len(found) != 1:
             raise self.refusal(
                 "no matrix product of queries and keys was found" if not found else f"its scores are the sum of {len(found)} products"
             )
-        product, labels = found[0]
-        if labels != product.labels:
-            raise self.refusal(f"its scores are laid out as {labels}, not with queries and keys as the last two dims")
+        if found[0].layout != found[0].labels:
+            raise self.refusal(f"its scores are laid out as {found[0].layout}, not with queries and keys as the last two dims")
         return found[0]
 
-    def weighted_sum(self) -> tuple[Product, str]:
+    def weighted_sum(self) -> Product:
         """The product of the weights with v."""
-        found: dict[fx.Node, tuple[Product, str]] = {}
+        found: dict[fx.Node, Product] = {}
         pending, seen = [self.softmax], set[fx.Node]()
         while pending:
             node = pending.pop()
@@ -120,7 +119,7 @@ class _Walk:
             seen.add(node)
             for user in node.users:
                 product = product_of(user)
-                if product is not None and node is product[0].left and token_dims(product[0].right, self.form.num_tokens) == 1:
+                if product is not None and node is product.left and token_dims(product.right, self.form.num_tokens) == 1:
                     found[user] = product
                 elif isinstance(value_of(user), Tensor) and token_dims(user, self.form.num_tokens) >= 2:
                     pending.append(user)
@@ -140,8 +139,7 @@ class _Walk:
 
 def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
     walk = _Walk(softmax, form)
-    products, _ = walk.products()
-    output, output_labels = walk.weighted_sum()
+    products, output = walk.products(), walk.weighted_sum()
     try:
         heads = {products.num_heads, output.num_heads}
     except ValueError as error:
@@ -167,15 +165,9 @@ def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
     with softmax.graph.inserting_before(before):
         stand_in = call_with_value(softmax.graph, attention_stand_in, query, key, value)
     stand_in.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
-    result = output.emit_result(stand_in, before, output_labels)
+    result = output.emit_result(stand_in, before)
     output.node.replace_all_uses_with(result)
     scores = WrittenScores(products.node, walk.scores(), softmax, output.left, output.node, lse)
     original = output.node.meta.get("original_name", output.node.name)
     found_by = "softmax" if original == output.node.name else "flex_attention"
-    to_canonical = tuple(output_labels.index(label) for label in output.labels)
-    return AttentionSite(stand_in, query, key, value, scores, found_by, original, to_canonical)
-
-
-def attention_stand_in(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Holds the place of an attention's output [1, heads, T, v_dim] until the op replaces it; gives a shape, not numbers."""
-    return value.new_empty(*query.shape[:-1], value.shape[-1])
+    return AttentionSite(stand_in, query, key, value, scores, found_by, original, output.to_canonical)
