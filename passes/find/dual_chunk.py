@@ -112,6 +112,7 @@ def _way_out(products: Sequence[fx.Node], like: fx.Node, form: CallForm) -> fx.N
     """The first node of the shape of `like` that all three are needed for, and through which alone they reach the rest of the graph."""
     made_of: dict[fx.Node, set[fx.Node]] = {product: {product} for product in products}
     last = max(user for product in products for user in product.users)  # of the uses so far
+    node: fx.Node
     for node in like.graph.nodes:
         sources = set[fx.Node]().union(*(made_of.get(each, ()) for each in node.all_input_nodes))
         if not sources:

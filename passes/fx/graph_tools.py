@@ -236,6 +236,16 @@ def token_dims(node: Any, token_symbol: Any) -> int:
     return sum(depends_on(size, token_symbol) for size in value.shape) if isinstance(value, torch.Tensor) else 0
 
 
+def size_at(size: Any, tokens: Any, length: int) -> int:
+    """A size of the traced call in one of `length` tokens."""
+    return int(symbol(size).subs(tokens, length)) if depends_on(size, tokens) else int(size)
+
+
+def shape_at(node: Any, tokens: Any, length: int) -> list[int]:
+    """The shape of a node's tensor, or of a traced tensor, in a call of `length` tokens."""
+    return [size_at(size, tokens, length) for size in value_of(node).shape]
+
+
 def call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> Any:
     """What a function's or method's node does, or would do with another target."""
     target = node.target if target is None else target

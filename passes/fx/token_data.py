@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor, fx
@@ -53,8 +54,12 @@ def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[f
 
 def backward_slice(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:
     """Like `slicing.ancestors`, but without what only lends its shape (such tensors are to be given) and what wrote the nodes in `stop`."""
-    writers = writers_of(node.graph.nodes) if writers is None else writers
-    found, pending = {node}, [node]
+    return slice_of([node], user, stop, writers_of(node.graph.nodes) if writers is None else writers)
+
+
+def slice_of(nodes: list[fx.Node], user: fx.Node, stop: Set[fx.Node], writers: Writers) -> list[fx.Node]:
+    """The backward slice of several nodes."""
+    found, pending = set(nodes), list(nodes)
     while pending:
         current = pending.pop()
         changes = [writer for writer in writers.get(current, ()) if writer < user]
@@ -89,9 +94,3 @@ def token_axis(node: fx.Node, form: CallForm) -> int | None:
     value = value_of(node)
     axes = [axis for axis, size in enumerate(value.shape) if depends_on(size, form.num_tokens)] if isinstance(value, Tensor) else []
     return axes[0] if len(axes) == 1 and symbol(value.shape[axes[0]]) == form.num_tokens else None
-
-
-def shape_at(value: Tensor, form: CallForm, length: int) -> list[int]:
-    """The sizes of a traced tensor in a call of `length` tokens."""
-    sizes: list[Any] = [symbol(size) for size in value.shape]
-    return [size if isinstance(size, int) else int(size.subs(form.num_tokens, length)) for size in sizes]

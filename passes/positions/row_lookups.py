@@ -32,19 +32,15 @@ class Lookup(NamedTuple):
     at: fx.Node
 
 
-def drop_lookups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
-    """Rewrite in place; returns how many lookups went."""
+def drop_lookups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> None:
+    """Rewrite in place."""
     data, writers = token_data(graph, form), writers_of(graph.nodes)
-    found = [lookup for node in graph.nodes if (lookup := lookup_of(node)) is not None]
-    dropped = 0
-    for lookup in found:
+    for lookup in [lookup for node in graph.nodes if (lookup := lookup_of(node)) is not None]:
         mine = lookup.rows not in data and token_axis(lookup.rows, form) == lookup.axis
         if not mine or lookup.rows in writers or lookup.node in writers or not _is_position(lookup, form, values):
             continue
         lookup.node.replace_all_uses_with(_without(lookup, form))
         graph.erase_node(lookup.node)
-        dropped += 1
-    return dropped
 
 
 def lookup_of(node: fx.Node) -> Lookup | None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import Writers, as_traced, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import Writers, as_traced, shape_at, value_of, writers_of
 from paged_attn.passes.fx.slicing import evaluate
-from paged_attn.passes.fx.token_data import backward_slice, shape_at, token_axis
+from paged_attn.passes.fx.token_data import backward_slice, token_axis
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
 
@@ -74,7 +74,7 @@ class RowProbe:
             for source in each.all_input_nodes if each not in known else ():
                 if source not in inside:  # it lends its shape alone
                     value = value_of(source)
-                    known[source] = torch.zeros(shape_at(value, self.form, length), dtype=value.dtype, device=value.device)
+                    known[source] = torch.zeros(shape_at(value, self.form.num_tokens, length), dtype=value.dtype, device=value.device)
         return evaluate(nodes, known, node)
 
     def lengths(self, node: fx.Node) -> tuple[int, int]:
@@ -108,16 +108,13 @@ class RowProbe:
                     return False
         return bool(((one == two) | ((one != one) & (two != two))).all())
 
-    def affine(self, node: fx.Node) -> Affine | None:
-        """How a tensor counts rows along its one dimension T, the same at both lengths; None if it does not. Raises as `lengths`."""
-        if value_of(node).dtype == torch.bool:
-            return None
-        return self.affine_with(node, None)
+    def affine(self, node: fx.Node, given: Mapping[fx.Node, Any] | None = None) -> Affine | None:
+        """How a tensor counts rows along its one dimension T, the same at both lengths; None if it does not. Raises as `lengths`.
 
-    def affine_with(self, node: fx.Node, given: Mapping[fx.Node, Any] | None) -> Affine | None:
-        """The same with other values for some nodes."""
+        `given`: whole numbers in place of what the tensor, then of whatever dtype, is made from.
+        """
         axis = token_axis(node, self.form)
-        if axis is None:
+        if axis is None or (given is None and value_of(node).dtype == torch.bool):
             return None
         found = {_affine(self.at(node, length, given), axis) for length in self.lengths(node)}
         return found.pop() if len(found) == 1 else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,50 +69,40 @@ def make_program(region: Region, form: CallForm, values: dict[fx.Node, Any], ord
     Raises:
         UnsupportedError: it reads the shape of a tensor whose size is another function of T than T itself.
     """
-    builder = _Builder(region, form, where)
     owned = [node for node in region.nodes if form.roles.get(node) == "owned" or node.op == "get_attr"]
     if numbers := [node for node in owned if node.op == "placeholder" and not isinstance(values[node], Tensor)]:
         raise UnsupportedError(f"{where}, from a number of the module, too, {numbers[0].name}")
-    return Program(builder.build(owned, order), owned)
+    graph = fx.Graph()
+    length = graph.placeholder("length")
+    made = {node: graph.placeholder(f"row_{index}") for index, node in enumerate(region.rows)}
+    made |= {node: graph.placeholder(f"owned_{index}") for index, node in enumerate(owned)}
+    made |= {node: _shaped_like(graph, node, length, form.num_tokens, where) for node in region.shapes}
+    for node in region.nodes:
+        role = form.roles.get(node, "")
+        if role == "tokens":
+            made[node] = length
+        elif role == "position_ids":
+            value = value_of(node)
+            positions = graph.call_function(torch.arange, (length,), {"dtype": value.dtype, "device": value.device})
+            made[node] = graph.call_method("unsqueeze", (positions, 0))
+        elif node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    result = graph.call_method("permute", (made[region.output], tuple(order)))
+    width = int(value_of(region.output).shape[order[-1]])
+    result = graph.call_method("reshape", (result, (-1, length, width)))
+    graph.output(graph.call_method("transpose", (result, 0, 1)))
+    return Program(graph, owned)
 
 
-@dataclass
-class _Builder:
-    region: Region
-    form: CallForm
-    where: str
-
-    def build(self, owned: list[fx.Node], order: Sequence[int]) -> fx.Graph:
-        graph, region = fx.Graph(), self.region
-        length = graph.placeholder("length")
-        made = {node: graph.placeholder(f"row_{index}") for index, node in enumerate(region.rows)}
-        made |= {node: graph.placeholder(f"owned_{index}") for index, node in enumerate(owned)}
-        made |= {node: self._shaped_like(graph, node, length) for node in region.shapes}
-        for node in region.nodes:
-            role = self.form.roles.get(node, "")
-            if role == "tokens":
-                made[node] = length
-            elif role == "position_ids":
-                value = value_of(node)
-                positions = graph.call_function(torch.arange, (length,), {"dtype": value.dtype, "device": value.device})
-                made[node] = graph.call_method("unsqueeze", (positions, 0))
-            elif node not in made:
-                made[node] = graph.node_copy(node, lambda source: made[source])
-        result = graph.call_method("permute", (made[region.output], tuple(order)))
-        width = int(value_of(region.output).shape[order[-1]])
-        result = graph.call_method("reshape", (result, (-1, length, width)))
-        graph.output(graph.call_method("transpose", (result, 0, 1)))
-        return graph
-
-    def _shaped_like(self, graph: fx.Graph, node: fx.Node, length: fx.Node) -> fx.Node:
-        value, tokens = value_of(node), self.form.num_tokens
-        sizes: list[Any] = [length if symbol(size) == tokens else size for size in value.shape]
-        if any(depends_on(size, tokens) for size in sizes if size is not length):
-            raise UnsupportedError(
-                f"{self.where}, in the shape of {node.name}, {list(value.shape)}; known are sizes that are the number of tokens itself"
-            )
-        known = [size if size is length else int(size) for size in sizes]
-        return graph.call_function(torch.zeros, (known,), {"dtype": value.dtype, "device": value.device})
+def _shaped_like(graph: fx.Graph, node: fx.Node, length: fx.Node, tokens: Any, where: str) -> fx.Node:
+    value = value_of(node)
+    sizes: list[Any] = [length if symbol(size) == tokens else size for size in value.shape]
+    if any(depends_on(size, tokens) for size in sizes if size is not length):
+        raise UnsupportedError(
+            f"{where}, in the shape of {node.name}, {list(value.shape)}; known are sizes that are the number of tokens itself"
+        )
+    known = [size if size is length else int(size) for size in sizes]
+    return graph.call_function(torch.zeros, (known,), {"dtype": value.dtype, "device": value.device})
 
 
 def _digest(graph: fx.Graph) -> str:

@@ -22,10 +22,12 @@ from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
 from paged_attn.passes.recompute.region import Region, find_region
 from paged_attn.passes.recompute.token_rows import TokenRows
+from paged_attn.passes.replace.attention import use_output
 
 logger = logging.getLogger("paged_attn")
 aten = torch.ops.aten
@@ -83,11 +85,9 @@ class RecomputeReplacer:
         return spec, program
 
     def _tensor(self, node: fx.Node) -> Tensor:
-        value: Any = self.values.get(node)
+        value = self.values.get(node)
         if value is None:
-            value = node.graph.owning_module
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
+            value = attribute_of(node)
         assert isinstance(value, Tensor)
         return value
 
@@ -101,14 +101,7 @@ def _emit(site: AttentionSite, region: Region, spec: RecomputeSpec, program: Pro
         output = graph.call_function(aten.new_empty.default, (rows[0], shape), {"dtype": value.dtype})
         arguments: tuple[Argument, ...] = (tuple(rows), program.owned, output, layer_id)
         op = graph.call_function(RECOMPUTE_ATTENTION, arguments)
-        heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
-        result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
-    for node in (*rows, output, op, heads_first, result):
-        node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
-    result.meta["example_value"] = value
-    site.node.replace_all_uses_with(result)
-    graph.erase_node(site.node)
-    return op, result
+    return op, use_output(site, output, [*rows, op], value.dtype)
 
 
 def _rows(graph: fx.Graph, node: fx.Node, row: RowInput) -> fx.Node:

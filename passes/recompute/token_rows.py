@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import as_traced, symbol, token_dims, value_of
-from paged_attn.passes.fx.token_data import token_data
+from paged_attn.passes.fx.graph_tools import as_traced, value_of
+from paged_attn.passes.fx.token_data import token_axis, token_data
 
 
 class TokenRows:
@@ -29,16 +30,10 @@ class TokenRows:
 
     def is_row(self, node: fx.Node) -> bool:
         """A floating tensor with one dim of T and no other that depends on it."""
-        value, tokens = value_of(node), self.form.num_tokens
-        if not isinstance(value, Tensor) or not value.is_floating_point() or token_dims(node, tokens) != 1:
-            return False
-        return any(symbol(size) == tokens for size in value.shape)
+        return token_axis(node, self.form) is not None and bool(value_of(node).is_floating_point())
 
 
 def bytes_of(node: fx.Node) -> int:
     """Of a tensor in the traced call: good for comparing."""
     value = value_of(node)
-    count = int(value.element_size())
-    for size in value.shape:
-        count *= int(as_traced(size))
-    return count
+    return int(value.element_size()) * math.prod(int(as_traced(size)) for size in value.shape)

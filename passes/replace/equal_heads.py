@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, name_of, shape_of, symbol, value_of
+from paged_attn.passes.fx.graph_tools import name_of, shape_at, shape_of, value_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 
 _PROJECTIONS = {"linear", "matmul", "addmm", "bmm", "embedding", "conv1d", "baddbmm", "einsum"}
@@ -46,7 +46,7 @@ def _given(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], generator:
         return PROBE_TOKENS
     if not isinstance(value, Tensor) or role == "owned":
         return values[node]
-    size = [int(symbol(s).subs({form.num_tokens: PROBE_TOKENS})) if depends_on(s, form.num_tokens) else int(s) for s in value.shape]
+    size = shape_at(value, form.num_tokens, PROBE_TOKENS)
     if not value.dtype.is_floating_point:
         return torch.arange(PROBE_TOKENS, device=value.device).expand(size)
     return torch.randn(size, generator=generator).to(value.device, value.dtype)
