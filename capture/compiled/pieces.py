@@ -98,7 +98,9 @@ def compile_pieces(
     """
     started = time.perf_counter()
     pin_triton_cache()
-    pieces = _found(split, traced)
+    finder = _PieceFinder(split)
+    finder.run(*_fake_inputs(traced))
+    pieces = finder.found
     distinct = len({piece.fingerprint or piece.name for piece in pieces})
     logger.info("compiling %d distinct pieces of %d; the first takes longest", distinct, len(pieces))
     shared: dict[str, list[Compiled]] = {}
@@ -193,12 +195,6 @@ def _compile(piece: _Piece, compiler: Compiler, started: float) -> tuple[Artifac
 
 def _one(run: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: run(*args)[0]
-
-
-def _found(split: SplitGraph, traced: Sequence[Any]) -> list[_Piece]:
-    finder = _PieceFinder(split)
-    finder.run(*_fake_inputs(traced))
-    return finder.found
 
 
 class _PieceFinder(fx.Interpreter):

@@ -32,6 +32,8 @@ class Body(nn.Module):
         UnsupportedError: it has no body of transformers' kind, or an encoder and a decoder.
     """
 
+    body: Any  # not nn.Module, which has none of transformers' methods
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.name, config = type(model).__name__, getattr(model, "config", None)
@@ -54,10 +56,6 @@ class Body(nn.Module):
         numbers_without_padding = hasattr(embeddings, "create_position_ids_from_input_ids")
         self.padding_id: int | None = embeddings.padding_idx if numbers_without_padding else None
         self._first_position = 0 if self.padding_id is None else self.padding_id + 1
-
-    @property
-    def _own(self) -> Any:
-        return self.body
 
     @property
     def config(self) -> Any:
@@ -83,11 +81,11 @@ class Body(nn.Module):
 
     def get_input_embeddings(self) -> Any:
         """The body's."""
-        return self._own.get_input_embeddings()
+        return self.body.get_input_embeddings()
 
     def set_attn_implementation(self, name: str) -> None:
         """The body's."""
-        self._own.set_attn_implementation(name)
+        self.body.set_attn_implementation(name)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, logits_to_keep: Tensor | None = None) -> Tensor:
         """input_ids, position_ids [1, T] and logits_to_keep [N], int64 -> [1, T or N, hidden] in the model's dtype."""

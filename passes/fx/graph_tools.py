@@ -162,6 +162,13 @@ def is_view(node: fx.Node) -> bool:
     return _may_alias(node) and not writes_in_place(node)
 
 
+def behind_views(node: Any) -> Any:
+    """The value that a node is a view of, whatever views lie between; itself if it is none."""
+    while isinstance(node, fx.Node) and is_view(node) and node.args:
+        node = node.args[0]
+    return node
+
+
 def _may_alias(node: fx.Node) -> bool:
     """Whether a node's result may share memory with its first argument, by its name: views, and in-place operations, which return it."""
     named = name_of(node) in _VIEWS or node.target in (operator.getitem, getattr)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.passes.fx.graph_tools import is_view, name_of, sizes_of, value_of, written_values
+from paged_attn.passes.fx.graph_tools import behind_views, name_of, sizes_of, value_of, written_values
 from paged_attn.passes.fx.slicing import ancestors
 
 MOST_NODES = 80  # of a region
@@ -48,9 +48,7 @@ def _sums_over_first(node: fx.Node) -> bool:
 
 
 def _region(total: fx.Node, weights: Container[fx.Node]) -> DenseExperts | None:
-    second: Any = total.args[0]
-    while isinstance(second, fx.Node) and is_view(second):
-        second = second.args[0]
+    second = behind_views(total.args[0])
     w2 = _batched_weight(second, weights)
     if w2 is None:
         return None

@@ -22,7 +22,7 @@ from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import depends_on, name_of, remove_dead_code, value_of
 from paged_attn.passes.fx.row_layout import Rows, plain_rows
 from paged_attn.passes.optimize.logits_gather.gathered_region import GatheredRegion, agrees
-from paged_attn.passes.optimize.logits_gather.row_ops import is_known, is_moving, layout_of
+from paged_attn.passes.optimize.logits_gather.row_ops import is_moving
 from paged_attn.passes.optimize.logits_gather.row_region import find_region
 
 logger = logging.getLogger("paged_attn")
@@ -87,7 +87,7 @@ def _only_index(source: Any, index: Any, others: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _move(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], pickings: list[_Picking]) -> int:
-    region = find_region(graph, {picking.node for picking in pickings}, form.num_tokens, is_known, layout_of)
+    region = find_region(graph, {picking.node for picking in pickings}, form.num_tokens)
     moving = [each for each in pickings if region.layouts.get(each.source) == Rows(each.axis)]
     if len(moving) < len(pickings):
         return _move(graph, form, values, moving) if moving else 0

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.passes.fx.graph_tools import is_view, name_of, sizes_of, value_of, writers_of, written_values
+from paged_attn.passes.fx.graph_tools import behind_views, name_of, sizes_of, value_of, writers_of, written_values
 from paged_attn.passes.fx.token_data import read_inputs
 
 MOST_NODES = 80  # of a region
@@ -43,7 +43,7 @@ def region_of(experts: fx.Node, inputs: Mapping[fx.Node, Any]) -> Region | None:
         node = pending.pop()
         if node in found or node in leaves:
             continue
-        if node in inputs or _is_product(node) or (_rows_of(node) and not _rows_of(node.args[0]) and _is_view_of_product(node)):
+        if node in inputs or _is_product(node) or (_is_matrix(node) and not _is_matrix(node.args[0]) and _is_product(behind_views(node))):
             leaves.add(node)
             continue
         found.add(node)
@@ -72,13 +72,9 @@ def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx
     return experts, ids
 
 
-def _is_product(node: fx.Node) -> bool:
-    return node.target in _PRODUCTS or name_of(node) == "matmul"
+def _is_product(node: Any) -> bool:
+    return isinstance(node, fx.Node) and (node.target in _PRODUCTS or name_of(node) == "matmul")
 
 
-def _is_view_of_product(node: Any) -> bool:
-    return _is_product(node) or (is_view(node) and _is_view_of_product(node.args[0]))
-
-
-def _rows_of(node: Any) -> bool:
+def _is_matrix(node: Any) -> bool:
     return len(sizes_of(node)) == 2
