@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -11,7 +10,7 @@ from torch import fx, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, WrittenScores
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.passes.prove.attention import AttentionProof
@@ -102,7 +101,7 @@ def pool_dtype(site: AttentionSite, model: nn.Module | None) -> torch.dtype:
     return dtype
 
 
-def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:
+def _keys_and_values(site: AttentionSite, form: CallForm, values: Values) -> tuple[KVSource, KVSource]:
     """Both before repetition, with the same number of heads."""
     key, value = kv_source(site.key, site.node, form), kv_source(site.value, site.node, form)
     fewest = min(key.num_heads, value.num_heads)

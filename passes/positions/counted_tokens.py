@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import name_of, value_of
 from paged_attn.passes.fx.token_data import backward_slice, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe
 
 
-def refuse_counted_tokens(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> None:
+def refuse_counted_tokens(graph: fx.Graph, form: CallForm, values: Values) -> None:
     """Find running sums over the row of input_ids.
 
     Raises:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.fx.call_form import CallForm, CallNotPaged
+from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
 from paged_attn.passes.fx.graph_tools import remove_dead_code
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.counted_tokens import refuse_counted_tokens
@@ -23,7 +23,7 @@ class PositionsFound(NamedTuple):
     max_positions: int | None
 
 
-def use_own_positions(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> PositionsFound:
+def use_own_positions(graph: fx.Graph, form: CallForm, values: Values) -> PositionsFound:
     """Make every position that the model counts itself the batch's, in place.
 
     Raises:

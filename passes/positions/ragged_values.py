@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import depends_on, name_of, value_of, writers_of, writes_in_place, written_values
 from paged_attn.passes.fx.token_data import UNDEFINED, backward_slice, indexed_tensor, read_inputs, token_axis, token_data
 from paged_attn.passes.positions.batch_positions import BatchPositions
@@ -25,7 +25,7 @@ _ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_
                "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "pow_", "maximum", "minimum", "clamp"}  # fmt: skip
 
 
-def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], positions: BatchPositions) -> int:
+def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int:
     """Rewrite in place; returns how many values were replaced.
 
     Raises:

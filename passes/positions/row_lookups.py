@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, value_of, writers_of
 from paged_attn.passes.fx.token_data import backward_slice, token_axis, token_data
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
@@ -32,7 +32,7 @@ class Lookup(NamedTuple):
     at: fx.Node
 
 
-def drop_lookups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> None:
+def drop_lookups(graph: fx.Graph, form: CallForm, values: Values) -> None:
     """Rewrite in place."""
     data, writers = token_data(graph, form), writers_of(graph.nodes)
     for lookup in [lookup for node in graph.nodes if (lookup := lookup_of(node)) is not None]:
@@ -71,7 +71,7 @@ def _lookup(node: fx.Node, rows: Any, axis: Any, index: Any) -> Lookup | None:
     return Lookup(node, rows, axis % table.dim(), index) if table.dim() else None
 
 
-def _is_position(lookup: Lookup, form: CallForm, values: dict[fx.Node, Any]) -> bool:
+def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
     """Whether the index is each token's position: on a ragged row of them, or, if the model numbers rows itself, 0, 1, ... in any call."""
     if token_axis(lookup.at, form) is None or any(size != 1 for size in _others(lookup.at, form)):
         return False

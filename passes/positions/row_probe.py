@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import Writers, as_traced, shape_at, value_of, writers_of
 from paged_attn.passes.fx.slicing import evaluate
 from paged_attn.passes.fx.token_data import backward_slice, token_axis
@@ -27,7 +27,6 @@ class RowProbe:
     """Values as `user` would read them.
 
     Args:
-        values: the real tensor (or number) behind each placeholder.
         writers: of the graph, if they are known.
         unwritten: where results are kept that are the same for every user, as nothing in them is changed in place.
     """
@@ -35,7 +34,7 @@ class RowProbe:
     def __init__(
         self,
         form: CallForm,
-        values: Mapping[fx.Node, Any],
+        values: Values,
         user: fx.Node,
         writers: Writers | None = None,
         unwritten: dict[tuple[fx.Node, int], Any] | None = None,

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import Writers, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.token_data import backward_slice, read_inputs, token_axis
 from paged_attn.passes.positions.batch_positions import BatchPositions
@@ -26,7 +26,7 @@ class RowFacts:
     """What all replacements in a graph share: what is known of its nodes, and what was made in front of earlier users."""
 
     form: CallForm
-    values: dict[fx.Node, Any]
+    values: Values
     positions: BatchPositions
     writers: Writers
     results: dict[tuple[fx.Node, int], Any] = field(default_factory=dict)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.dual_chunk import PARTS
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import shape_at, value_of
 from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.prove.score_subgraph import Recomputable, score_path
@@ -51,7 +50,7 @@ class DualChunkProbe(SubgraphProbe):
         UnsupportedError: it is made from the tokens' hidden states, too.
     """
 
-    def __init__(self, site: AttentionSite, scores: DualChunkScores, form: CallForm, values: dict[fx.Node, Any]) -> None:
+    def __init__(self, site: AttentionSite, scores: DualChunkScores, form: CallForm, values: Values) -> None:
         self.products, self.weighted = [product.node for product in scores.products], scores.weighted
         rights = dict.fromkeys(product.right for product in scores.weighted)
         self.order = site.original_order

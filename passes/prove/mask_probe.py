@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import as_traced, shape_at, value_of
 from paged_attn.passes.fx.mask_literals import HIDES
 from paged_attn.passes.fx.slicing import evaluate
@@ -41,9 +40,7 @@ class MaskProbe(SubgraphProbe):
         products: q.k before anything was done to it; taken as zeros, so that the scores are mask and bias alone.
     """
 
-    def __init__(
-        self, mask: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str, products: fx.Node | None = None
-    ) -> None:
+    def __init__(self, mask: fx.Node, user: fx.Node, form: CallForm, values: Values, where: str, products: fx.Node | None = None) -> None:
         stops = () if products is None else (products,)
         super().__init__(mask, user, form, values, where, stops=stops, products=stops)
         self.products = products

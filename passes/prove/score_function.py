@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import shape_at, value_of
 from paged_attn.passes.fx.mask_literals import HIDES
 from paged_attn.passes.fx.slicing import ancestors, evaluate
@@ -56,7 +56,7 @@ class ScoreFunction:
         return ", ".join(words)
 
 
-def prove_score_function(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> ScoreFunction:
+def prove_score_function(site: AttentionSite, form: CallForm, values: Values) -> ScoreFunction:
     """Read scale, softcap and sinks off the values of a written-out attention.
 
     Raises:
@@ -70,7 +70,7 @@ def prove_score_function(site: AttentionSite, form: CallForm, values: dict[fx.No
     return function
 
 
-def mixed_heads(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> MixesHeads | None:
+def mixed_heads(site: AttentionSite, form: CallForm, values: Values) -> MixesHeads | None:
     """The refusal of an attention that makes the scores or weights of one head from products of others; None for any other."""
     try:
         _Region(site, form, values).check_heads()
@@ -82,7 +82,7 @@ def mixed_heads(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any])
 class _Region:
     """What is between the products and the weights, and `sample`, random products in float64."""
 
-    def __init__(self, site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> None:
+    def __init__(self, site: AttentionSite, form: CallForm, values: Values) -> None:
         scores = site.scores
         assert isinstance(scores, WrittenScores)
         self.site, self.scores = site, scores

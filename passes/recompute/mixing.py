@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import Writers, depends_on, shape_at, symbol, value_of
 from paged_attn.passes.fx.slicing import evaluate_all
 from paged_attn.passes.fx.token_data import slice_of
@@ -20,12 +20,11 @@ TOKENS, CHANGED = 9, 4
 ROUNDING = 1e-3
 
 
-def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, values: dict[fx.Node, Any], writers: Writers) -> set[fx.Node]:
+def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, values: Values, writers: Writers) -> set[fx.Node]:
     """Those of `wanted` whose rows change where no row of `starts` does; all others have a row of their own for each token.
 
     Args:
         wanted: in graph order; made from `starts`, positions, numbers and the model's own tensors.
-        values: the real tensor (or number) behind each placeholder.
     """
     if not wanted:
         return set()
@@ -38,7 +37,7 @@ def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, va
 
 
 def _given(
-    nodes: list[fx.Node], starts: set[fx.Node], form: CallForm, values: dict[fx.Node, Any], generator: torch.Generator, changed: bool
+    nodes: list[fx.Node], starts: set[fx.Node], form: CallForm, values: Values, generator: torch.Generator, changed: bool
 ) -> dict[fx.Node, Any]:
     shape_only = {source for node in nodes if node not in starts for source in node.all_input_nodes}.difference(nodes)
     given: dict[fx.Node, Any] = {node: zeros_for(node, form, TOKENS) for node in shape_only if isinstance(value_of(node), Tensor)}

@@ -13,7 +13,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.specs.recompute import RowInput
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import as_traced, depends_on, op_name, symbol, value_of, writes_in_place
 from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.recompute.region import Region
@@ -60,7 +60,7 @@ def row_input(node: fx.Node, form: CallForm, page_dtype: torch.dtype) -> RowInpu
     return RowInput(shape, axis, order, value.dtype, width * max(1, value.dtype.itemsize // page_dtype.itemsize))
 
 
-def make_program(region: Region, form: CallForm, values: dict[fx.Node, Any], order: Sequence[int], where: str) -> Program:
+def make_program(region: Region, form: CallForm, values: Values, order: Sequence[int], where: str) -> Program:
     """The region as a graph of its own.
 
     Args:

@@ -9,6 +9,7 @@ else that is made from positions and the model's own tensors alone are made anew
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +18,43 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.passes.fx.graph_tools import Writers, bases_of, name_of, op_name, token_dims, value_of, writers_of, written_values
-from paged_attn.passes.fx.token_data import backward_slice, read_inputs
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import (
+    Writers,
+    as_traced,
+    bases_of,
+    name_of,
+    op_name,
+    token_dims,
+    value_of,
+    writers_of,
+    written_values,
+)
+from paged_attn.passes.fx.token_data import backward_slice, read_inputs, token_axis, token_data
 from paged_attn.passes.prove.score_subgraph import LOOKUPS
 from paged_attn.passes.recompute.mixing import mixing_nodes
-from paged_attn.passes.recompute.token_rows import TokenRows, bytes_of
 
 _BY_ROW = LOOKUPS - {"conv1d"}
+
+
+class TokenRows:
+    """Which values of a graph hold data of the tokens, a row of floating numbers for each, while its attentions are being replaced.
+
+    Make it before the first attention is replaced: all nodes that come later stand for results of attention.
+    """
+
+    def __init__(self, graph: fx.Graph, form: CallForm, values: Values) -> None:
+        self.graph, self.form, self.values = graph, form, values
+        self.known = set(graph.nodes)
+        self.data = token_data(graph, form, positions=False)
+
+    def holds_data(self, node: fx.Node) -> bool:
+        """Whether it is made from token ids, positions aside."""
+        return node in self.data or node not in self.known
+
+    def is_row(self, node: fx.Node) -> bool:
+        """A floating tensor with one dim of T and no other that depends on it."""
+        return token_axis(node, self.form) is not None and bool(value_of(node).is_floating_point())
 
 
 @dataclass(frozen=True)
@@ -151,8 +182,8 @@ class _Search:
                 break
             node = sources[0]
             if self.tokens.is_row(node):
-                viewed = bytes_of(node) == bytes_of(best) and node in bases_of([best])  # kept once for all its views
-                best = node if viewed or bytes_of(node) < bytes_of(best) else best
+                viewed = _bytes_of(node) == _bytes_of(best) and node in bases_of([best])  # kept once for all its views
+                best = node if viewed or _bytes_of(node) < _bytes_of(best) else best
         return best
 
     def _no_row(self, node: fx.Node) -> UnsupportedError:
@@ -181,3 +212,9 @@ class _Search:
             f"{self.where}: its mask or bias is computed from the tokens' hidden states, and can not be recomputed from what is kept of "
             f"each token: {why}. Run this model uncompiled, or report it."
         )
+
+
+def _bytes_of(node: fx.Node) -> int:
+    """Of a tensor in the traced call: good for comparing."""
+    value = value_of(node)
+    return int(value.element_size()) * math.prod(int(as_traced(size)) for size in value.shape)

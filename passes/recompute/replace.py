@@ -10,7 +10,6 @@ The cost of a step is that of the attention on all tokens of every request, so t
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,14 +18,13 @@ from torch.fx.node import Argument
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec, RowInput
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
-from paged_attn.passes.recompute.region import Region, find_region
-from paged_attn.passes.recompute.token_rows import TokenRows
+from paged_attn.passes.recompute.region import Region, TokenRows, find_region
 from paged_attn.passes.replace.attention import use_output
 
 logger = logging.getLogger("paged_attn")
@@ -37,7 +35,7 @@ ALIGNMENT = 8  # elements: K of later layers starts where kernels can load it
 class RecomputeReplacer:
     """Replaces such attentions of one graph; make it before any attention of the graph is replaced."""
 
-    def __init__(self, graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None) -> None:
+    def __init__(self, graph: fx.Graph, form: CallForm, values: Values, model: nn.Module | None) -> None:
         self.form, self.values, self.model = form, values, model
         self.tokens = TokenRows(graph, form, values)
         self._proved: dict[str, Program] = {}

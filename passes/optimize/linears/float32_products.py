@@ -15,7 +15,7 @@ import torch
 from torch import SymInt, Tensor, fx, nn
 
 from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import bases_of, name_of, shape_of, sizes_of, value_of, written_values
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
@@ -48,11 +48,8 @@ class _Product(NamedTuple):
     nodes: list[fx.Node]
 
 
-def use_linear_float32(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
-    """Rewrite in place; returns how many products take the op now.
-
-    `values`: the real tensors behind the graph's inputs.
-    """
+def use_linear_float32(graph: fx.Graph, form: CallForm, values: Values) -> int:
+    """Rewrite in place; returns how many products take the op now."""
     found = [product for node in graph.nodes if (product := _product(node, form, values)) is not None]
     found = [product for product in found if not _is_written(product) and _gives_the_same(product)]
     for product in found:
@@ -66,7 +63,7 @@ def use_linear_float32(graph: fx.Graph, form: CallForm, values: dict[fx.Node, An
     return len(found)
 
 
-def _product(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Product | None:
+def _product(node: fx.Node, form: CallForm, values: Values) -> _Product | None:
     given = _operands(node)
     if given is None or not _is_float32(node):
         return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import bases_of, call_of_value, value_of, writes_in_place, written_values
 from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
@@ -30,13 +30,13 @@ class Merge(NamedTuple):
     spare: int = 0
 
 
-def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None = None) -> tuple[Merge, ...]:
+def merge_linears(graph: fx.Graph, form: CallForm, values: Values, model: nn.Module | None = None) -> tuple[Merge, ...]:
     """Merge what can be merged, in place; linears without a partner stay as they are.
 
     Linears are merged between two ops that write (our attention, ...) only, so that nothing waits in memory across one.
 
     Args:
-        values: the real tensor of each placeholder; parameters that could not be moved are left alone.
+        values: parameters among them that could not be moved are left alone.
         model: its parameters and buffers are looked through for others that hold the same memory.
 
     Returns:
@@ -57,7 +57,7 @@ def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], m
     return tuple(merges)
 
 
-def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> list[list[Linear]]:
+def _groups(graph: fx.Graph, form: CallForm, values: Values, slices: SlicedValues) -> list[list[Linear]]:
     """Linears of one kind and one input, the input unchanged from the first to the last."""
     groups: list[list[Linear]] = []
     open_groups: dict[tuple[fx.Node, bool], list[Linear]] = {}
@@ -74,14 +74,14 @@ def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices:
     return groups
 
 
-def _mergeable(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> Linear | None:
+def _mergeable(node: fx.Node, form: CallForm, values: Values, slices: SlicedValues) -> Linear | None:
     linear = linear_of(node, form)
     if linear is None or not slices.takes_slices(node):
         return None
     return linear if all(len(owned.users) == 1 and is_ordinary_parameter(values[owned]) for owned in linear.owned) else None
 
 
-def _movable(group: list[Linear], values: dict[fx.Node, Any], memory: Memory) -> list[Linear]:
+def _movable(group: list[Linear], values: Values, memory: Memory) -> list[Linear]:
     """The group, if its memory is already merged; else those of it whose tensors may be moved."""
     columns = zip(*(linear.owned for linear in group), strict=True)
     if len(group) > 1 and all(lie_in_a_row([values[owned] for owned in column]) for column in columns):

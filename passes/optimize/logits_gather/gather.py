@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import depends_on, name_of, remove_dead_code, value_of
 from paged_attn.passes.fx.row_layout import Rows, plain_rows
 from paged_attn.passes.optimize.logits_gather.gathered_region import GatheredRegion, agrees
@@ -39,12 +39,8 @@ class _Picking:
     rows: fx.Node
 
 
-def gather_logits_early(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
-    """Rewrite in place; returns how many nodes compute fewer rows now.
-
-    Args:
-        values: the real tensor (or number) behind each placeholder; what is found does not rest on their numbers.
-    """
+def gather_logits_early(graph: fx.Graph, form: CallForm, values: Values) -> int:
+    """Rewrite in place; returns how many nodes compute fewer rows now. What is found does not rest on the numbers of `values`."""
     if isinstance(form.num_tokens, int):
         return 0
     pickings = [picking for node in graph.nodes if (picking := _picking_of(node, form)) is not None]
@@ -86,7 +82,7 @@ def _only_index(source: Any, index: Any, others: tuple[Any, ...]) -> tuple[Any, 
     return source, tensors[0], indices[tensors[0]]
 
 
-def _move(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], pickings: list[_Picking]) -> int:
+def _move(graph: fx.Graph, form: CallForm, values: Values, pickings: list[_Picking]) -> int:
     region = find_region(graph, {picking.node for picking in pickings}, form.num_tokens)
     moving = [each for each in pickings if region.layouts.get(each.source) == Rows(each.axis)]
     if len(moving) < len(pickings):

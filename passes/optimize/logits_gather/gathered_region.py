@@ -11,7 +11,7 @@ from torch import SymInt, Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import call, call_of_value, call_with_value, depends_on, shape_at, symbol, value_of
 from paged_attn.passes.fx.row_layout import MISFITS, times, with_tokens
 from paged_attn.passes.optimize.logits_gather.row_region import Region
@@ -136,12 +136,11 @@ def _traced_like(value: FakeTensor) -> Iterator[None]:
         yield
 
 
-def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: dict[fx.Node, Any]) -> bool:
+def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values) -> bool:
     """Whether the rows PICKED of TOKENS random ones come out the same, picked before the region and after it.
 
     Args:
         results: what is read of the region, with the axis of its rows.
-        values: the real tensor (or number) behind each placeholder.
     """
     generator = torch.Generator().manual_seed(5)
 
