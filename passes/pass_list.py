@@ -24,8 +24,7 @@ from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
 from paged_attn.passes.optimize.routing import fuse_routing
-from paged_attn.passes.optimize.scan_operands.columns import read_columns_in_place
-from paged_attn.passes.optimize.scan_operands.key_heads import read_unrepeated_heads
+from paged_attn.passes.optimize.scan_operands import read_columns_in_place, read_unrepeated_heads
 from paged_attn.passes.optimize.stacked_experts import keep_stacked
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
-from paged_attn.passes.fx.graph_tools import call_with_value, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import arguments_of, call_with_value, shape_of, value_of
 
 _PARAMETERS = (
     "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_other_buffers", "mask_mod_other_buffers",
@@ -39,7 +39,7 @@ def decompose_flex(graph: fx.Graph) -> None:
 
 def _write_out(node: fx.Node) -> None:
     where = f"layer at {module_path(node) or node.name}"
-    given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    given = arguments_of(node, _PARAMETERS)
     outputs = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
     if len(outputs) != 1 or any(user not in outputs and user.users for user in node.users):
         raise UnsupportedError(f"{where}: flex_attention's log-sum-exp is used; known is its output alone")

@@ -16,7 +16,16 @@ from torch import fx
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, attention_stand_in, module_path
 from paged_attn.passes.find.products import Product, product_of, score_products
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, op_name, sizes_of, token_dims, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import (
+    argument_of,
+    bases_of,
+    call_with_value,
+    op_name,
+    sizes_of,
+    token_dims,
+    writes_in_place,
+    written_values,
+)
 
 QUERIES = 3
 _MAX_DEPTH = 12  # of what makes equal keys: transposes and repetitions of heads
@@ -46,7 +55,7 @@ def _groups(softmaxes: Sequence[fx.Node], form: CallForm) -> list[list[_Found]]:
     groups: list[list[_Found]] = []
     parts: list[_Found] = []
     for softmax in softmaxes:
-        scores = softmax.args[0] if softmax.args else softmax.kwargs["input"]
+        scores = argument_of(softmax, 0, "input")
         assert isinstance(scores, fx.Node)
         found = score_products(scores, form.num_tokens)
         if any(product.layout != product.labels for product in found):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call_with_value, name_of, shape_of, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import arguments_of, call_with_value, name_of, shape_of, token_dims, value_of
 
 _MATMUL = {torch.matmul, torch.bmm, operator.matmul, torch.ops.aten.matmul.default, torch.ops.aten.bmm.default}
 _MATMUL_METHODS = {"matmul", "bmm", "__matmul__"}
@@ -132,7 +132,7 @@ def split_baddbmm(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if name_of(node) != "baddbmm":
             continue
-        given = dict(zip(("input", "batch1", "batch2"), node.args, strict=False)) | dict(node.kwargs)
+        given = arguments_of(node, ("input", "batch1", "batch2"))
         with graph.inserting_before(node):
             product = call_with_value(graph, torch.bmm, given["batch1"], given["batch2"])
             terms = []

@@ -21,7 +21,17 @@ from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
 from paged_attn.passes.find.products import Product, product_of, score_products, split_baddbmm
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, move_before, op_name, shape_of, symbol, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import (
+    argument_of,
+    call_with_value,
+    depends_on,
+    move_before,
+    op_name,
+    shape_of,
+    symbol,
+    token_dims,
+    value_of,
+)
 
 _SOFTMAX = {
     F.softmax,
@@ -90,9 +100,8 @@ class _Walk:
 
     def scores(self) -> fx.Node:
         """What the softmax is taken of."""
-        node = self.softmax.args[0] if self.softmax.args else self.softmax.kwargs["input"]
+        node, dim = argument_of(self.softmax, 0, "input"), argument_of(self.softmax, 1, "dim")
         assert isinstance(node, fx.Node)
-        dim = self.softmax.args[1] if len(self.softmax.args) > 1 else self.softmax.kwargs.get("dim")
         if dim not in (-1, len(shape_of(node)) - 1):
             raise self.refusal(f"the softmax runs over dim {dim} of {len(shape_of(node))}, not over the last")
         return node
@@ -131,7 +140,7 @@ class _Walk:
         """A logsumexp of the same scores over the last dim."""
         users = [user for user in self.scores().users if op_name(user) == "logsumexp"]
         for user in users:
-            dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+            dim = argument_of(user, 1, "dim")
             if user.kwargs.get("keepdim") or len(user.args) > 2 or dim not in (-1, (-1,), [-1]) or len(users) > 1:
                 raise self.refusal("the logsumexp of its scores is not one over the last dim, without keepdim")
         return users[0] if users else None

@@ -7,7 +7,7 @@ import inspect
 import operator
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -55,7 +55,7 @@ def writes_in_place(node: fx.Node) -> bool:
 def _has_inplace_flag(node: fx.Node) -> bool:
     """As activations of torch.nn.functional have it: `relu(x, inplace=True)`."""
     flag_index = _index_of_inplace(node.target)
-    return flag_index is not None and bool(node.kwargs.get("inplace", node.args[flag_index] if flag_index < len(node.args) else False))
+    return flag_index is not None and bool(argument_of(node, flag_index, "inplace"))
 
 
 @cache
@@ -155,6 +155,16 @@ def name_of(node: fx.Node) -> str:
 def op_name(node: fx.Node) -> str:
     """`add` for torch.add, operator.add, aten.add.Tensor, .add and .add_; "" for a node that calls nothing."""
     return name_of(node).strip("_")
+
+
+def arguments_of(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    """A node's arguments by the names of its function's parameters."""
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def argument_of(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """One of them, which may be given by its place or by its name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
 def is_view(node: fx.Node) -> bool:

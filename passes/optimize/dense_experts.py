@@ -20,6 +20,7 @@ from paged_attn.attn_ops.ops.experts import EXPERTS, experts_one_by_one
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.specs.experts import ACTIVATIONS, ExpertsSpec, Gating
 from paged_attn.passes.fx.graph_tools import (
+    argument_of,
     behind_views,
     call_with_value,
     name_of,
@@ -108,8 +109,7 @@ def regions_of(graph: fx.Graph, weights: Container[fx.Node]) -> list[DenseExpert
 
 
 def _sums_over_first(node: fx.Node) -> bool:
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return name_of(node) == "sum" and dims in (0, (0,), [0]) and len(sizes_of(node)) == 2
+    return name_of(node) == "sum" and argument_of(node, 1, "dim") in (0, (0,), [0]) and len(sizes_of(node)) == 2
 
 
 def _region(total: fx.Node, weights: Container[fx.Node]) -> DenseExperts | None:

@@ -16,6 +16,9 @@ from paged_attn.passes.fx.token_data import backward_slice, token_axis
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
 
 
+Results = dict[tuple[fx.Node, int], Any]  # values of nodes in calls of some length
+
+
 class Affine(NamedTuple):
     """Row i holds step * i + start."""
 
@@ -37,12 +40,12 @@ class RowProbe:
         values: Values,
         user: fx.Node,
         writers: Writers | None = None,
-        unwritten: dict[tuple[fx.Node, int], Any] | None = None,
+        unwritten: Results | None = None,
     ) -> None:
         self.form, self.values, self.user = form, values, user
         self.writers = writers_of(user.graph.nodes) if writers is None else writers
         self._unwritten = {} if unwritten is None else unwritten
-        self._seen: dict[tuple[fx.Node, int], Any] = {}
+        self._seen: Results = {}
 
     def at(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any] | None = None) -> Any:
         """The node's value in a call of `length` tokens; behind nodes that are `given` nothing is looked at.

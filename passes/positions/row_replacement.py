@@ -15,7 +15,7 @@ from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import Writers, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.token_data import backward_slice, read_inputs, token_axis
 from paged_attn.passes.positions.batch_positions import BatchPositions
-from paged_attn.passes.positions.row_probe import Affine, RowProbe
+from paged_attn.passes.positions.row_probe import Affine, Results, RowProbe
 from paged_attn.passes.positions.table_rows import TableRows, table_rows
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ class RowFacts:
     values: Values
     positions: BatchPositions
     writers: Writers
-    results: dict[tuple[fx.Node, int], Any] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
     tables: dict[fx.Node, TableRows | None] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
 

@@ -50,20 +50,16 @@ class LatentProof:
         return f"keys and values evaluated: linear in {self.site.rank} values a token{rotated}, heads in order"
 
 
-def latent_of(finder: LatentFinder, site: AttentionSite, proof: AttentionProof, dtype: torch.dtype) -> LatentProof | str:
-    """What of an attention can be kept in place of keys and values; or why they stay: "" where it does not look otherwise.
-
-    Args:
-        dtype: of the pool.
-    """
+def latent_of(finder: LatentFinder, site: AttentionSite, proof: AttentionProof, pool_dtype: torch.dtype) -> LatentProof | str:
+    """What of an attention can be kept in place of keys and values; or why they stay: "" where it does not look otherwise."""
     found = finder.find(site)
     if isinstance(found, str):
         return found
     try:
         _check_scores(site, proof)
         types = {value_of(node).dtype for node in (found.latent, *(each.weight for each in found.products))}
-        if types != {dtype}:
-            raise NotLatent(f"latent is of {', '.join(sorted(map(str, types)))}, and pages hold {dtype}")
+        if types != {pool_dtype}:
+            raise NotLatent(f"latent is of {', '.join(sorted(map(str, types)))}, and pages hold {pool_dtype}")
         proved = _maps(site, found, finder.form)
         _check_on_random_numbers(site, proved, finder.form)
     except NotLatent as reason:

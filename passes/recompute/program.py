@@ -14,7 +14,7 @@ from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import as_traced, depends_on, op_name, symbol, value_of, writes_in_place
+from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of, writes_in_place
 from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.recompute.region import Region
 
@@ -40,7 +40,7 @@ class Program:
     @property
     def chooses(self) -> int | None:
         """The least k of its topk's: a number, or the one in min(k, T)."""
-        given = [node.args[1] if len(node.args) > 1 else node.kwargs.get("k") for node in self.graph.nodes if op_name(node) == "topk"]
+        given = [argument_of(node, 1, "k") for node in self.graph.nodes if op_name(node) == "topk"]
         counts = [count for k in given for count in (k.args if isinstance(k, fx.Node) else (k,)) if type(count) is int]
         return min(counts, default=None)
 

@@ -28,16 +28,12 @@ aten = torch.ops.aten
 
 
 def replace_attention(
-    site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof, dtype: torch.dtype
+    site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof, pool_dtype: torch.dtype
 ) -> tuple[fx.Node, fx.Node]:
-    """Rewrite one site in place; returns the op's node, and the one that stands for the old output.
-
-    Args:
-        dtype: of the pool.
-    """
+    """Rewrite one site in place; returns the op's node, and the one that stands for the old output."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
-        query, keys, values = (operand(each, dtype) for each in (as_received(site.query, spec.num_q_heads), key, value))
+        query, keys, values = (operand(each, pool_dtype) for each in (as_received(site.query, spec.num_q_heads), key, value))
         tokens, output = tokens_and_output(site.query, query, spec.num_q_heads, spec.v_head_dim)
         extra = _extra_operands(graph, proof, layer_id)
         if spec.gives_lse:
@@ -46,7 +42,7 @@ def replace_attention(
         op = graph.call_function(UNIFIED_ATTENTION, arguments, dict[str, Argument](extra))
         if "lse_out" in extra:
             _use_log_sum_exp(site, extra["lse_out"])
-    return op, use_output(site, output, [query, keys, values, *extra.values(), op], dtype)
+    return op, use_output(site, output, [query, keys, values, *extra.values(), op], pool_dtype)
 
 
 def operand(source: KVSource, dtype: torch.dtype) -> fx.Node:

@@ -113,17 +113,16 @@ def on_distinct_numbers(base: fx.Node, chain: list[fx.Node], form: CallForm) -> 
 
 
 def _proved_source(base: fx.Node, chain: list[fx.Node], received: KVSource, form: CallForm) -> KVSource | None:
-    layout = _head_layout(base, int(shape_of(received.base)[-1]), form)
-    if layout is None or layout[2] >= received.num_heads or received.num_heads % layout[2]:
+    source = _by_heads(base, int(shape_of(received.base)[-1]), form)
+    if source is None or source.num_heads >= received.num_heads or received.num_heads % source.num_heads:
         return None
-    source = KVSource(base, *layout)
     numbers, result = on_distinct_numbers(base, chain, form)
     expected = rows_in(numbers, source).repeat_interleave(received.num_heads // source.num_heads, dim=1)
     return source if torch.equal(rows_in(result, received), expected) else None
 
 
-def _head_layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Unit dims to drop, the order that gives [T, heads, dim], and the number of heads; None if the shape is not of that kind."""
+def _by_heads(base: fx.Node, dim: int, form: CallForm) -> KVSource | None:
+    """How `base` is [T, heads, dim]; None if its shape is not of that kind."""
     shape = shape_of(base)
     if symbol(shape[-1]) != dim or len(shape) < 3:
         return None
@@ -138,7 +137,7 @@ def _head_layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ..
     squeeze = tuple(i for i in middle if i != head_dim)
     kept = [i for i in range(len(shape)) if i not in squeeze]
     order = (kept.index(token_dims[0]), kept.index(head_dim), kept.index(len(shape) - 1))
-    return squeeze, order, int(shape[head_dim])
+    return KVSource(base, squeeze, order, int(shape[head_dim]))
 
 
 def head_rows(source: KVSource) -> fx.Node:

@@ -23,13 +23,9 @@ aten = torch.ops.aten
 
 
 def replace_latent(
-    site: AttentionSite, latent: LatentProof, proof: AttentionProof, layer_id: int, dtype: torch.dtype
+    site: AttentionSite, latent: LatentProof, proof: AttentionProof, layer_id: int, pool_dtype: torch.dtype
 ) -> tuple[LatentSpec, fx.Node, fx.Node]:
-    """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
-
-    Args:
-        dtype: of the pool.
-    """
+    """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output."""
     graph, found = site.node.graph, latent.site
     heads = int(shape_of(site.query)[1])
     spec = LatentSpec(
@@ -48,13 +44,13 @@ def replace_latent(
         values=latent.values,
     )
     with graph.inserting_before(site.node):
-        query = operand(as_received(site.query, heads), dtype)
-        row = _row(found.latent, found.rank, dtype)
-        rotated = None if found.rotated is None else _row(found.rotated, found.num_rotated, dtype)
+        query = operand(as_received(site.query, heads), pool_dtype)
+        row = _row(found.latent, found.rank, pool_dtype)
+        rotated = None if found.rotated is None else _row(found.rotated, found.num_rotated, pool_dtype)
         _, output = tokens_and_output(site.query, query, heads, spec.value_dim)
         op = graph.call_function(LATENT_ATTENTION, (query, row, rotated, latent.weight_k, latent.weight_v, output, layer_id))
     made = [query, row, *([] if rotated is None else [rotated]), op]
-    return spec, op, use_output(site, output, made, dtype)
+    return spec, op, use_output(site, output, made, pool_dtype)
 
 
 def _row(node: fx.Node, width: int, dtype: torch.dtype) -> fx.Node:
