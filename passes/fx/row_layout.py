@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call, depends_on, name_of, symbol, value_of
+from paged_attn.passes.fx.graph_tools import call, depends_on, name_of, symbol, token_dims, value_of
 
 LENGTHS = (5, 7)
 # What an operation raises that does not fit its arguments.
@@ -64,7 +64,7 @@ def has_rows(value: Any, tokens: Any) -> bool:
     """Whether something in a tensor, or in a tuple of tensors, depends on T."""
     if isinstance(value, (tuple, list)):
         return any(has_rows(each, tokens) for each in value)
-    return isinstance(value, Tensor) and any(depends_on(size, tokens) for size in value.shape)
+    return token_dims(value, tokens) > 0
 
 
 def with_tokens(value: Any, tokens: Any, length: int) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import depends_on, name_of, value_of, writers_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import name_of, token_dims, value_of, writers_of, writes_in_place, written_values
 from paged_attn.passes.fx.token_data import UNDEFINED, backward_slice, indexed_tensor, read_inputs, token_axis, token_data
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.row_lookups import lookup_of
@@ -60,11 +60,7 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: Values
 
 def _counts_tokens(nodes: tuple[fx.Node, ...], form: CallForm) -> bool:
     """Whether something among the nodes depends on T: a size, or a tensor made of that size."""
-    for node in nodes:
-        value = value_of(node)
-        if any(depends_on(size, form.num_tokens) for size in (value.shape if isinstance(value, Tensor) else ())) or _is_count(value, form):
-            return True
-    return False
+    return any(token_dims(node, form.num_tokens) or _is_count(value_of(node), form) for node in nodes)
 
 
 def _is_count(value: Any, form: CallForm) -> bool:
@@ -103,7 +99,7 @@ def picks_rows(user: fx.Node, value: fx.Node, form: CallForm, seen: set[fx.Node]
         return False
     indexed = indexed_tensor(user, value)
     if indexed is not None:
-        return any(depends_on(size, form.num_tokens) for size in value_of(indexed).shape)
+        return token_dims(indexed, form.num_tokens) > 0
     if writes_in_place(user):  # inverse[permutation] = arange(rows)
         targets = [target for target in written_values(user) if target is not value]
         return bool(targets) and all(picks_rows(other, t, form, seen) for t in targets for other in t.users if other is not user)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, value_of, writers_of
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, shape_of, value_of, writers_of
 from paged_attn.passes.fx.token_data import backward_slice, token_axis, token_data
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
@@ -73,7 +73,7 @@ def _lookup(node: fx.Node, rows: Any, axis: Any, index: Any) -> Lookup | None:
 
 def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
     """Whether the index is each token's position: on a ragged row of them, or, if the model numbers rows itself, 0, 1, ... in any call."""
-    if token_axis(lookup.at, form) is None or any(size != 1 for size in _others(lookup.at, form)):
+    if token_axis(lookup.at, form) is None or any(size != 1 and not depends_on(size, form.num_tokens) for size in shape_of(lookup.at)):
         return False
     probe = RowProbe(form, values, lookup.node)
     try:
@@ -85,15 +85,11 @@ def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
         return False
 
 
-def _others(index: fx.Node, form: CallForm) -> list[Any]:
-    return [size for size in value_of(index).shape if not depends_on(size, form.num_tokens)]
-
-
 def _without(lookup: Lookup, form: CallForm) -> fx.Node:
     """The rows in the shape that the lookup gave them."""
     made = lookup.rows
     with lookup.node.graph.inserting_before(lookup.node):
-        for offset, size in enumerate(value_of(lookup.at).shape):
+        for offset, size in enumerate(shape_of(lookup.at)):
             if not depends_on(size, form.num_tokens):
                 made = call_with_value(lookup.node.graph, aten.unsqueeze.default, made, lookup.axis + offset)
     return made

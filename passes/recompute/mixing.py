@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import Writers, depends_on, shape_at, symbol, value_of
+from paged_attn.passes.fx.graph_tools import Writers, depends_on, shape_at, value_of
 from paged_attn.passes.fx.slicing import evaluate_all
-from paged_attn.passes.fx.token_data import slice_of
+from paged_attn.passes.fx.token_data import slice_of, token_axis
 from paged_attn.passes.prove.score_subgraph import placeholder_value, zeros_for
 
 TOKENS, CHANGED = 9, 4
@@ -69,11 +69,9 @@ def _placeholder(role: str, value: Any, generator: torch.Generator, changed: boo
 def _moves(node: fx.Node, form: CallForm, one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or one.numel() == 0:
         return False
-    sizes = value_of(node).shape if isinstance(value_of(node), Tensor) else ()
-    axes = [axis for axis, size in enumerate(sizes) if depends_on(size, form.num_tokens)]
-    if len(axes) == 1 and symbol(sizes[axes[0]]) == form.num_tokens:
+    if (axis := token_axis(node, form)) is not None:
         rest = torch.tensor([row for row in range(TOKENS) if row != CHANGED], device=one.device)
-        one, other = (value.index_select(axes[0], rest) for value in (one, other))
+        one, other = (value.index_select(axis, rest) for value in (one, other))
     one, other = one.double(), other.double()
     limit = ROUNDING * float(one.nan_to_num().abs().max().clamp_min(1e-6))
     return not torch.allclose(one, other, rtol=0, atol=limit, equal_nan=True)

@@ -16,20 +16,19 @@ from torch import SymInt, Tensor, fx, nn
 
 from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import bases_of, name_of, shape_of, sizes_of, value_of, written_values
+from paged_attn.passes.fx.graph_tools import arguments_of, bases_of, name_of, shape_of, sizes_of, value_of, written_values
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
 
 logger = logging.getLogger("paged_attn")
 
-# The names of a product's operands, in their order: as a function, or as a method of the first.
+# The names of a product's operands, in their order: as a function, or as a method of the first. The first of addmm is its bias.
 _OPERANDS = {
-    "linear": ("x", "weight", "bias"),
-    "matmul": ("x", "weight"),
-    "mm": ("x", "weight"),
-    "addmm": ("bias", "x", "weight"),
+    "linear": ("input", "weight", "bias"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "addmm": ("input", "mat1", "mat2"),
 }
-_KEYWORDS = {"input": "x", "mat1": "x", "mat2": "weight", "other": "weight"}
 _CASTS = {"float", "to", "type", "_to_copy"}
 _TURNS = {"t", "transpose", "permute", "swapaxes", "swapdims", "adjoint", "contiguous", "getattr"}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -64,10 +63,9 @@ def use_linear_float32(graph: fx.Graph, form: CallForm, values: Values) -> int:
 
 
 def _product(node: fx.Node, form: CallForm, values: Values) -> _Product | None:
-    given = _operands(node)
-    if given is None or not _is_float32(node):
+    if not _is_float32(node):
         return None
-    cast, turned, bias = given["x"], given["weight"], given.get("bias")
+    cast, turned, bias = _operands(node)
     x, between = _behind(cast, frozenset())
     weight, others = _behind(turned, frozenset(_TURNS))
     if x is None or weight is None or form.roles.get(weight) != "owned" or type(values.get(weight)) not in (Tensor, nn.Parameter):
@@ -82,16 +80,14 @@ def _product(node: fx.Node, form: CallForm, values: Values) -> _Product | None:
     return _Product(node, x, weight, bias, sorted({*between, *others, node}))
 
 
-def _operands(node: fx.Node) -> dict[str, Any] | None:
-    """By name; None for what is no product, or has further arguments."""
-    names = _OPERANDS.get(name_of(node)) if node.op in ("call_function", "call_method") else None
-    if names is None or len(node.args) > len(names):
-        return None
-    given = dict(zip(names, node.args, strict=False))
-    renamed = {"input": "bias"} if name_of(node) == "addmm" else {}
-    for keyword, value in node.kwargs.items():
-        given[renamed.get(keyword, _KEYWORDS.get(keyword, keyword))] = value
-    return given if given.keys() <= set(names) and {"x", "weight"} <= given.keys() else None
+def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
+    """What is multiplied, the weight and the bias; None for all of what is no product, or has further arguments."""
+    names = _OPERANDS.get(name_of(node), ())
+    given = arguments_of(node, names)
+    if not names or len(node.args) > len(names) or not given.keys() <= set(names):
+        return None, None, None
+    first, second, third = (given.get(name) for name in (*names, "")[:3])
+    return (second, third, first) if name_of(node) == "addmm" else (first, second, third)
 
 
 def _behind(value: Any, also: frozenset[str]) -> tuple[fx.Node | None, list[fx.Node]]:
