@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.call_signature import takes, token_argument
+from paged_attn.passes.fx.model_facts import max_positions
 
 POSITIONS = "position_ids"
 
@@ -76,8 +77,8 @@ class Body(nn.Module):
     @property
     def longest(self) -> int | None:
         """Tokens that there are positions for, as the config says; None if it does not."""
-        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return limit - self._first_position if isinstance(limit, int) and limit > 0 else None
+        limit = max_positions(self)
+        return None if limit is None else limit - self._first_position
 
     def get_input_embeddings(self) -> Any:
         """The body's."""
