@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, attention_stand_in, module_path
@@ -21,17 +21,7 @@ from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
 from paged_attn.passes.find.products import Product, product_of, score_products, split_baddbmm
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import (
-    argument_of,
-    call_with_value,
-    depends_on,
-    move_before,
-    op_name,
-    shape_of,
-    symbol,
-    token_dims,
-    value_of,
-)
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, depends_on, move_before, op_name, shape_of, symbol, token_dims
 
 _SOFTMAX = {
     F.softmax,
@@ -130,7 +120,7 @@ class _Walk:
                 product = product_of(user)
                 if product is not None and node is product.left and token_dims(product.right, self.form.num_tokens) == 1:
                     found[user] = product
-                elif isinstance(value_of(user), Tensor) and token_dims(user, self.form.num_tokens) >= 2:
+                elif token_dims(user, self.form.num_tokens) >= 2:
                     pending.append(user)
         if len(found) != 1:
             raise self.refusal(f"its weights are multiplied with values in {len(found)} places; known is one")

@@ -35,12 +35,7 @@ class RowProbe:
     """
 
     def __init__(
-        self,
-        form: CallForm,
-        values: Values,
-        user: fx.Node,
-        writers: Writers | None = None,
-        unwritten: Results | None = None,
+        self, form: CallForm, values: Values, user: fx.Node, writers: Writers | None = None, unwritten: Results | None = None
     ) -> None:
         self.form, self.values, self.user = form, values, user
         self.writers = writers_of(user.graph.nodes) if writers is None else writers
