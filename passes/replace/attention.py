@@ -47,7 +47,7 @@ def replace_attention(
 
 def operand(source: KVSource, dtype: torch.dtype) -> fx.Node:
     """[T, heads, dim] of the pool's dtype, for an op; made where the graph inserts now."""
-    return converted(head_rows(source), source.base, dtype)
+    return converted(head_rows(source), value_of(source.base).dtype, dtype)
 
 
 def tokens_and_output(received: fx.Node, query: fx.Node, num_heads: int, width: int) -> tuple[fx.Node, fx.Node]:
@@ -65,7 +65,7 @@ def use_output(site: AttentionSite, output: fx.Node, made: Sequence[fx.Node], dt
     graph = site.node.graph
     with graph.inserting_before(site.node):
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
-        result = converted(graph.call_function(aten.unsqueeze.default, (heads_first, 0)), None, value_of(site.node).dtype, dtype)
+        result = converted(graph.call_function(aten.unsqueeze.default, (heads_first, 0)), dtype, value_of(site.node).dtype)
     for node in (*made, output, heads_first, result):
         node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
     result.meta["example_value"] = site.node.meta.get("example_value")
@@ -74,11 +74,9 @@ def use_output(site: AttentionSite, output: fx.Node, made: Sequence[fx.Node], dt
     return result
 
 
-def converted(node: fx.Node, source: fx.Node | None, dtype: torch.dtype, known: torch.dtype | None = None) -> fx.Node:
-    """A node as another dtype; it has that of `source`, or a known one."""
-    if (known if source is None else value_of(source).dtype) == dtype:
-        return node
-    return node.graph.call_function(aten.to.dtype, (node, dtype))
+def converted(node: fx.Node, present: torch.dtype, wanted: torch.dtype) -> fx.Node:
+    """A node, which has no example value to tell its dtype, as another one."""
+    return node if present == wanted else node.graph.call_function(aten.to.dtype, (node, wanted))
 
 
 def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, fx.Node]:

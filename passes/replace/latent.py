@@ -13,7 +13,7 @@ from torch import fx
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.passes.find.attention_site import AttentionSite
-from paged_attn.passes.fx.graph_tools import shape_of
+from paged_attn.passes.fx.graph_tools import shape_of, value_of
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.latent import LatentProof
 from paged_attn.passes.replace.attention import converted, operand, tokens_and_output, use_output
@@ -56,4 +56,4 @@ def replace_latent(
 def _row(node: fx.Node, width: int, dtype: torch.dtype) -> fx.Node:
     """[T, width] of the pool's dtype."""
     rows = node.graph.call_function(aten.reshape.default, (node, [-1, width]))
-    return converted(rows, node, dtype)
+    return converted(rows, value_of(node).dtype, dtype)
