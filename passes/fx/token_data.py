@@ -1,4 +1,5 @@
-"""Which values of a graph hold data of the batch's tokens, and which are made from the number of tokens, constants and weights alone.
+"""Which values of a graph hold data of the batch's tokens, which are made from the number of tokens, constants and weights alone, and
+where rows of tokens are looked up.
 
 `torch.ones_like(ids)`, `x.new_zeros(...)` and sizes read the shape of a tensor and nothing in it: they hold no data of tokens.
 """
@@ -7,14 +8,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Set
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.graph_tools import Writers, depends_on, name_of, symbol, value_of, writers_of, written_values
 
+aten = torch.ops.aten
 _SHAPE_OF_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "size",
                    "sym_size", "dim", "numel", "stride", "rand_like", "randn_like", "randint_like"}  # fmt: skip
 _SHAPE_OF_SECOND = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
@@ -79,6 +83,44 @@ def indexed_tensor(node: fx.Node, index: fx.Node) -> fx.Node | None:
     if position is None or len(node.args) <= position or node.args[position] is not index:
         return None
     return _node(node.args[1] if name == "embedding" else node.args[0])
+
+
+class Lookup(NamedTuple):
+    """node = rows[.., at, ..], with the whole numbers `at` [.., T, ..] along `axis` of `rows`."""
+
+    node: fx.Node
+    rows: fx.Node
+    axis: int
+    at: fx.Node
+
+
+def lookup_of(node: fx.Node) -> Lookup | None:
+    """What a node looks up along one dimension with one tensor of whole numbers; None for anything else."""
+    if node.op not in ("call_function", "call_method") or node.kwargs:
+        return None
+    if node.target is F.embedding and len(node.args) == 2:
+        index, rows = node.args
+        return _lookup(node, rows, 0, index)
+    if name_of(node) == "index_select" and len(node.args) == 3:
+        rows, axis, index = node.args
+        return _lookup(node, rows, axis, index)
+    if node.target in (operator.getitem, aten.index.Tensor) or name_of(node) == "__getitem__":
+        rows, key = node.args
+        parts = key if isinstance(key, (tuple, list)) else (key,)
+        whole = None if node.target is aten.index.Tensor else slice(None)
+        axes = [axis for axis, part in enumerate(parts) if isinstance(part, fx.Node) and isinstance(value_of(part), Tensor)]
+        if len(axes) == 1 and all(part == whole for axis, part in enumerate(parts) if axis != axes[0]):
+            return _lookup(node, rows, axes[0], parts[axes[0]])
+    return None
+
+
+def _lookup(node: fx.Node, rows: Any, axis: Any, index: Any) -> Lookup | None:
+    if not (isinstance(rows, fx.Node) and isinstance(index, fx.Node) and isinstance(axis, int)):
+        return None
+    table, numbers = value_of(rows), value_of(index)
+    if not isinstance(table, Tensor) or not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int64, torch.int32):
+        return None
+    return Lookup(node, rows, axis % table.dim(), index) if table.dim() else None
 
 
 def _node(value: Any) -> fx.Node | None:

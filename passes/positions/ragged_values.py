@@ -16,9 +16,8 @@ from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import name_of, token_dims, value_of, writers_of, writes_in_place, written_values
-from paged_attn.passes.fx.token_data import UNDEFINED, backward_slice, indexed_tensor, read_inputs, token_axis, token_data
+from paged_attn.passes.fx.token_data import UNDEFINED, backward_slice, indexed_tensor, lookup_of, read_inputs, token_axis, token_data
 from paged_attn.passes.positions.batch_positions import BatchPositions
-from paged_attn.passes.positions.row_lookups import lookup_of
 from paged_attn.passes.positions.row_replacement import RowFacts, RowReplacement, refusal
 
 _ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_divide", "true_divide", "remainder", "mod", "rsub", "iadd",

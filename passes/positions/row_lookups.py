@@ -7,29 +7,16 @@ Declines: an index that is not, in any order of positions, the position of each 
 
 from __future__ import annotations
 
-import operator
-from typing import Any, NamedTuple
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, name_of, shape_of, value_of, writers_of
-from paged_attn.passes.fx.token_data import backward_slice, token_axis, token_data
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, shape_of, value_of, writers_of
+from paged_attn.passes.fx.token_data import Lookup, backward_slice, lookup_of, token_axis, token_data
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
 aten = torch.ops.aten
 PROBED = (0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 4, 5, 6)  # positions of a ragged row: two sequences and a later part of one
-
-
-class Lookup(NamedTuple):
-    """node = rows[.., at, ..], with the whole numbers `at` [.., T, ..] along `axis` of `rows`."""
-
-    node: fx.Node
-    rows: fx.Node
-    axis: int
-    at: fx.Node
 
 
 def drop_lookups(graph: fx.Graph, form: CallForm, values: Values) -> None:
@@ -41,34 +28,6 @@ def drop_lookups(graph: fx.Graph, form: CallForm, values: Values) -> None:
             continue
         lookup.node.replace_all_uses_with(_without(lookup, form))
         graph.erase_node(lookup.node)
-
-
-def lookup_of(node: fx.Node) -> Lookup | None:
-    """What a node looks up along one dimension with one tensor of whole numbers; None for anything else."""
-    if node.op not in ("call_function", "call_method") or node.kwargs:
-        return None
-    if node.target is F.embedding and len(node.args) == 2:
-        index, rows = node.args
-        return _lookup(node, rows, 0, index)
-    if name_of(node) == "index_select" and len(node.args) == 3:
-        rows, axis, index = node.args
-        return _lookup(node, rows, axis, index)
-    if node.target is operator.getitem or name_of(node) == "__getitem__":
-        rows, key = node.args
-        parts = key if isinstance(key, tuple) else (key,)
-        axes = [axis for axis, part in enumerate(parts) if isinstance(part, fx.Node) and isinstance(value_of(part), Tensor)]
-        if len(axes) == 1 and all(part == slice(None) for axis, part in enumerate(parts) if axis != axes[0]):
-            return _lookup(node, rows, axes[0], parts[axes[0]])
-    return None
-
-
-def _lookup(node: fx.Node, rows: Any, axis: Any, index: Any) -> Lookup | None:
-    if not (isinstance(rows, fx.Node) and isinstance(index, fx.Node) and isinstance(axis, int)):
-        return None
-    table, numbers = value_of(rows), value_of(index)
-    if not isinstance(table, Tensor) or not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int64, torch.int32):
-        return None
-    return Lookup(node, rows, axis % table.dim(), index) if table.dim() else None
 
 
 def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
