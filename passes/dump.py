@@ -17,14 +17,18 @@ def dump_folder() -> Path | None:
 
 
 class Dump:
-    """The files of one graph, in `PROCESS-NUMBER-MODEL/`: `00-traced.txt`, `01-specialise_numbers.txt`, ..."""
+    """The files of one graph, in `PROCESS-NUMBER-MODEL/`: `00-traced.txt`, `01-specialise_numbers.txt`, ...; none if nobody asks."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder = folder / f"{os.getpid()}-{next(_numbers)}-{name}"
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, name: str) -> None:
         self._files = itertools.count()
+        self.folder = dump_folder()
+        if self.folder is not None:
+            self.folder /= f"{os.getpid()}-{next(_numbers)}-{name}"
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, graph: fx.Graph, after: str, said: str = "") -> None:
+        if self.folder is None:
+            return
         counts = Counter(node._pretty_print_target(node.target) if node.op == "call_function" else node.op for node in graph.nodes)
         lines = [
             f"# after {after}" + (f": {said}" if said else ""),

@@ -18,15 +18,14 @@ from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
 from paged_attn.passes.fx.graph_tools import remove_dead_code
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
-from paged_attn.passes.optimize.dense_experts.replace import replace_dense_experts
+from paged_attn.passes.optimize.dense_experts import replace_dense_experts
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
 from paged_attn.passes.optimize.linears.gemv import use_gemv
 from paged_attn.passes.optimize.linears.merge import merge_linears
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
-from paged_attn.passes.optimize.routing.fuse import fuse_routing
-from paged_attn.passes.optimize.scan_operands.columns import read_columns_in_place
-from paged_attn.passes.optimize.scan_operands.key_heads import read_unrepeated_heads
-from paged_attn.passes.optimize.stacked_experts.stack import keep_stacked
+from paged_attn.passes.optimize.routing import fuse_routing
+from paged_attn.passes.optimize.scan_operands import read_columns_in_place, read_unrepeated_heads
+from paged_attn.passes.optimize.stacked_experts import keep_stacked
 from paged_attn.passes.optional import OPTIONAL
 from paged_attn.passes.positions.own_positions import use_own_positions
 from paged_attn.passes.prove.attention import AttentionProof, Prover, refuse_implausible

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -11,7 +10,7 @@ from torch import fx, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, WrittenScores
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of, value_of
 from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.passes.prove.attention import AttentionProof
@@ -24,7 +23,7 @@ from paged_attn.passes.replace.dual_chunk import replace_dual_chunk
 from paged_attn.passes.replace.equal_heads import has_equal_heads
 from paged_attn.passes.replace.kv_heads import KVSource, as_received, is_written, kv_source
 from paged_attn.passes.replace.latent import replace_latent
-from paged_attn.passes.replace.operand_layout import operand_of
+from paged_attn.passes.replace.operand_layout import Operand, operand_of
 from paged_attn.passes.report import Facts, LayerReport
 
 RECOMPUTED = "recomputed from each request's history; no later token changes an earlier row"
@@ -38,60 +37,62 @@ def replace_layers(graph: fx.Graph, facts: Facts) -> str:
     owners: dict[tuple[KVSource, KVSource], tuple[int, fx.Node]] = {}
     replaced: dict[fx.Node, fx.Node] = {}  # attention may read another attention's output directly
     for layer_id, (found, proof) in enumerate(zip(facts.sites, facts.proofs, strict=True)):
+        latent, dtype = facts.latents.get(layer_id, ""), pool_dtype(found, model)
+        operands: tuple[Operand, ...] = ()
+        spec: AttentionSpec
+        query, key_node, value_node = (replaced.get(node, node) for node in (found.query, found.key, found.value))
+        site = replace(found, query=query, key=key_node, value=value_node)
         if isinstance(proof, Recomputable):
             assert recompute is not None
-            recomputed, op, replaced[found.node] = recompute.replace(found, layer_id, proof)
-            words = (found.found_by, f"{proof.what}: {RECOMPUTED}", NOT_COMPARED)
-            result.layers.append(LayerReport(layer_id, recomputed, *words, found.original, found.original_order, op.name))
-            continue
-        latent = facts.latents.get(layer_id, "")
-        if isinstance(latent, LatentProof):
+            spec, op, replaced[found.node] = recompute.replace(found, layer_id, proof)
+            evidence, declared = f"{proof.what}: {RECOMPUTED}", NOT_COMPARED
+        elif isinstance(latent, LatentProof):
             assert isinstance(proof, AttentionProof)
-            site = replace(found, query=replaced.get(found.query, found.query))
-            kept, op, replaced[found.node] = replace_latent(site, latent, proof, layer_id, pool_dtype(found, model))
-            words = (found.found_by, f"{proof.evidence}; {latent.evidence}", proof.declared)
-            result.layers.append(LayerReport(layer_id, kept, *words, found.original, found.original_order, op.name))
-            continue
-        operands = {name: replaced.get(node, node) for name, node in (("query", found.query), ("key", found.key), ("value", found.value))}
-        site = replace(found, **operands)  # type: ignore[arg-type]
-        key, value = _keys_and_values(site, form, values)
-        if isinstance(proof, DualChunkProof):
+            spec, op, replaced[found.node] = replace_latent(site, latent, proof, layer_id, dtype)
+            evidence, declared = f"{proof.evidence}; {latent.evidence}", proof.declared
+        elif isinstance(proof, DualChunkProof):
             assert isinstance(found.scores, DualChunkScores)
             queries = [replaced.get(each, each) for each in found.scores.queries]
-            chunked, op, replaced[found.node] = replace_dual_chunk(site, queries, key, value, proof, layer_id, pool_dtype(site, model))
-            words = (found.found_by, proof.evidence, proof.declared)
-            result.layers.append(LayerReport(layer_id, chunked, *words, found.original, found.original_order, op.name))
-            continue
-        owner = owners.get((key, value))
-        if owner is not None and is_written({key.base, value.base}, owner[1], site.node):
-            owner = None  # they have changed since
-        spec = AttentionSpec(
-            num_q_heads=int(shape_of(site.query)[1]),
-            num_kv_heads=key.num_heads,
-            qk_head_dim=int(shape_of(site.query)[3]),
-            v_head_dim=int(shape_of(site.value)[3]),
-            scale=proof.function.scale,
-            causal=proof.family.causal,
-            sliding_window=proof.family.window,
-            chunk=proof.family.chunk,
-            softcap=proof.function.softcap,
-            has_sinks=proof.function.has_sinks,
-            alibi_slopes=proof.bias.slopes if proof.bias else None,
-            bias_index=proof.bias.index if proof.bias else None,
-            gives_lse=isinstance(site.scores, WrittenScores) and site.scores.lse is not None,
-            kv_layer=layer_id if owner is None else owner[0],
-            module=site.module,
-            window_ahead=proof.family.ahead,
-        )
-        dtype = pool_dtype(site, model)
-        traced = [operand_of(source, form) for source in (as_received(site.query, spec.num_q_heads), key, value)]
-        come_from = tuple(each for each in traced if each is not None) if None not in traced else ()
-        op, replaced[site.node] = replace_attention(site, spec, layer_id, key, value, proof, dtype)
-        owners[key, value] = owner or (layer_id, op)
-        words = (site.found_by, proof.evidence + (f"; keys and values stay expanded: {latent}" if latent else ""), proof.declared)
-        result.layers.append(LayerReport(layer_id, spec, *words, site.original, site.original_order, op.name, come_from))
+            key, value = _keys_and_values(site, form, values)
+            spec, op, replaced[found.node] = replace_dual_chunk(site, queries, key, value, proof, layer_id, dtype)
+            evidence, declared = proof.evidence, proof.declared
+        else:
+            key, value = _keys_and_values(site, form, values)
+            owner = owners.get((key, value))
+            if owner is not None and is_written({key.base, value.base}, owner[1], site.node):
+                owner = None  # they have changed since
+            spec = _spec_of(site, key, proof, layer_id if owner is None else owner[0])
+            traced = [operand_of(source, form) for source in (as_received(site.query, spec.num_q_heads), key, value)]
+            operands = tuple(each for each in traced if each is not None) if None not in traced else ()
+            op, replaced[found.node] = replace_attention(site, spec, layer_id, key, value, proof, dtype)
+            owners[key, value] = owner or (layer_id, op)
+            evidence = proof.evidence + (f"; keys and values stay expanded: {latent}" if latent else "")
+            declared = proof.declared
+        report = LayerReport(layer_id, spec, found.found_by, evidence, declared, found.original, found.original_order, op.name, operands)
+        result.layers.append(report)
     remove_dead_code(graph)
     return f"{len(result.layers)} layers"
+
+
+def _spec_of(site: AttentionSite, key: KVSource, proof: AttentionProof, kv_layer: int) -> AttentionSpec:
+    return AttentionSpec(
+        num_q_heads=int(shape_of(site.query)[1]),
+        num_kv_heads=key.num_heads,
+        qk_head_dim=int(shape_of(site.query)[3]),
+        v_head_dim=int(shape_of(site.value)[3]),
+        scale=proof.function.scale,
+        causal=proof.family.causal,
+        sliding_window=proof.family.window,
+        chunk=proof.family.chunk,
+        softcap=proof.function.softcap,
+        has_sinks=proof.function.has_sinks,
+        alibi_slopes=proof.bias.slopes if proof.bias else None,
+        bias_index=proof.bias.index if proof.bias else None,
+        gives_lse=isinstance(site.scores, WrittenScores) and site.scores.lse is not None,
+        kv_layer=kv_layer,
+        module=site.module,
+        window_ahead=proof.family.ahead,
+    )
 
 
 def pool_dtype(site: AttentionSite, model: nn.Module | None) -> torch.dtype:
@@ -100,7 +101,7 @@ def pool_dtype(site: AttentionSite, model: nn.Module | None) -> torch.dtype:
     return dtype
 
 
-def _keys_and_values(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[KVSource, KVSource]:
+def _keys_and_values(site: AttentionSite, form: CallForm, values: Values) -> tuple[KVSource, KVSource]:
     """Both before repetition, with the same number of heads."""
     key, value = kv_source(site.key, site.node, form), kv_source(site.value, site.node, form)
     fewest = min(key.num_heads, value.num_heads)

@@ -11,7 +11,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallForm
 from paged_attn.passes.fx.read_values import ReadValues
-from paged_attn.passes.optimize.dense_experts.replace import ChooseExperts
+from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.dual_chunk import DualChunkProof
@@ -40,19 +40,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class OptionalPasses:
-    """What makes a paged graph faster, each alone or all together.
+    """What makes a paged graph faster, each alone or all together; `pass_list.PASSES` says what each does.
 
-    Attributes:
-        latent_attention: keep the one row of each token that keys and values are made of, in place of these; whoever runs the graph must
-            have a backend with Feature.MLA.
-        merge_linears: make one linear of several with one input; whoever runs the graph must merge their weights, see `Rewrite.merges`.
-        early_logits_gather: pick the rows whose logits are wanted as early as is proved.
-        gemv: linears through an op that has a kernel for a single row.
-        experts: modules of experts that are proved are traced as one op each.
-        routing: what stands between a router's logits and its experts is one op.
-        scans: functions of layers with recurrent state are ops on slots of a pool, where that is proved.
-        complex_as_real: products of complex numbers in real arithmetic.
-        linear_float32: products in float32 of tensors in 16 bits through an op that casts neither.
+    Whoever runs a graph with `latent_attention` must have a backend with Feature.MLA, and with `merge_linears`, or with `experts` that are
+    stacked, merge weights: see `Rewrite.merges`.
     """
 
     latent_attention: bool = False

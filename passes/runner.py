@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from paged_attn.passes.dump import Dump, dump_folder
-from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, find_call_form
+from paged_attn.passes.dump import Dump
+from paged_attn.passes.fx.call_form import CallNotPaged, find_call_form
 from paged_attn.passes.fx.graph_tools import copy_graph_module, same_values, written_names
 from paged_attn.passes.fx.read_values import ReadValues
-from paged_attn.passes.optimize.dense_experts.replace import ChooseExperts
+from paged_attn.passes.optimize.dense_experts import ChooseExperts
 from paged_attn.passes.pass_list import PASSES
 from paged_attn.passes.report import NO_PASSES, Facts, OptionalPasses, Rewrite
 
@@ -41,41 +41,18 @@ def rewrite(
     """
     form = find_call_form(gm.graph, limited)
     result = Rewrite(form, not_paged=form.reason, nodes_before=len(gm.graph.nodes))
+    copied = copy_graph_module(gm)
+    placeholders = [n for n in copied.graph.nodes if n.op == "placeholder"]
+    # Placeholders carry Dynamo's sources, which a copied graph loses: their roles were read off the originals, in the same order.
+    form = replace(form, roles=dict(zip(placeholders, form.roles.values(), strict=True)))
+    values = ReadValues(dict(zip(placeholders, example_inputs, strict=True)))
+    facts = Facts(gm.graph, form, values, model, result, choose_experts=choose_experts)
     try:
-        _rewrite_into(result, gm, example_inputs, model, optional, choose_experts)
+        _run_passes(copied.graph, facts, optional)
     except CallNotPaged as reason:
         result.not_paged = result.not_paged or str(reason)
         result.layers.clear()
-    return result
-
-
-def _rewrite_into(
-    result: Rewrite,
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    model: nn.Module | None,
-    optional: OptionalPasses,
-    choose_experts: ChooseExperts | None,
-) -> None:
-    copied = copy_graph_module(gm)
-    # Placeholders carry Dynamo's sources, which a copied graph loses: read the form again with the originals' help.
-    form = _form_of_copy(result.form, gm.graph, copied.graph)
-    placeholders = [n for n in copied.graph.nodes if n.op == "placeholder"]
-    values = ReadValues(dict(zip(placeholders, example_inputs, strict=True)))
-    facts = Facts(gm.graph, form, values, model, result, choose_experts=choose_experts)
-    folder = dump_folder()
-    dump = None if folder is None else Dump(folder, "graph" if model is None else type(model).__name__)
-    if dump is not None:
-        dump.write(copied.graph, "traced")
-    for each in PASSES:
-        if each.optional and each.name not in optional:
-            continue
-        started = time.perf_counter()
-        said = each.run(copied.graph, facts)
-        result.seconds[each.name] = time.perf_counter() - started
-        logger.info("pass %s: %s (%.2f s)", each.name, said, result.seconds[each.name])
-        if dump is not None:
-            dump.write(copied.graph, each.name, said)
+        return result
     copied.graph.lint()
     copied.recompile()
     result.gm, result.nodes_after = copied, len(copied.graph.nodes)
@@ -85,12 +62,18 @@ def _rewrite_into(
         replace(report, operands=tuple(replace(each, late=each.name in written) for each in report.operands)) for report in result.layers
     ]
     logger.info("rewrote %d attention layers in %.2f s", len(facts.sites), sum(result.seconds.values()))
+    return result
 
 
-def _form_of_copy(form: CallForm, original: fx.Graph, copied: fx.Graph) -> CallForm:
-    pairs = zip(
-        (n for n in original.nodes if n.op == "placeholder"),
-        (n for n in copied.nodes if n.op == "placeholder"),
-        strict=True,
-    )
-    return replace(form, roles={new: form.roles[old] for old, new in pairs})
+def _run_passes(graph: fx.Graph, facts: Facts, optional: OptionalPasses) -> None:
+    dump = Dump("graph" if facts.model is None else type(facts.model).__name__)
+    dump.write(graph, "traced")
+    seconds = facts.result.seconds
+    for each in PASSES:
+        if each.optional and each.name not in optional:
+            continue
+        started = time.perf_counter()
+        said = each.run(graph, facts)
+        seconds[each.name] = time.perf_counter() - started
+        logger.info("pass %s: %s (%.2f s)", each.name, said, seconds[each.name])
+        dump.write(graph, each.name, said)

@@ -98,7 +98,9 @@ def compile_pieces(
     """
     started = time.perf_counter()
     pin_triton_cache()
-    pieces = _found(split, traced)
+    finder = _PieceFinder(split)
+    finder.run(*traced)
+    pieces = finder.found
     distinct = len({piece.fingerprint or piece.name for piece in pieces})
     logger.info("compiling %d distinct pieces of %d; the first takes longest", distinct, len(pieces))
     shared: dict[str, list[Compiled]] = {}
@@ -195,12 +197,6 @@ def _one(run: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: run(*args)[0]
 
 
-def _found(split: SplitGraph, traced: Sequence[Any]) -> list[_Piece]:
-    finder = _PieceFinder(split)
-    finder.run(*_fake_inputs(traced))
-    return finder.found
-
-
 class _PieceFinder(fx.Interpreter):
     """Walks the split graph on fake tensors; keeps each piece that computes something, with the inputs that reach it."""
 
@@ -213,9 +209,10 @@ class _PieceFinder(fx.Interpreter):
         self.fake_mode = context.fake_mode
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        """On what Dynamo saw, in the fake mode of the tracing context (Dynamo's own is another), with the same symbols."""
         # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11).
         with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
-            return super().run(*args, **kwargs)
+            return super().run(*map(_made_anew, args), **kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         piece = getattr(self.module, str(target))
@@ -245,9 +242,7 @@ def _computes(piece: fx.GraphModule) -> bool:
     return any(node.op.startswith("call_") for node in piece.graph.nodes)
 
 
-def _fake_inputs(traced: Sequence[Any]) -> list[Any]:
-    """What Dynamo saw, in the fake mode of the tracing context (Dynamo's own is another), with the same symbols."""
-    mode = TracingContext.get().fake_mode
-    assert mode is not None
-    with mode:
-        return [torch.empty_strided(v.size(), v.stride(), dtype=v.dtype, device=v.device) if isinstance(v, Tensor) else v for v in traced]
+def _made_anew(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)

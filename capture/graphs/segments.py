@@ -65,7 +65,7 @@ def record(run: Callable[[], Any], recorder: Recorder, breaks: Callable[[Any], b
     """
     recording = _Recording(recorder, breaks, keep)
     with recorder.session(), torch.no_grad():
-        recording.open()
+        recorder.begin()
         try:
             with recording:
                 output = run()
@@ -84,9 +84,6 @@ class _Recording(TorchDispatchMode):
         self.kept = {_memory(tensor) for tensor in keep}
         self.steps: list[Replay] = []
         self.num_graphs = self.num_calls = 0
-
-    def open(self) -> None:
-        self.recorder.begin()
 
     def close(self) -> None:
         graph = self.recorder.end()
@@ -111,7 +108,7 @@ class _Recording(TorchDispatchMode):
         args, kwargs = tree_map_only(Tensor, self.without_owning, (args, kwargs))
         self.steps.append(_call(func, args, kwargs, returned))
         self.num_calls += 1
-        self.open()
+        self.recorder.begin()
         return result
 
     def without_owning(self, tensor: Tensor) -> Tensor:

@@ -22,10 +22,7 @@ def pdl(wanted: bool) -> Iterator[None]:
     """What Inductor compiles inside starts early, if that is wanted, on GPUs that can."""
     from torch._inductor import config
 
-    if not wanted:
-        yield
-        return
-    with config.patch({"triton.enable_pdl": True}):
+    with config.patch({"triton.enable_pdl": True}) if wanted else contextlib.nullcontext():
         yield
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.fx.passes.split_module import split_module
 from paged_attn.attn_ops.ops.overloads import overloads_of
 from paged_attn.capture.split.split_ops import is_split_op
 
-_PIECE = re.compile(r"submod_(\d+)$")
 _NAME = "name_before_split"
 
 
@@ -64,14 +62,14 @@ def split_graph(gm: fx.GraphModule, ops: frozenset[OpOverload]) -> SplitGraph:
             piece_of[node] = current
     # The original gm is not needed as a root: all parameters are inputs of a Dynamo graph.
     split = split_module(gm, gm, lambda node: piece_of[node], keep_original_order=True)
-    names = [node.target for node in split.graph.nodes if node.op == "call_module"]
-    is_break = {name: int(_PIECE.search(str(name)).group(1)) in breaks for name in names}  # type: ignore[union-attr]
+    names = [str(node.target) for node in split.graph.nodes if node.op == "call_module"]
+    is_break = {name: int(name.removeprefix("submod_")) in breaks for name in names}
     return SplitGraph(
         split,
-        tuple(str(n) for n in names if not is_break[n]),
-        tuple(str(n) for n in names if is_break[n]),
+        tuple(name for name in names if not is_break[name]),
+        tuple(name for name in names if is_break[name]),
         tuple(breaks.values()),
-        {str(name): _results(getattr(split, str(name))) for name in names},
+        {name: _results(getattr(split, name)) for name in names},
         tuple(op_names),
     )
 

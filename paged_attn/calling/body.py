@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.call_signature import takes, token_argument
+from paged_attn.passes.fx.model_facts import max_positions
 
 POSITIONS = "position_ids"
 
@@ -31,6 +32,8 @@ class Body(nn.Module):
     Raises:
         UnsupportedError: it has no body of transformers' kind, or an encoder and a decoder.
     """
+
+    body: Any  # not nn.Module, which has none of transformers' methods
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -56,10 +59,6 @@ class Body(nn.Module):
         self._first_position = 0 if self.padding_id is None else self.padding_id + 1
 
     @property
-    def _own(self) -> Any:
-        return self.body
-
-    @property
     def config(self) -> Any:
         """The body's own."""
         return self.body.config
@@ -78,16 +77,16 @@ class Body(nn.Module):
     @property
     def longest(self) -> int | None:
         """Tokens that there are positions for, as the config says; None if it does not."""
-        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return limit - self._first_position if isinstance(limit, int) and limit > 0 else None
+        limit = max_positions(self)
+        return None if limit is None else limit - self._first_position
 
     def get_input_embeddings(self) -> Any:
         """The body's."""
-        return self._own.get_input_embeddings()
+        return self.body.get_input_embeddings()
 
     def set_attn_implementation(self, name: str) -> None:
         """The body's."""
-        self._own.set_attn_implementation(name)
+        self.body.set_attn_implementation(name)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, logits_to_keep: Tensor | None = None) -> Tensor:
         """input_ids, position_ids [1, T] and logits_to_keep [N], int64 -> [1, T or N, hidden] in the model's dtype."""

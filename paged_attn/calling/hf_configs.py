@@ -46,12 +46,12 @@ def logits_alone(model: nn.Module) -> Iterator[None]:
     It collects them in context variables under a lock, which torch.compile can not trace; attention weights are nothing that a paged
     attention has.
     """
-    before = [(vars(config), name) for config in attention_configs(model) for name in _MORE_OUTPUTS if vars(config).get(name)]
-    values = [config[name] for config, name in before]
+    fields = [(vars(config), name) for config in attention_configs(model) for name in _MORE_OUTPUTS]
+    before = [(config, name, value) for config, name in fields if (value := config.get(name))]
     try:
-        for config, name in before:
+        for config, name, _ in before:
             config[name] = False
         yield
     finally:
-        for (config, name), value in zip(before, values, strict=True):
+        for config, name, value in before:
             config[name] = value

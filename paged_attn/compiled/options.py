@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from paged_attn.passes.report import NO_PASSES, OptionalPasses
@@ -37,9 +37,7 @@ class CompileOptions:
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> CompileOptions:
         """Raises ValueError for an unknown option, listing the known ones, and TypeError for a wrong type."""
-        allowed = {field.name: (bool, type(None)) if field.name == "inductor" else (bool,) for field in fields(cls)}
-        for name in ("pdl", "passes", "experts_backend", "scans_backend", "state_dtype", "max_loras", "max_lora_rank"):
-            del allowed[name]
+        allowed = {"inductor": (bool, type(None)), "self_check": (bool,)}  # the others are for engines
         for name, value in (given or {}).items():
             if name not in allowed:
                 raise ValueError(f"unknown option {name!r} for backend='paged_attn'; known options: {', '.join(sorted(allowed))}")

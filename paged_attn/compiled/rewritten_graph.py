@@ -72,12 +72,7 @@ class RewrittenGraph:
 
     @classmethod
     def of_trace(
-        cls,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        model: nn.Module | None,
-        options: CompileOptions,
-        limited: bool = False,
+        cls, gm: fx.GraphModule, example_inputs: Sequence[Any], model: nn.Module | None, options: CompileOptions, limited: bool = False
     ) -> Self:
         """Rewrite, split and compile a graph, inside the Dynamo backend call that was given it.
 
@@ -93,20 +88,18 @@ class RewrittenGraph:
 
         with part("rewrite and prove"):
             found = rewrite(gm, example_inputs, model, limited, options.passes, choose_experts)
-        split: SplitGraph | None = None
-        pieces: PieceReport | None = None
-        lora: LoraGraph | None = None
         if found.gm is None:
             logger.info("this call runs as written and not paged: %s", found.not_paged)
-        else:
-            compile_graph_ahead(found.gm.graph)
-            split = split_graph(found.gm, split_ops())
-            if wants_inductor(options, example_inputs):
-                traced = [value_of(node) for node in found.gm.graph.nodes if node.op == "placeholder"]
-                with part("Inductor"):
-                    pieces = compile_pieces(split, traced, ArtifactCache.of_user())
-            if options.max_loras and model is not None:
-                lora = LoraGraph.of(found, example_inputs, model, options.max_loras, options.max_lora_rank, pieces is not None)
+            return cls(gm, found, None, None, model, options, traced_files())
+        compile_graph_ahead(found.gm.graph)
+        split = split_graph(found.gm, split_ops())
+        pieces = lora = None
+        if wants_inductor(options, example_inputs):
+            traced = [value_of(node) for node in found.gm.graph.nodes if node.op == "placeholder"]
+            with part("Inductor"):
+                pieces = compile_pieces(split, traced, ArtifactCache.of_user())
+        if options.max_loras and model is not None:
+            lora = LoraGraph.of(found, example_inputs, model, options.max_loras, options.max_lora_rank, pieces is not None)
         return cls(gm, found, split, pieces, model, options, traced_files(), lora)
 
     @property

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from torch import fx
+from torch import Tensor, fx
 
 from paged_attn.passes.find.products import Product
 
@@ -48,14 +48,12 @@ class DualChunkScores:
     Attributes:
         products: of the three queries with the keys, in the order of the graph.
         weighted: products of weights with the values: one, or one for each query.
-        labels: of the layout of `output`, in those of the first of `weighted`.
         output: all that is made of the products goes through it; the graph's attention output before the rewrite.
         queries: [1, heads, T, dim] nodes, in the order of `products`.
     """
 
     products: tuple[Product, ...]
     weighted: tuple[Product, ...]
-    labels: str
     output: fx.Node
     queries: tuple[fx.Node, ...]
 
@@ -94,6 +92,14 @@ class AttentionSite:
     @property
     def where(self) -> str:
         return f"layer at {self.module or self.original}"
+
+
+def attention_stand_in(query: Tensor, *others: Tensor) -> Tensor:
+    """Holds the place of an attention's output [1, heads, T, v_dim] until the op replaces it; gives a shape, not numbers.
+
+    The last of `others` is the value [1, heads, T, v_dim].
+    """
+    return others[-1].new_empty(*query.shape[:-1], others[-1].shape[-1])
 
 
 def module_path(node: fx.Node) -> str:

@@ -19,19 +19,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
-from paged_attn.passes.fx.graph_tools import call_with_value, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import arguments_of, call_with_value, shape_of, value_of
 
 _PARAMETERS = (
-    "query",
-    "key",
-    "value",
-    "score_mod",
-    "block_mask",
-    "scale",
-    "kernel_options",
-    "score_mod_other_buffers",
-    "mask_mod_other_buffers",
-)
+    "query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_mod_other_buffers", "mask_mod_other_buffers",
+)  # fmt: skip
 
 
 def decompose_flex(graph: fx.Graph) -> None:
@@ -47,7 +39,7 @@ def decompose_flex(graph: fx.Graph) -> None:
 
 def _write_out(node: fx.Node) -> None:
     where = f"layer at {module_path(node) or node.name}"
-    given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    given = arguments_of(node, _PARAMETERS)
     outputs = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
     if len(outputs) != 1 or any(user not in outputs and user.users for user in node.users):
         raise UnsupportedError(f"{where}: flex_attention's log-sum-exp is used; known is its output alone")
@@ -96,7 +88,7 @@ def _inlined(graph: fx.Graph, function: Any, arguments: tuple[Any, ...], where: 
             results[node] = next(given)
         elif node.op == "output":
             return args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
-        elif node.op == "call_function" or node.op == "call_method":
+        elif node.op in ("call_function", "call_method"):
             try:
                 results[node] = call_with_value(graph, node.target, *args, **kwargs)
             except GuardOnDataDependentSymNode as error:

@@ -11,13 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, fx
+from torch import fx
 
-from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, module_path
+from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, attention_stand_in, module_path
 from paged_attn.passes.find.products import Product, product_of, score_products
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import bases_of, call_with_value, sizes_of, token_dims, writes_in_place, written_values
-from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.graph_tools import (
+    argument_of,
+    bases_of,
+    call_with_value,
+    op_name,
+    sizes_of,
+    token_dims,
+    writes_in_place,
+    written_values,
+)
 
 QUERIES = 3
 _MAX_DEPTH = 12  # of what makes equal keys: transposes and repetitions of heads
@@ -32,14 +40,14 @@ def find_dual_chunk(softmaxes: Sequence[fx.Node], form: CallForm) -> tuple[list[
     """
     sites, taken = [], set[fx.Node]()
     for group in _groups(softmaxes, form):
-        site = _site([product for _, products in group for product, _ in products], group[0][0], form)
+        site = _site([product for _, products in group for product in products], group[0][0], form)
         if site is not None:
             sites.append(site)
             taken |= {softmax for softmax, _ in group}
     return sites, taken
 
 
-_Found = tuple[fx.Node, list[tuple[Product, str]]]
+_Found = tuple[fx.Node, list[Product]]
 
 
 def _groups(softmaxes: Sequence[fx.Node], form: CallForm) -> list[list[_Found]]:
@@ -47,15 +55,15 @@ def _groups(softmaxes: Sequence[fx.Node], form: CallForm) -> list[list[_Found]]:
     groups: list[list[_Found]] = []
     parts: list[_Found] = []
     for softmax in softmaxes:
-        scores = softmax.args[0] if softmax.args else softmax.kwargs["input"]
+        scores = argument_of(softmax, 0, "input")
         assert isinstance(scores, fx.Node)
         found = score_products(scores, form.num_tokens)
-        if any(labels != product.labels for product, labels in found):
+        if any(product.layout != product.labels for product in found):
             continue
         if len(found) == QUERIES:
             groups.append([(softmax, found)])
         elif len(found) == 1 and any(op_name(user) == "logsumexp" for user in scores.users):
-            if parts and (module_path(parts[0][0]) != module_path(softmax) or not _same(parts[0][1][0][0].right, found[0][0].right)):
+            if parts and (module_path(parts[0][0]) != module_path(softmax) or not _same(parts[0][1][0].right, found[0].right)):
                 parts = []
             parts.append((softmax, found))
             if len(parts) == QUERIES:
@@ -68,9 +76,9 @@ def _site(products: list[Product], softmax: fx.Node, form: CallForm) -> Attentio
     if not all(_same(products[0].right, product.right) for product in products[1:]):
         return None
     weighted = _weighted(products, form)
-    if not weighted or not all(_same(weighted[0][0].right, product.right) for product, _ in weighted[1:]):
+    if not weighted or not all(_same(weighted[0].right, product.right) for product in weighted[1:]):
         return None
-    value, labels = weighted[0]
+    value = weighted[0]
     try:
         leads = {tuple(product.lead_sizes) for product in (*products, value)}
     except ValueError:
@@ -80,35 +88,29 @@ def _site(products: list[Product], softmax: fx.Node, form: CallForm) -> Attentio
         return None
     operands = bases_of(each for product in (*products, value) for each in (product.left, product.right) if each is not value.left)
     first = min(product.node for product in products)
-    if any(first < node < output and writes_in_place(node) and written_values(node) & operands for node in output.graph.nodes):
+    if any(first < node < output and written_values(node) & operands for node in output.graph.nodes):
         return None
     queries = tuple(product.emit_factor("left", product.row, product.inner, output) for product in products)
     key = products[0].emit_factor("right", products[0].column, products[0].inner, output)
     values = value.emit_factor("right", value.inner, value.column, output)
     with output.graph.inserting_before(output):
-        stand_in = call_with_value(output.graph, dual_chunk_stand_in, *queries, key, values)
+        stand_in = call_with_value(output.graph, attention_stand_in, *queries, key, values)
     stand_in.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
-    output.replace_all_uses_with(value.emit_result(stand_in, output, labels))
-    scores = DualChunkScores(tuple(products), tuple(product for product, _ in weighted), labels, output, queries)
+    output.replace_all_uses_with(value.emit_result(stand_in, output))
+    scores = DualChunkScores(tuple(products), tuple(weighted), output, queries)
     original = output.meta.get("original_name", output.name)
     found_by = "softmax of three products" if len(weighted) == 1 else "three softmaxes, merged by log-sum-exps"
-    order = tuple(labels.index(label) for label in value.labels)
-    return AttentionSite(stand_in, queries[0], key, values, scores, found_by, original, order)
+    return AttentionSite(stand_in, queries[0], key, values, scores, found_by, original, value.to_canonical)
 
 
-def dual_chunk_stand_in(first: Tensor, second: Tensor, third: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Holds the place of an attention's output [1, heads, T, v_dim] until the op replaces it; gives a shape, not numbers."""
-    return value.new_empty(*first.shape[:-1], value.shape[-1])
-
-
-def _weighted(products: Sequence[Product], form: CallForm) -> list[tuple[Product, str]]:
+def _weighted(products: Sequence[Product], form: CallForm) -> list[Product]:
     """The products of weights, made of the scores alone, with values: one, or one for each of the three; none if they are others."""
     scores, found = {product.node for product in products}, []
     for node in products[0].node.graph.nodes:
         if not any(source in scores for source in node.all_input_nodes):
             continue
         product = product_of(node)
-        if product is not None and product[0].left in scores and token_dims(product[0].right, form.num_tokens) == 1:
+        if product is not None and product.left in scores and token_dims(product.right, form.num_tokens) == 1:
             found.append(product)
         elif token_dims(node, form.num_tokens) >= 2:
             scores.add(node)
@@ -117,24 +119,24 @@ def _weighted(products: Sequence[Product], form: CallForm) -> list[tuple[Product
 
 def _way_out(products: Sequence[fx.Node], like: fx.Node, form: CallForm) -> fx.Node | None:
     """The first node of the shape of `like` that all three are needed for, and through which alone they reach the rest of the graph."""
-    order: dict[fx.Node, int] = {node: index for index, node in enumerate(like.graph.nodes)}
     made_of: dict[fx.Node, set[fx.Node]] = {product: {product} for product in products}
-    last = max(order[user] for product in products for user in product.users)  # of the uses so far
-    for node in list(order)[min(order[product] for product in products) :]:
+    last = max(user for product in products for user in product.users)  # of the uses so far
+    node: fx.Node
+    for node in like.graph.nodes:
         sources = set[fx.Node]().union(*(made_of.get(each, ()) for each in node.all_input_nodes))
         if not sources:
             continue
-        written = written_values(node) - {node} if writes_in_place(node) else set()
+        written = written_values(node) - {node}
         if node in made_of or not written <= made_of.keys():
             return None  # a query is made of another one's scores; or they go where others may read them
         for each in (node, *written):
             made_of[each] = made_of.get(each, set()) | sources
-        if len(sources) == len(products) and last <= order[node] and token_dims(node, form.num_tokens) == 1:
+        if len(sources) == len(products) and last <= node and token_dims(node, form.num_tokens) == 1:
             if sizes_of(node) == sizes_of(like):
                 return node
             if len(sizes_of(node)) <= len(sizes_of(like)):
                 return None  # it is another one's value by now
-        last = max([last, *(order[user] for user in node.users)])
+        last = max(last, *node.users) if node.users else last
     return None
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import is_view, shape_of, symbol, token_dims, value_of
-from paged_attn.passes.fx.token_data import name_of, read_inputs, writers_of
+from paged_attn.passes.fx.graph_tools import is_view, name_of, shape_of, sizes_of, symbol, value_of, writers_of
+from paged_attn.passes.fx.token_data import read_inputs, token_axis
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 
 NARROW = 2  # a row is kept if keys and values together are more than so many times as wide
@@ -51,7 +51,7 @@ class LatentFinder:
     """Finds the rows of a graph's attentions; make it anew once the graph was changed."""
 
     def __init__(self, graph: fx.Graph, form: CallForm) -> None:
-        self.form, self.writers = form, writers_of(graph)
+        self.form, self.writers = form, writers_of(graph.nodes)
 
     def find(self, site: AttentionSite) -> LatentSite | str:
         """The row of one attention; or why it has none that can be kept: "" for what does not look like it."""
@@ -115,12 +115,11 @@ class LatentFinder:
 
     def _row_width(self, node: fx.Node) -> int | None:
         """Of floating [.., T, width], other dims 1; None for anything else."""
-        value, tokens = value_of(node), self.form.num_tokens
-        if not isinstance(value, Tensor) or not value.is_floating_point() or token_dims(node, tokens) != 1:
+        axis = token_axis(node, self.form)
+        if axis is None or not value_of(node).is_floating_point():
             return None
-        sizes = [symbol(size) for size in value.shape]
-        fits = sizes[-1] != tokens and sizes.count(tokens) == 1 and all(size in (1, tokens) for size in sizes[:-1])
-        return int(sizes[-1]) if fits and isinstance(sizes[-1], int) else None
+        *others, width = sizes_of(node)
+        return width if isinstance(width, int) and all(size == 1 for i, size in enumerate(others) if i != axis) else None
 
 
 def _as_shaped_first(node: fx.Node) -> fx.Node:

@@ -7,6 +7,7 @@ Declines (returns None): einsums of more than two factors, with repeated or summ
 
 from __future__ import annotations
 
+import math
 import operator
 import string
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call_with_value, in_graph_order, shape_of, token_dims, value_of
+from paged_attn.passes.fx.graph_tools import arguments_of, call_with_value, name_of, shape_of, token_dims, value_of
 
 _MATMUL = {torch.matmul, torch.bmm, operator.matmul, torch.ops.aten.matmul.default, torch.ops.aten.bmm.default}
 _MATMUL_METHODS = {"matmul", "bmm", "__matmul__"}
@@ -23,7 +24,7 @@ _MATMUL_METHODS = {"matmul", "bmm", "__matmul__"}
 
 @dataclass(frozen=True)
 class Product:
-    """node[labels] = sum over `inner` of left[left_labels] * right[right_labels]; rows come from left, columns from right."""
+    """node[layout] = sum over `inner` of left[left_labels] * right[right_labels]; rows come from left, columns from right."""
 
     node: fx.Node
     left: fx.Node
@@ -34,11 +35,17 @@ class Product:
     row: str
     inner: str
     column: str
+    layout: str
 
     @property
     def labels(self) -> str:
         """What the canonical result [lead..., rows, columns] is labelled."""
         return self.lead + self.row + self.column
+
+    @property
+    def to_canonical(self) -> tuple[int, ...]:
+        """What permutes the node to `labels`."""
+        return tuple(self.layout.index(label) for label in self.labels)
 
     @property
     def lead_sizes(self) -> list[int]:
@@ -59,10 +66,7 @@ class Product:
     @property
     def num_heads(self) -> int:
         """Product of all lead dims: batch is 1 in a paged call."""
-        count = 1
-        for size in self.lead_sizes:
-            count *= size
-        return count
+        return math.prod(self.lead_sizes)
 
     def emit_factor(self, which: str, rows: str, columns: str, before: fx.Node) -> fx.Node:
         """Insert nodes that give the "left" or "right" factor as [1, heads, rows, columns] in front of `before`."""
@@ -83,17 +87,17 @@ class Product:
                 node = call_with_value(graph, "reshape", node, [1, self.num_heads, -1, shape_of(node)[-1]])
         return node
 
-    def emit_result(self, canonical: fx.Node, before: fx.Node, output_labels: str) -> fx.Node:
+    def emit_result(self, canonical: fx.Node, before: fx.Node) -> fx.Node:
         """Insert nodes that give a [1, heads, rows, columns] node the layout of `self.node`."""
         graph = canonical.graph
-        order = [self.labels.index(label) for label in output_labels]
+        order = [self.labels.index(label) for label in self.layout]
         with graph.inserting_before(before):
             node = call_with_value(graph, "reshape", canonical, [*self.lead_sizes, -1, shape_of(canonical)[-1]])
             return node if order == list(range(len(order))) else call_with_value(graph, "permute", node, order)
 
 
-def product_of(node: fx.Node) -> tuple[Product, str] | None:
-    """The product that a node computes and the labels of its own layout, or None."""
+def product_of(node: fx.Node) -> Product | None:
+    """The product that a node computes, or None."""
     if node.op == "call_function" and node.target in (torch.einsum, torch.functional.einsum):
         parsed = _einsum(node)
     elif (node.op == "call_function" and node.target in _MATMUL) or (node.op == "call_method" and node.target in _MATMUL_METHODS):
@@ -103,9 +107,9 @@ def product_of(node: fx.Node) -> tuple[Product, str] | None:
     return parsed and _classify(node, *parsed)
 
 
-def score_products(scores: fx.Node, num_tokens: Any) -> list[tuple[Product, str]]:
-    """The matrix products in scores [.., T, T] whose factors have a token dim each, with the labels of their layouts, in graph order."""
-    found: dict[fx.Node, tuple[Product, str]] = {}
+def score_products(scores: fx.Node, num_tokens: Any) -> list[Product]:
+    """The matrix products in scores [.., T, T] whose factors have a token dim each, in graph order."""
+    found: dict[fx.Node, Product] = {}
     pending, seen = [scores], set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -113,11 +117,11 @@ def score_products(scores: fx.Node, num_tokens: Any) -> list[tuple[Product, str]
             continue  # a mask may be made from scores, too, but holds none
         seen.add(node)
         product = product_of(node)
-        if product is not None and all(token_dims(n, num_tokens) == 1 for n in (product[0].left, product[0].right)):
+        if product is not None and all(token_dims(n, num_tokens) == 1 for n in (product.left, product.right)):
             found[node] = product
         else:
             pending += node.all_input_nodes
-    return [found[node] for node in in_graph_order(scores.graph, found)]
+    return [found[node] for node in sorted(found)]
 
 
 def split_baddbmm(graph: fx.Graph) -> None:
@@ -126,10 +130,9 @@ def split_baddbmm(graph: fx.Graph) -> None:
     With beta=0 the input is not read, as PyTorch has it: a buffer that nobody has filled may hold NaN.
     """
     for node in list(graph.nodes):
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        if node.op not in ("call_function", "call_method") or name not in ("baddbmm", "baddbmm.default"):
+        if name_of(node) != "baddbmm":
             continue
-        given = dict(zip(("input", "batch1", "batch2"), node.args, strict=False)) | dict(node.kwargs)
+        given = arguments_of(node, ("input", "batch1", "batch2"))
         with graph.inserting_before(node):
             product = call_with_value(graph, torch.bmm, given["batch1"], given["batch2"])
             terms = []
@@ -183,7 +186,7 @@ def _matmul(node: fx.Node) -> tuple[fx.Node, fx.Node, str, str, str] | None:
     return left, right, lead[max(dims) - dims[0] :] + "XY", lead[max(dims) - dims[1] :] + "YZ", lead + "XZ"
 
 
-def _classify(node: fx.Node, left: Any, right: Any, first: str, second: str, output: str) -> tuple[Product, str] | None:
+def _classify(node: fx.Node, left: Any, right: Any, first: str, second: str, output: str) -> Product | None:
     if any(len(set(labels)) != len(labels) for labels in (first, second, output)):
         return None
     inner = [label for label in first if label in second and label not in output]
@@ -197,4 +200,4 @@ def _classify(node: fx.Node, left: Any, right: Any, first: str, second: str, out
     lead = "".join(label for label in output if label not in (row, column))
     if output.index(row) > output.index(column):  # einsum("kd,qd->qk", k, q)
         left, right, first, second, row, column = right, left, second, first, column, row
-    return Product(node, left, right, first, second, lead, row, inner[0], column), output
+    return Product(node, left, right, first, second, lead, row, inner[0], column, output)

@@ -7,7 +7,6 @@ Declines: dropout above 0; q, k, v that are not [1, heads, T, dim]; keys of anot
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, SdpaScores, module_path
 from paged_attn.passes.fx.call_form import CallForm, CallNotPaged
-from paged_attn.passes.fx.graph_tools import depends_on, shape_of, symbol, value_of
+from paged_attn.passes.fx.graph_tools import arguments_of, depends_on, shape_of, symbol, value_of
 
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 TARGETS = {F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default}
@@ -37,7 +36,7 @@ def _within_tokens(node: fx.Node, form: CallForm) -> bool:
 
 
 def _site(node: fx.Node, form: CallForm) -> AttentionSite:
-    given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    given = arguments_of(node, _PARAMETERS)
     where = f"layer at {module_path(node) or node.name}"
     query, key, value = given["query"], given["key"], given["value"]
     if given.get("dropout_p", 0.0) != 0.0:

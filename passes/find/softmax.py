@@ -13,16 +13,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, module_path
+from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores, attention_stand_in, module_path
 from paged_attn.passes.find.decompose_flex import decompose_flex
 from paged_attn.passes.find.dual_chunk import find_dual_chunk
 from paged_attn.passes.find.products import Product, product_of, score_products, split_baddbmm
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, move_before, shape_of, symbol, token_dims, value_of
-from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.graph_tools import argument_of, call_with_value, depends_on, move_before, op_name, shape_of, symbol, token_dims
 
 _SOFTMAX = {
     F.softmax,
@@ -91,28 +90,26 @@ class _Walk:
 
     def scores(self) -> fx.Node:
         """What the softmax is taken of."""
-        node = self.softmax.args[0] if self.softmax.args else self.softmax.kwargs["input"]
+        node, dim = argument_of(self.softmax, 0, "input"), argument_of(self.softmax, 1, "dim")
         assert isinstance(node, fx.Node)
-        dim = self.softmax.args[1] if len(self.softmax.args) > 1 else self.softmax.kwargs.get("dim")
         if dim not in (-1, len(shape_of(node)) - 1):
             raise self.refusal(f"the softmax runs over dim {dim} of {len(shape_of(node))}, not over the last")
         return node
 
-    def products(self) -> tuple[Product, str]:
+    def products(self) -> Product:
         """q.k: the one matrix product in the scores whose factors have a token dim each."""
         found = score_products(self.scores(), self.form.num_tokens)
         if len(found) != 1:
             raise self.refusal(
                 "no matrix product of queries and keys was found" if not found else f"its scores are the sum of {len(found)} products"
             )
-        product, labels = found[0]
-        if labels != product.labels:
-            raise self.refusal(f"its scores are laid out as {labels}, not with queries and keys as the last two dims")
+        if found[0].layout != found[0].labels:
+            raise self.refusal(f"its scores are laid out as {found[0].layout}, not with queries and keys as the last two dims")
         return found[0]
 
-    def weighted_sum(self) -> tuple[Product, str]:
+    def weighted_sum(self) -> Product:
         """The product of the weights with v."""
-        found: dict[fx.Node, tuple[Product, str]] = {}
+        found: dict[fx.Node, Product] = {}
         pending, seen = [self.softmax], set[fx.Node]()
         while pending:
             node = pending.pop()
@@ -121,9 +118,9 @@ class _Walk:
             seen.add(node)
             for user in node.users:
                 product = product_of(user)
-                if product is not None and node is product[0].left and token_dims(product[0].right, self.form.num_tokens) == 1:
+                if product is not None and node is product.left and token_dims(product.right, self.form.num_tokens) == 1:
                     found[user] = product
-                elif isinstance(value_of(user), Tensor) and token_dims(user, self.form.num_tokens) >= 2:
+                elif token_dims(user, self.form.num_tokens) >= 2:
                     pending.append(user)
         if len(found) != 1:
             raise self.refusal(f"its weights are multiplied with values in {len(found)} places; known is one")
@@ -133,7 +130,7 @@ class _Walk:
         """A logsumexp of the same scores over the last dim."""
         users = [user for user in self.scores().users if op_name(user) == "logsumexp"]
         for user in users:
-            dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+            dim = argument_of(user, 1, "dim")
             if user.kwargs.get("keepdim") or len(user.args) > 2 or dim not in (-1, (-1,), [-1]) or len(users) > 1:
                 raise self.refusal("the logsumexp of its scores is not one over the last dim, without keepdim")
         return users[0] if users else None
@@ -141,8 +138,7 @@ class _Walk:
 
 def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
     walk = _Walk(softmax, form)
-    products, _ = walk.products()
-    output, output_labels = walk.weighted_sum()
+    products, output = walk.products(), walk.weighted_sum()
     try:
         heads = {products.num_heads, output.num_heads}
     except ValueError as error:
@@ -168,15 +164,9 @@ def _site(softmax: fx.Node, form: CallForm) -> AttentionSite:
     with softmax.graph.inserting_before(before):
         stand_in = call_with_value(softmax.graph, attention_stand_in, query, key, value)
     stand_in.meta["nn_module_stack"] = softmax.meta.get("nn_module_stack")
-    result = output.emit_result(stand_in, before, output_labels)
+    result = output.emit_result(stand_in, before)
     output.node.replace_all_uses_with(result)
     scores = WrittenScores(products.node, walk.scores(), softmax, output.left, output.node, lse)
     original = output.node.meta.get("original_name", output.node.name)
     found_by = "softmax" if original == output.node.name else "flex_attention"
-    to_canonical = tuple(output_labels.index(label) for label in output.labels)
-    return AttentionSite(stand_in, query, key, value, scores, found_by, original, to_canonical)
-
-
-def attention_stand_in(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Holds the place of an attention's output [1, heads, T, v_dim] until the op replaces it; gives a shape, not numbers."""
-    return value.new_empty(*query.shape[:-1], value.shape[-1])
+    return AttentionSite(stand_in, query, key, value, scores, found_by, original, output.to_canonical)

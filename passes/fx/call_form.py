@@ -24,6 +24,9 @@ _NO_IDS = (
 _NO_TOKENS = ("position_ids", "attention_mask", "token_type_ids", "labels")  # tables [batch, T] of other things
 
 
+Values = dict[fx.Node, Any]  # by placeholder: the real tensor, or number, that the traced call was given
+
+
 class CallNotPaged(Exception):
     """This call of the model can not run a paged batch, though the model may: it runs as it was written, outside forward contexts."""
 

@@ -7,7 +7,7 @@ import inspect
 import operator
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -55,7 +55,7 @@ def writes_in_place(node: fx.Node) -> bool:
 def _has_inplace_flag(node: fx.Node) -> bool:
     """As activations of torch.nn.functional have it: `relu(x, inplace=True)`."""
     flag_index = _index_of_inplace(node.target)
-    return flag_index is not None and bool(node.kwargs.get("inplace", node.args[flag_index] if flag_index < len(node.args) else False))
+    return flag_index is not None and bool(argument_of(node, flag_index, "inplace"))
 
 
 @cache
@@ -72,10 +72,7 @@ def remove_dead_code(graph: fx.Graph) -> None:
     `graph.eliminate_dead_code()` alone drops unused in-place methods, which silently changed logits (docs/design/passes.md). An
     in-place operation on something dead goes too, so that the mask of a replaced attention leaves no residue.
     """
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        for value in written_values(node) if writes_in_place(node) else ():
-            writers.setdefault(value, []).append(node)
+    writers = writers_of(graph.nodes)
     live: set[fx.Node] = {node for node in graph.nodes if node.op in ("output", "placeholder") or _has_effect(node)}
     pending = list(live)
     while pending:
@@ -94,7 +91,9 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def written_values(node: fx.Node) -> set[fx.Node]:
-    """The values that an in-place `node` changes: its targets, and whatever those are views of."""
+    """The values that an in-place node changes: its targets, and whatever those are views of; nothing for any other node."""
+    if not writes_in_place(node):
+        return set()
     if overloads := overloads_of(node.target):
         arguments = ((i, a) for overload in overloads for i, a in enumerate(overload._schema.arguments))
         mutable = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
@@ -102,6 +101,18 @@ def written_values(node: fx.Node) -> set[fx.Node]:
     else:
         targets = [*node.args[:1], node.kwargs.get("out"), node.kwargs.get("input") if _has_inplace_flag(node) else None]
     return bases_of(target for target in targets if isinstance(target, fx.Node))
+
+
+Writers = dict[fx.Node, list[fx.Node]]
+
+
+def writers_of(nodes: Iterable[fx.Node]) -> Writers:
+    """For each value that one of the nodes changes in place, what changes it."""
+    writers: Writers = {}
+    for node in nodes:
+        for value in written_values(node):
+            writers.setdefault(value, []).append(node)
+    return writers
 
 
 def bases_of(values: Iterable[fx.Node]) -> set[fx.Node]:
@@ -136,17 +147,42 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def name_of(node: fx.Node) -> str:
+    """The name of a function, method or overload: `arange`, `new_empty`."""
+    return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", "")).split(".")[0]
+
+
+def op_name(node: fx.Node) -> str:
+    """`add` for torch.add, operator.add, aten.add.Tensor, .add and .add_; "" for a node that calls nothing."""
+    return name_of(node).strip("_")
+
+
+def arguments_of(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    """A node's arguments by the names of its function's parameters."""
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def argument_of(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """One of them, which may be given by its place or by its name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node computes nothing, by its name: it is another view of its first argument, or a part of it."""
     return _may_alias(node) and not writes_in_place(node)
 
 
+def behind_views(node: Any) -> Any:
+    """The value that a node is a view of, whatever views lie between; itself if it is none."""
+    while isinstance(node, fx.Node) and is_view(node) and node.args:
+        node = node.args[0]
+    return node
+
+
 def _may_alias(node: fx.Node) -> bool:
     """Whether a node's result may share memory with its first argument, by its name: views, and in-place operations, which return it."""
-    if node.op == "call_method":
-        return str(node.target) in _VIEWS or writes_in_place(node)
-    name = getattr(node.target, "__name__", "").split(".")[0]
-    return node.op == "call_function" and (node.target in (operator.getitem, getattr) or name in _VIEWS or writes_in_place(node))
+    named = name_of(node) in _VIEWS or node.target in (operator.getitem, getattr)
+    return node.op in ("call_function", "call_method") and (named or writes_in_place(node))
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
@@ -165,8 +201,7 @@ def copied_from(node: fx.Node) -> str | None:
 
 def written_names(graph: fx.Graph) -> set[str]:
     """Of the nodes that something in the graph writes to, their names there, or in the graph that it is a copy of."""
-    writers = [node for node in graph.nodes if writes_in_place(node)]
-    return {str(node.meta.get(_COPY_OF, node.name)) for writer in writers for node in written_values(writer)}
+    return {str(node.meta.get(_COPY_OF, node.name)) for node in writers_of(graph.nodes)}
 
 
 def same_values(original: fx.Graph, rewritten: fx.Graph) -> dict[str, str]:
@@ -218,6 +253,16 @@ def token_dims(node: Any, token_symbol: Any) -> int:
     return sum(depends_on(size, token_symbol) for size in value.shape) if isinstance(value, torch.Tensor) else 0
 
 
+def size_at(size: Any, tokens: Any, length: int) -> int:
+    """A size of the traced call in one of `length` tokens."""
+    return int(symbol(size).subs(tokens, length)) if depends_on(size, tokens) else int(size)
+
+
+def shape_at(node: Any, tokens: Any, length: int) -> list[int]:
+    """The shape of a node's tensor, or of a traced tensor, in a call of `length` tokens."""
+    return [size_at(size, tokens, length) for size in value_of(node).shape]
+
+
 def call(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any = None) -> Any:
     """What a function's or method's node does, or would do with another target."""
     target = node.target if target is None else target
@@ -246,16 +291,15 @@ def call_of_value(graph: fx.Graph, value: Any, target: Any, *args: Any, **kwargs
 def move_before(anchor: fx.Node, wanted: Iterable[fx.Node]) -> bool:
     """Move `wanted`, and what they are made from, in front of `anchor` where they come after it; False, and nothing moved, if they are made
     from `anchor` or something is written in place on the way."""
-    order = {node: index for index, node in enumerate(anchor.graph.nodes)}
     late, pending = set[fx.Node](), list(wanted)
     while pending:
         node = pending.pop()
-        if order[node] >= order[anchor] and node not in late:
+        if node >= anchor and node not in late:
             late.add(node)
             pending += node.all_input_nodes
     if anchor in late or any(writes_in_place(node) for node in late):
         return False
-    for node in in_graph_order(anchor.graph, late):
+    for node in sorted(late):
         anchor.prepend(node)
     return True
 
@@ -268,8 +312,3 @@ def as_traced(value: Any) -> Any:
 def depends_on(size: Any, token_symbol: Any) -> bool:
     expression = symbol(size)
     return not isinstance(expression, int) and token_symbol in getattr(expression, "free_symbols", ())
-
-
-def in_graph_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    wanted = set(nodes)
-    return [node for node in graph.nodes if node in wanted]

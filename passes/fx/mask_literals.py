@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from paged_attn.passes.fx.graph_tools import op_name
+
 LARGEST_SHOWN = 20  # a number up to this size shows on the probes as it is
 NO_LIMIT = 1 << 40  # finfo.min, inf, and the end of an open slice
 HIDES = -9984.0  # an additive mask hides at and below this: -1e4 as bfloat16 has it
@@ -55,14 +57,6 @@ def hidden_numbers(nodes: list[fx.Node], owned: dict[fx.Node, Tensor]) -> list[s
             if is_power or is_reciprocal or (_is_large(value) and not is_scaled and not _is_harmless(node, value)):
                 found.append(f"{value:g} in {op_name(node)}")
     return list(dict.fromkeys(found))
-
-
-def op_name(node: fx.Node) -> str:
-    """`add` for torch.add, operator.add, aten.add.Tensor, .add and .add_; "" for a node that calls nothing."""
-    if node.op not in ("call_function", "call_method"):
-        return ""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.split(".")[0].strip("_")
 
 
 def is_size(node: fx.Node) -> bool:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call, depends_on, symbol, value_of
-from paged_attn.passes.fx.token_data import name_of
+from paged_attn.passes.fx.graph_tools import call, depends_on, name_of, symbol, token_dims, value_of
 
 LENGTHS = (5, 7)
 # What an operation raises that does not fit its arguments.
@@ -65,7 +64,7 @@ def has_rows(value: Any, tokens: Any) -> bool:
     """Whether something in a tensor, or in a tuple of tensors, depends on T."""
     if isinstance(value, (tuple, list)):
         return any(has_rows(each, tokens) for each in value)
-    return isinstance(value, Tensor) and any(depends_on(size, tokens) for size in value.shape)
+    return token_dims(value, tokens) > 0
 
 
 def with_tokens(value: Any, tokens: Any, length: int) -> Any:
@@ -94,25 +93,20 @@ def moved_rows(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any) -> Any
     found = []
     for length in LENGTHS:
         try:
-            result = _on_distinct_numbers(node, given, tokens, length)
+            result, step = _on_distinct_numbers(node, given, tokens, length)
         except MISFITS:
             return None
-        several = isinstance(result.made, (tuple, list))
-        parts = list(zip(result.made, value_of(node), strict=True)) if several else [(result.made, value_of(node))]
-        found.append([_layouts(made, traced, result, tokens, length) for made, traced in parts])
+        several = isinstance(result, (tuple, list))
+        parts = list(zip(result, value_of(node), strict=True)) if several else [(result, value_of(node))]
+        found.append([_layouts(made, traced, step, tokens, length) for made, traced in parts])
     chosen = [next((layout for layout in one if one[layout] == two.get(layout)), None) for one, two in zip(*found, strict=True)]
     if any(layout is None for layout in chosen):
         return None
     return tuple(chosen) if several else chosen[0]
 
 
-@dataclass(frozen=True)
-class _Result:
-    made: Any
-    step: int  # numbers of one row differ from those of the next by that
-
-
-def _on_distinct_numbers(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any, length: int) -> _Result:
+def _on_distinct_numbers(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: Any, length: int) -> tuple[Any, int]:
+    """What an operation makes of operands that hold distinct numbers, and by how much those of one row differ from those of the next."""
     shapes = {each: [int(with_tokens(size, tokens, length)) for size in value_of(each).shape] for each in given}
     widths = {each: torch.Size(shape).numel() // length for each, shape in shapes.items()}
     step, start, known = sum(widths.values()) + 1, 0, dict[fx.Node, Tensor]()
@@ -123,7 +117,7 @@ def _on_distinct_numbers(node: fx.Node, given: Mapping[fx.Node, Rows], tokens: A
     def value(argument: fx.Node) -> Any:
         return known[argument] if argument in known else with_tokens(value_of(argument), tokens, length)
 
-    return _Result(call(node, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)), step)
+    return call(node, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)), step
 
 
 def _numbered(shape: list[int], layout: Rows, length: int, step: int, start: int) -> Tensor:
@@ -133,7 +127,7 @@ def _numbered(shape: list[int], layout: Rows, length: int, step: int, start: int
     return numbers.view(length, layout.before, layout.after, *rest).transpose(0, 1).reshape(-1, *rest).movedim(0, layout.axis).contiguous()
 
 
-def _layouts(made: Any, traced: Any, result: _Result, tokens: Any, length: int) -> dict[Rows, list[int]]:
+def _layouts(made: Any, traced: Any, step: int, tokens: Any, length: int) -> dict[Rows, list[int]]:
     """All layouts in which the numbers of `made` are the same in every row, with those of row 0."""
     axis = row_axis(traced, tokens)
     if axis is None or not isinstance(made, Tensor) or made.dtype != torch.int64:
@@ -144,7 +138,7 @@ def _layouts(made: Any, traced: Any, result: _Result, tokens: Any, length: int) 
         if rest:
             continue
         rows = made.movedim(axis[0], 0).reshape(before, length, after, -1).transpose(0, 1).reshape(length, -1)
-        own = rows - result.step * torch.arange(length)[:, None]
+        own = rows - step * torch.arange(length)[:, None]
         if bool((own == own[:1]).all()):
             found[Rows(axis[0], before, after)] = own[0].tolist()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from itertools import takewhile
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.graph_tools import call, in_graph_order, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import call, writers_of
 
 MAX_NODES = 4000
 
@@ -20,10 +21,7 @@ def ancestors(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset
     `user` is where the value is needed: a mask may be filled in place after it was made. Nodes in `stop` are included but not
     looked behind.
     """
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for other in takewhile(lambda other: other is not user, node.graph.nodes):
-        for value in written_values(other) if writes_in_place(other) else ():
-            writers.setdefault(value, []).append(other)
+    writers = writers_of(takewhile(lambda other: other is not user, node.graph.nodes))
     found, pending = {node}, [node]
     while pending:
         current = pending.pop()
@@ -31,14 +29,11 @@ def ancestors(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset
             if other not in found:
                 found.add(other)
                 pending.append(other)
-    return in_graph_order(node.graph, found)
+    return sorted(found)
 
 
 def evaluate(
-    nodes: list[fx.Node],
-    given: Mapping[fx.Node, Any],
-    result: fx.Node,
-    constant: Callable[[fx.Node, Any], Any] | None = None,
+    nodes: list[fx.Node], given: Mapping[fx.Node, Any], result: fx.Node, constant: Callable[[fx.Node, Any], Any] | None = None
 ) -> Any:
     """Run `nodes` in order with `given` values for some of them; `constant` may replace a literal argument of a node.
 
@@ -52,32 +47,26 @@ def evaluate_all(
     nodes: list[fx.Node], given: Mapping[fx.Node, Any], constant: Callable[[fx.Node, Any], Any] | None = None
 ) -> dict[fx.Node, Any]:
     """The same, with the values of all nodes."""
-    written = {value for node in nodes if writes_in_place(node) for value in written_values(node)}
+    written = writers_of(nodes)
     values = {n: v.clone() if n in written and isinstance(v, Tensor) else v for n, v in given.items()}  # the model's own stay as they are
-
-    def look_up(argument: fx.Node) -> Any:
-        return values[argument]
 
     with torch.no_grad():
         for node in nodes:
             if node in values:
                 continue
-            args = fx.map_arg(node.args, look_up)
-            kwargs = fx.map_arg(node.kwargs, look_up)
+            args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
             if constant is not None:
                 args = tuple(constant(node, a) for a in args)
                 kwargs = {name: constant(node, a) for name, a in kwargs.items()}
             if node.op in ("call_function", "call_method"):
                 values[node] = call(node, args, kwargs)
             elif node.op == "get_attr":
-                values[node] = _attribute(node)
+                values[node] = attribute_of(node)
             else:
                 raise KeyError(node)
     return values
 
 
-def _attribute(node: fx.Node) -> Any:
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+def attribute_of(node: fx.Node) -> Any:
+    """What a get_attr node stands for."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)

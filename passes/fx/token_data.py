@@ -1,4 +1,5 @@
-"""Which values of a graph hold data of the batch's tokens, and which are made from the number of tokens, constants and weights alone.
+"""Which values of a graph hold data of the batch's tokens, which are made from the number of tokens, constants and weights alone, and
+where rows of tokens are looked up.
 
 `torch.ones_like(ids)`, `x.new_zeros(...)` and sizes read the shape of a tensor and nothing in it: they hold no data of tokens.
 """
@@ -6,25 +7,24 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Set
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import Writers, depends_on, name_of, symbol, value_of, writers_of, written_values
 
+aten = torch.ops.aten
 _SHAPE_OF_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "size",
                    "sym_size", "dim", "numel", "stride", "rand_like", "randn_like", "randint_like"}  # fmt: skip
 _SHAPE_OF_SECOND = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 _INDEXED_BY = {"index_select": 2, "gather": 2, "index_add_": 2, "index_copy_": 2, "scatter_": 2, "scatter_add_": 2, "embedding": 0,
                "index_add": 2, "scatter": 2, "scatter_add": 2}  # fmt: skip
 UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided"}  # results that are nothing until they are written
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of a function, method or overload: `arange`, `new_empty`."""
-    return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", "")).split(".")[0]
 
 
 def read_inputs(node: fx.Node) -> list[fx.Node]:
@@ -51,29 +51,19 @@ def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[f
         before = len(found)
         for node in graph.nodes:
             if node.target is BATCH_POSITIONS or any(source in found for source in read_inputs(node)):
-                found.add(node)
-                if writes_in_place(node):
-                    found |= written_values(node)
+                found |= {node} | written_values(node)
         if len(found) == before:
             return found
 
 
-Writers = dict[fx.Node, list[fx.Node]]
-
-
-def writers_of(graph: fx.Graph) -> Writers:
-    """For each value that is changed in place, what changes it."""
-    writers: Writers = {}
-    for node in graph.nodes:
-        for value in written_values(node) if writes_in_place(node) else ():
-            writers.setdefault(value, []).append(node)
-    return writers
-
-
 def backward_slice(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:
     """Like `slicing.ancestors`, but without what only lends its shape (such tensors are to be given) and what wrote the nodes in `stop`."""
-    writers = writers_of(node.graph) if writers is None else writers
-    found, pending = {node}, [node]
+    return slice_of([node], user, stop, writers_of(node.graph.nodes) if writers is None else writers)
+
+
+def slice_of(nodes: list[fx.Node], user: fx.Node, stop: Set[fx.Node], writers: Writers) -> list[fx.Node]:
+    """The backward slice of several nodes."""
+    found, pending = set(nodes), list(nodes)
     while pending:
         current = pending.pop()
         changes = [writer for writer in writers.get(current, ()) if writer < user]
@@ -95,6 +85,44 @@ def indexed_tensor(node: fx.Node, index: fx.Node) -> fx.Node | None:
     return _node(node.args[1] if name == "embedding" else node.args[0])
 
 
+class Lookup(NamedTuple):
+    """node = rows[.., at, ..], with the whole numbers `at` [.., T, ..] along `axis` of `rows`."""
+
+    node: fx.Node
+    rows: fx.Node
+    axis: int
+    at: fx.Node
+
+
+def lookup_of(node: fx.Node) -> Lookup | None:
+    """What a node looks up along one dimension with one tensor of whole numbers; None for anything else."""
+    if node.op not in ("call_function", "call_method") or node.kwargs:
+        return None
+    if node.target is F.embedding and len(node.args) == 2:
+        index, rows = node.args
+        return _lookup(node, rows, 0, index)
+    if name_of(node) == "index_select" and len(node.args) == 3:
+        rows, axis, index = node.args
+        return _lookup(node, rows, axis, index)
+    if node.target in (operator.getitem, aten.index.Tensor) or name_of(node) == "__getitem__":
+        rows, key = node.args
+        parts = key if isinstance(key, (tuple, list)) else (key,)
+        whole = None if node.target is aten.index.Tensor else slice(None)
+        axes = [axis for axis, part in enumerate(parts) if isinstance(part, fx.Node) and isinstance(value_of(part), Tensor)]
+        if len(axes) == 1 and all(part == whole for axis, part in enumerate(parts) if axis != axes[0]):
+            return _lookup(node, rows, axes[0], parts[axes[0]])
+    return None
+
+
+def _lookup(node: fx.Node, rows: Any, axis: Any, index: Any) -> Lookup | None:
+    if not (isinstance(rows, fx.Node) and isinstance(index, fx.Node) and isinstance(axis, int)):
+        return None
+    table, numbers = value_of(rows), value_of(index)
+    if not isinstance(table, Tensor) or not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int64, torch.int32):
+        return None
+    return Lookup(node, rows, axis % table.dim(), index) if table.dim() else None
+
+
 def _node(value: Any) -> fx.Node | None:
     return value if isinstance(value, fx.Node) else None
 
@@ -108,9 +136,3 @@ def token_axis(node: fx.Node, form: CallForm) -> int | None:
     value = value_of(node)
     axes = [axis for axis, size in enumerate(value.shape) if depends_on(size, form.num_tokens)] if isinstance(value, Tensor) else []
     return axes[0] if len(axes) == 1 and symbol(value.shape[axes[0]]) == form.num_tokens else None
-
-
-def shape_at(value: Tensor, form: CallForm, length: int) -> list[int]:
-    """The sizes of a traced tensor in a call of `length` tokens."""
-    sizes: list[Any] = [symbol(size) for size in value.shape]
-    return [size if isinstance(size, int) else int(size.subs(form.num_tokens, length)) for size in sizes]

@@ -11,39 +11,31 @@ from torch import fx
 
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import call_of_value, value_of
 
 aten = torch.ops.aten
 
 
 class BatchPositions:
-    """Makes the node [T] int64 when it is first asked for; a graph holds one at most."""
+    """Makes the node [T] int64 when it is first asked for; a graph holds one at most, which is `made` then."""
 
     def __init__(self, graph: fx.Graph, form: CallForm) -> None:
         self.graph, self.form = graph, form
-        self._node: fx.Node | None = None
-
-    @property
-    def made(self) -> fx.Node | None:
-        """The node, if it was asked for."""
-        return self._node
+        self.made: fx.Node | None = None
 
     @property
     def node(self) -> fx.Node:
-        if self._node is None:
-            self._node = self._make()
-        return self._node
+        if self.made is None:
+            self.made = self._make()
+        return self.made
 
     def _make(self) -> fx.Node:
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
         with self.graph.inserting_before(first):
             if self.form.positions is not None:
-                node = self.graph.call_function(aten.select.int, (self.form.positions, 0, 0))
-                node.meta["example_value"] = value_of(self.form.positions)[0]
-                return node
+                return call_of_value(self.graph, value_of(self.form.positions)[0], aten.select.int, self.form.positions, 0, 0)
             ids = self.form.input_ids
-            tokens = self.graph.call_function(aten.sym_size.int, (ids, 1))
-            tokens.meta["example_value"] = value_of(ids).shape[1]
+            tokens = call_of_value(self.graph, value_of(ids).shape[1], aten.sym_size.int, ids, 1)
             node = self.graph.call_function(aten.new_empty.default, (ids, [tokens]), {"dtype": torch.int64})
             node.meta["example_value"] = value_of(ids)[0].to(torch.int64)
             self.graph.call_function(BATCH_POSITIONS, (node,))

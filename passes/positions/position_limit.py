@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.token_data import backward_slice, name_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import name_of, value_of
+from paged_attn.passes.fx.token_data import backward_slice
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.row_probe import RowProbe
 
 _LONGEST_TABLE = 1 << 24
 
 
-def position_limit(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], positions: BatchPositions) -> int | None:
+def position_limit(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int | None:
     """The first position that some table lacks, or None if no table is read at positions, or positions never leave it."""
     limits = [
         limit
@@ -48,9 +46,7 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, int] | None:
     return (index, rows) if isinstance(rows, int) and rows <= _LONGEST_TABLE else None
 
 
-def _first_outside(
-    user: fx.Node, index: fx.Node, rows: int, form: CallForm, values: dict[fx.Node, Any], positions: BatchPositions
-) -> int | None:
+def _first_outside(user: fx.Node, index: fx.Node, rows: int, form: CallForm, values: Values, positions: BatchPositions) -> int | None:
     starts = frozenset(node for node in (form.positions, positions.made) if node is not None)
     sliced = backward_slice(index, user, starts)
     if not starts & set(sliced) or any(

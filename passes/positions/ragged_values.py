@@ -14,37 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, value_of, writes_in_place, written_values
-from paged_attn.passes.fx.token_data import (
-    UNDEFINED,
-    backward_slice,
-    indexed_tensor,
-    name_of,
-    read_inputs,
-    token_axis,
-    token_data,
-    writers_of,
-)
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import name_of, token_dims, value_of, writers_of, writes_in_place, written_values
+from paged_attn.passes.fx.token_data import UNDEFINED, backward_slice, indexed_tensor, lookup_of, read_inputs, token_axis, token_data
 from paged_attn.passes.positions.batch_positions import BatchPositions
-from paged_attn.passes.positions.row_lookups import lookup_of
 from paged_attn.passes.positions.row_replacement import RowFacts, RowReplacement, refusal
 
 _ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_divide", "true_divide", "remainder", "mod", "rsub", "iadd",
                "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "pow_", "maximum", "minimum", "clamp"}  # fmt: skip
 
 
-def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], positions: BatchPositions) -> int:
+def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int:
     """Rewrite in place; returns how many values were replaced.
 
     Raises:
         UnsupportedError: a value whose rows differ and that is no function of positions, named by its module.
     """
     data = token_data(graph, form)
-    shared = RowFacts(form, values, positions, writers_of(graph))
+    shared = RowFacts(form, values, positions, writers_of(graph.nodes))
     replaced: dict[tuple[fx.Node, ...], fx.Node] = {}
     harmless: set[tuple[fx.Node, ...]] = set()
-    _check_written(graph, shared, data)
+    _check_written(shared, data)
     _check_scaled(data, form)
     for user in list(graph.nodes):
         if user not in data and user.op != "output":
@@ -69,11 +59,7 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: dict[f
 
 def _counts_tokens(nodes: tuple[fx.Node, ...], form: CallForm) -> bool:
     """Whether something among the nodes depends on T: a size, or a tensor made of that size."""
-    for node in nodes:
-        value = value_of(node)
-        if any(depends_on(size, form.num_tokens) for size in (value.shape if isinstance(value, Tensor) else ())) or _is_count(value, form):
-            return True
-    return False
+    return any(token_dims(node, form.num_tokens) or _is_count(value_of(node), form) for node in nodes)
 
 
 def _is_count(value: Any, form: CallForm) -> bool:
@@ -90,12 +76,11 @@ def _check_scaled(data: set[fx.Node], form: CallForm) -> None:
                 raise refusal(counts[0], f"goes into the numbers of {node.name}")
 
 
-def _check_written(graph: fx.Graph, shared: RowFacts, data: set[fx.Node]) -> None:
+def _check_written(shared: RowFacts, data: set[fx.Node]) -> None:
     """What tokens are later written into must start as something harmless, apart from what else of the tokens is written there."""
-    writers = [node for node in graph.nodes if node in data and writes_in_place(node)]
     others = {value: kept for value, all_ in shared.writers.items() if (kept := [node for node in all_ if node not in data])}
     before_tokens = RowFacts(shared.form, shared.values, shared.positions, others)
-    for writer in writers:
+    for writer in sorted(data):
         for start in written_values(writer):
             made_of_none = start.op != "placeholder" and not any(source in data for source in read_inputs(start))
             if made_of_none and name_of(start) not in UNDEFINED and not writes_in_place(start) and _counts_tokens((start,), shared.form):
@@ -113,7 +98,7 @@ def picks_rows(user: fx.Node, value: fx.Node, form: CallForm, seen: set[fx.Node]
         return False
     indexed = indexed_tensor(user, value)
     if indexed is not None:
-        return any(depends_on(size, form.num_tokens) for size in value_of(indexed).shape)
+        return token_dims(indexed, form.num_tokens) > 0
     if writes_in_place(user):  # inverse[permutation] = arange(rows)
         targets = [target for target in written_values(user) if target is not value]
         return bool(targets) and all(picks_rows(other, t, form, seen) for t in targets for other in t.users if other is not user)

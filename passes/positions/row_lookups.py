@@ -7,77 +7,32 @@ Declines: an index that is not, in any order of positions, the position of each 
 
 from __future__ import annotations
 
-import operator
-from typing import Any, NamedTuple
-
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, value_of
-from paged_attn.passes.fx.token_data import backward_slice, name_of, token_axis, token_data, writers_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import call_with_value, depends_on, shape_of, value_of, writers_of
+from paged_attn.passes.fx.token_data import Lookup, backward_slice, lookup_of, token_axis, token_data
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
 aten = torch.ops.aten
 PROBED = (0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 4, 5, 6)  # positions of a ragged row: two sequences and a later part of one
 
 
-class Lookup(NamedTuple):
-    """node = rows[.., at, ..], with the whole numbers `at` [.., T, ..] along `axis` of `rows`."""
-
-    node: fx.Node
-    rows: fx.Node
-    axis: int
-    at: fx.Node
-
-
-def drop_lookups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
-    """Rewrite in place; returns how many lookups went."""
-    data, writers = token_data(graph, form), writers_of(graph)
-    found = [lookup for node in graph.nodes if (lookup := lookup_of(node)) is not None]
-    dropped = 0
-    for lookup in found:
+def drop_lookups(graph: fx.Graph, form: CallForm, values: Values) -> None:
+    """Rewrite in place."""
+    data, writers = token_data(graph, form), writers_of(graph.nodes)
+    for lookup in [lookup for node in graph.nodes if (lookup := lookup_of(node)) is not None]:
         mine = lookup.rows not in data and token_axis(lookup.rows, form) == lookup.axis
         if not mine or lookup.rows in writers or lookup.node in writers or not _is_position(lookup, form, values):
             continue
         lookup.node.replace_all_uses_with(_without(lookup, form))
         graph.erase_node(lookup.node)
-        dropped += 1
-    return dropped
 
 
-def lookup_of(node: fx.Node) -> Lookup | None:
-    """What a node looks up along one dimension with one tensor of whole numbers; None for anything else."""
-    if node.op not in ("call_function", "call_method") or node.kwargs:
-        return None
-    if node.target is F.embedding and len(node.args) == 2:
-        index, rows = node.args
-        return _lookup(node, rows, 0, index)
-    if name_of(node) == "index_select" and len(node.args) == 3:
-        rows, axis, index = node.args
-        return _lookup(node, rows, axis, index)
-    if node.target is operator.getitem or name_of(node) == "__getitem__":
-        rows, key = node.args
-        parts = key if isinstance(key, tuple) else (key,)
-        axes = [axis for axis, part in enumerate(parts) if isinstance(part, fx.Node) and isinstance(value_of(part), Tensor)]
-        if len(axes) == 1 and all(part == slice(None) for axis, part in enumerate(parts) if axis != axes[0]):
-            return _lookup(node, rows, axes[0], parts[axes[0]])
-    return None
-
-
-def _lookup(node: fx.Node, rows: Any, axis: Any, index: Any) -> Lookup | None:
-    if not (isinstance(rows, fx.Node) and isinstance(index, fx.Node) and isinstance(axis, int)):
-        return None
-    table, numbers = value_of(rows), value_of(index)
-    if not isinstance(table, Tensor) or not isinstance(numbers, Tensor) or numbers.dtype not in (torch.int64, torch.int32):
-        return None
-    return Lookup(node, rows, axis % table.dim(), index) if table.dim() else None
-
-
-def _is_position(lookup: Lookup, form: CallForm, values: dict[fx.Node, Any]) -> bool:
+def _is_position(lookup: Lookup, form: CallForm, values: Values) -> bool:
     """Whether the index is each token's position: on a ragged row of them, or, if the model numbers rows itself, 0, 1, ... in any call."""
-    if token_axis(lookup.at, form) is None or any(size != 1 for size in _others(lookup.at, form)):
+    if token_axis(lookup.at, form) is None or any(size != 1 and not depends_on(size, form.num_tokens) for size in shape_of(lookup.at)):
         return False
     probe = RowProbe(form, values, lookup.node)
     try:
@@ -89,15 +44,11 @@ def _is_position(lookup: Lookup, form: CallForm, values: dict[fx.Node, Any]) -> 
         return False
 
 
-def _others(index: fx.Node, form: CallForm) -> list[Any]:
-    return [size for size in value_of(index).shape if not depends_on(size, form.num_tokens)]
-
-
 def _without(lookup: Lookup, form: CallForm) -> fx.Node:
     """The rows in the shape that the lookup gave them."""
     made = lookup.rows
     with lookup.node.graph.inserting_before(lookup.node):
-        for offset, size in enumerate(value_of(lookup.at).shape):
+        for offset, size in enumerate(shape_of(lookup.at)):
             if not depends_on(size, form.num_tokens):
                 made = call_with_value(lookup.node.graph, aten.unsqueeze.default, made, lookup.axis + offset)
     return made

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import as_traced, value_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import Writers, as_traced, shape_at, value_of, writers_of
 from paged_attn.passes.fx.slicing import evaluate
-from paged_attn.passes.fx.token_data import Writers, backward_slice, shape_at, token_axis, writers_of
+from paged_attn.passes.fx.token_data import backward_slice, token_axis
 
 LENGTHS = ((13, 29), (4, 7))  # the second for models with fewer positions
+
+
+Results = dict[tuple[fx.Node, int], Any]  # values of nodes in calls of some length
 
 
 class Affine(NamedTuple):
@@ -27,23 +30,17 @@ class RowProbe:
     """Values as `user` would read them.
 
     Args:
-        values: the real tensor (or number) behind each placeholder.
         writers: of the graph, if they are known.
         unwritten: where results are kept that are the same for every user, as nothing in them is changed in place.
     """
 
     def __init__(
-        self,
-        form: CallForm,
-        values: Mapping[fx.Node, Any],
-        user: fx.Node,
-        writers: Writers | None = None,
-        unwritten: dict[tuple[fx.Node, int], Any] | None = None,
+        self, form: CallForm, values: Values, user: fx.Node, writers: Writers | None = None, unwritten: Results | None = None
     ) -> None:
         self.form, self.values, self.user = form, values, user
-        self.writers = writers_of(user.graph) if writers is None else writers
+        self.writers = writers_of(user.graph.nodes) if writers is None else writers
         self._unwritten = {} if unwritten is None else unwritten
-        self._seen: dict[tuple[fx.Node, int], Any] = {}
+        self._seen: Results = {}
 
     def at(self, node: fx.Node, length: int, given: Mapping[fx.Node, Any] | None = None) -> Any:
         """The node's value in a call of `length` tokens; behind nodes that are `given` nothing is looked at.
@@ -74,7 +71,7 @@ class RowProbe:
             for source in each.all_input_nodes if each not in known else ():
                 if source not in inside:  # it lends its shape alone
                     value = value_of(source)
-                    known[source] = torch.zeros(shape_at(value, self.form, length), dtype=value.dtype, device=value.device)
+                    known[source] = torch.zeros(shape_at(value, self.form.num_tokens, length), dtype=value.dtype, device=value.device)
         return evaluate(nodes, known, node)
 
     def lengths(self, node: fx.Node) -> tuple[int, int]:
@@ -108,16 +105,13 @@ class RowProbe:
                     return False
         return bool(((one == two) | ((one != one) & (two != two))).all())
 
-    def affine(self, node: fx.Node) -> Affine | None:
-        """How a tensor counts rows along its one dimension T, the same at both lengths; None if it does not. Raises as `lengths`."""
-        if value_of(node).dtype == torch.bool:
-            return None
-        return self.affine_with(node, None)
+    def affine(self, node: fx.Node, given: Mapping[fx.Node, Any] | None = None) -> Affine | None:
+        """How a tensor counts rows along its one dimension T, the same at both lengths; None if it does not. Raises as `lengths`.
 
-    def affine_with(self, node: fx.Node, given: Mapping[fx.Node, Any] | None) -> Affine | None:
-        """The same with other values for some nodes."""
+        `given`: whole numbers in place of what the tensor, then of whatever dtype, is made from.
+        """
         axis = token_axis(node, self.form)
-        if axis is None:
+        if axis is None or (given is None and value_of(node).dtype == torch.bool):
             return None
         found = {_affine(self.at(node, length, given), axis) for length in self.lengths(node)}
         return found.pop() if len(found) == 1 else None

@@ -11,11 +11,11 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import value_of, writes_in_place, written_values
-from paged_attn.passes.fx.token_data import Writers, backward_slice, read_inputs, token_axis
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import Writers, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.token_data import backward_slice, read_inputs, token_axis
 from paged_attn.passes.positions.batch_positions import BatchPositions
-from paged_attn.passes.positions.row_probe import Affine, RowProbe
+from paged_attn.passes.positions.row_probe import Affine, Results, RowProbe
 from paged_attn.passes.positions.table_rows import TableRows, table_rows
 
 aten = torch.ops.aten
@@ -26,10 +26,10 @@ class RowFacts:
     """What all replacements in a graph share: what is known of its nodes, and what was made in front of earlier users."""
 
     form: CallForm
-    values: dict[fx.Node, Any]
+    values: Values
     positions: BatchPositions
     writers: Writers
-    results: dict[tuple[fx.Node, int], Any] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
     tables: dict[fx.Node, TableRows | None] = field(default_factory=dict)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class RowReplacement:
         if table is not None:
             self.seeds[node] = table
             return
-        writers = [w for w in self._sliced(node) if writes_in_place(w) and node in written_values(w)]
+        writers = [w for w in self._sliced(node) if node in written_values(w)]
         inputs = [source for source in (*read_inputs(node), *writers) if source not in seen]
         varying = [source for source in inputs if self._varies(source)]
         counted = self.probe.affine(node) if not varying and isinstance(value_of(node), Tensor) else None

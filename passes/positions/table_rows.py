@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, value_of
-from paged_attn.passes.fx.token_data import name_of, token_axis
+from paged_attn.passes.fx.graph_tools import depends_on, name_of, value_of
+from paged_attn.passes.fx.token_data import token_axis
 from paged_attn.passes.positions.row_probe import Affine, RowProbe
 
 
@@ -28,17 +27,13 @@ def table_rows(node: fx.Node, probe: RowProbe, form: CallForm) -> TableRows | No
 
     Found by slicing tables of row numbers, so that it holds for any contents.
     """
-    if node.op not in ("call_function", "call_method") or not (
-        node.target is operator.getitem or name_of(node) in ("narrow", "__getitem__")
-    ):
+    if name_of(node) not in ("getitem", "narrow", "__getitem__") or node.kwargs:
         return None
     table = node.args[0] if node.args else None
     if not isinstance(table, fx.Node) or not isinstance(value_of(table), Tensor) or token_axis(node, form) is None:
         return None
     sizes = value_of(table).shape
-    if any(not isinstance(size, int) for size in sizes) or any(depends_on(size, form.num_tokens) for size in sizes):
-        return None
-    if node.kwargs:
+    if any(not isinstance(size, int) for size in sizes):
         return None
     varying = [(axis, rows) for axis in range(len(sizes)) if (rows := _rows_along(node, axis, table, probe)) is not None]
     if len(varying) != 1:
@@ -52,7 +47,7 @@ def _rows_along(node: fx.Node, axis: int, table: fx.Node, probe: RowProbe) -> Af
     value = value_of(table)
     numbers = torch.arange(value.shape[axis], device=value.device)
     numbers = numbers.view([-1 if i == axis else 1 for i in range(value.dim())]).expand(tuple(value.shape))
-    return probe.affine_with(node, {table: numbers})
+    return probe.affine(node, {table: numbers})
 
 
 def _without_token_slice(node: fx.Node, form: CallForm) -> tuple[Any, ...]:

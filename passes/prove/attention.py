@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores, ModuleScores, SdpaScores, WrittenScores
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.passes.prove.bias_family import BiasFamily
@@ -42,11 +42,10 @@ class Prover:
     """Proves the attentions of one graph.
 
     Args:
-        values: the real tensor (or number) behind each placeholder.
         model: what is being compiled, for what it states of itself; or None.
     """
 
-    def __init__(self, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None) -> None:
+    def __init__(self, form: CallForm, values: Values, model: nn.Module | None) -> None:
         self.form, self.values, self.model = form, values, model
         self._proved: dict[Hashable, MaskProof] = {}
         self._dual_chunks: dict[Hashable, DualChunkProof] = {}
@@ -134,7 +133,7 @@ class Prover:
         return len(self._owned) - 1
 
 
-def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: dict[fx.Node, Any]) -> None:
+def refuse_implausible(sites: list[AttentionSite], form: CallForm, values: Values) -> None:
     """A call that is not paged still must not hide a model that can never be: its masks, as they are, must look like some family.
 
     Raises:

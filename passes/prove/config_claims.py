@@ -69,14 +69,8 @@ def _statements(config: Any, layer: nn.Module | None, kind: str | None, family: 
     if kind == "sliding_attention" or (kind == "full_attention" and no_kind_slides and family.window is not None):
         said.append(("sliding window", _that_bites(family.window, config), window))
     elif kind in ("full_attention", "chunked_attention"):
-        said.append(("sliding window", _that_bites(family.window, config), None))
-        said.append(
-            (
-                "chunk",
-                family.chunk,
-                getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None,
-            )
-        )
+        chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+        said += [("sliding window", _that_bites(family.window, config), None), ("chunk", family.chunk, chunk)]
     elif kind is None and window is not None:
         said.append(("sliding window", _that_bites(family.window, config), window))
     if getattr(layer, "is_causal", None) is True:

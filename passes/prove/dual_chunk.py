@@ -10,18 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.specs.dual_chunk import PARTS
 from paged_attn.passes.find.attention_site import AttentionSite, DualChunkScores
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import shape_at, value_of
 from paged_attn.passes.fx.tolerance import operation_limit
-from paged_attn.passes.prove.score_subgraph import Recomputable, concrete_shape, score_path
+from paged_attn.passes.prove.score_subgraph import Recomputable, score_path
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
 MATCH_LENGTHS, CHECK_LENGTHS = (64, 67), (41, 83)  # at the two scales; 3 chunks of the largest number that is not scaled fit
@@ -51,7 +50,7 @@ class DualChunkProbe(SubgraphProbe):
         UnsupportedError: it is made from the tokens' hidden states, too.
     """
 
-    def __init__(self, site: AttentionSite, scores: DualChunkScores, form: CallForm, values: dict[fx.Node, Any]) -> None:
+    def __init__(self, site: AttentionSite, scores: DualChunkScores, form: CallForm, values: Values) -> None:
         self.products, self.weighted = [product.node for product in scores.products], scores.weighted
         rights = dict.fromkeys(product.right for product in scores.weighted)
         self.order = site.original_order
@@ -65,9 +64,8 @@ class DualChunkProbe(SubgraphProbe):
         """Random products and values of a call of so many tokens, in the graph's own types."""
         draw = torch.Generator().manual_seed(length)
         tensors = []
-        for node in (*self.products, self.weighted[0].right):
-            like = value_of(node)
-            tensors.append(torch.randn(concrete_shape(node, self.form, length), generator=draw).to(like.device, like.dtype))
+        for like in map(value_of, (*self.products, self.weighted[0].right)):
+            tensors.append(torch.randn(shape_at(like, self.form.num_tokens, length), generator=draw).to(like.device, like.dtype))
         return tensors[:-1], tensors[-1]
 
     def output(self, products: Sequence[Tensor], values: Tensor, scale: Sequence[int] | None) -> Tensor:

@@ -17,10 +17,9 @@ from paged_attn.attn_ops.specs.latent import HeadRows
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.find.latent import LatentFinder, LatentSite
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import shape_of, value_of
+from paged_attn.passes.fx.graph_tools import shape_at, shape_of, value_of
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import ancestors, evaluate
-from paged_attn.passes.fx.token_data import shape_at
 from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.prove.attention import AttentionProof
 
@@ -51,38 +50,24 @@ class LatentProof:
         return f"keys and values evaluated: linear in {self.site.rank} values a token{rotated}, heads in order"
 
 
-def latent_of(finder: LatentFinder, site: AttentionSite, proof: AttentionProof, dtype: torch.dtype) -> LatentProof | str:
-    """What of an attention can be kept in place of keys and values; or why they stay: "" where it does not look otherwise.
-
-    Args:
-        dtype: of the pool.
-    """
+def latent_of(finder: LatentFinder, site: AttentionSite, proof: AttentionProof, pool_dtype: torch.dtype) -> LatentProof | str:
+    """What of an attention can be kept in place of keys and values; or why they stay: "" where it does not look otherwise."""
     found = finder.find(site)
     if isinstance(found, str):
         return found
     try:
-        return prove_latent(site, found, proof, finder.form, dtype)
+        _check_scores(site, proof)
+        types = {value_of(node).dtype for node in (found.latent, *(each.weight for each in found.products))}
+        if types != {pool_dtype}:
+            raise NotLatent(f"latent is of {', '.join(sorted(map(str, types)))}, and pages hold {pool_dtype}")
+        proved = _maps(site, found, finder.form)
+        _check_on_random_numbers(site, proved, finder.form)
     except NotLatent as reason:
         return f"its {reason}"
-
-
-def prove_latent(site: AttentionSite, found: LatentSite, proof: AttentionProof, form: CallForm, dtype: torch.dtype) -> LatentProof:
-    """Raises NotLatent.
-
-    Args:
-        dtype: of the pool.
-    """
-    _check_scores(site, proof)
-    types = {value_of(node).dtype for node in (found.latent, *(each.weight for each in found.products))}
-    if types != {dtype}:
-        raise NotLatent(f"latent is of {', '.join(sorted(map(str, types)))}, and pages hold {dtype}")
-    try:
-        proved = _maps(site, found, form)
-        _check_on_random_numbers(site, proved, form)
     except MISFITS as error:
-        raise NotLatent(f"keys and values can not be evaluated alone: {error}") from error
+        return f"its keys and values can not be evaluated alone: {error}"
     except KeyError as error:
-        raise NotLatent(f"keys and values are made of {error.args[0]}, too") from error
+        return f"its keys and values are made of {error.args[0]}, too"
     return proved
 
 
@@ -178,5 +163,4 @@ def _sizes(nodes: list[fx.Node], form: CallForm) -> dict[fx.Node, Any]:
 
 def _laid_out(rows: Tensor, node: fx.Node, form: CallForm) -> Tensor:
     """Rows [T, width] in the shape of a node's value [.., T, width], on its device."""
-    value = value_of(node)
-    return rows.reshape(shape_at(value, form, TOKENS)).to(value.device)
+    return rows.reshape(shape_at(node, form.num_tokens, TOKENS)).to(value_of(node).device)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import as_traced, value_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import as_traced, shape_at, value_of
 from paged_attn.passes.fx.mask_literals import HIDES
 from paged_attn.passes.fx.slicing import evaluate
 from paged_attn.passes.prove.bias_family import FloatArray
 from paged_attn.passes.prove.mask_family import BoolMatrix, draw
-from paged_attn.passes.prove.score_subgraph import concrete_shape, zeros_for
+from paged_attn.passes.prove.score_subgraph import zeros_for
 from paged_attn.passes.prove.subgraph_probe import ProbeFailed, SubgraphProbe
 
 SMALLEST_TABLE = 32  # positions that suffice to tell windows and chunks of the scaled sizes apart
@@ -41,9 +40,7 @@ class MaskProbe(SubgraphProbe):
         products: q.k before anything was done to it; taken as zeros, so that the scores are mask and bias alone.
     """
 
-    def __init__(
-        self, mask: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str, products: fx.Node | None = None
-    ) -> None:
+    def __init__(self, mask: fx.Node, user: fx.Node, form: CallForm, values: Values, where: str, products: fx.Node | None = None) -> None:
         stops = () if products is None else (products,)
         super().__init__(mask, user, form, values, where, stops=stops, products=stops)
         self.products = products
@@ -76,7 +73,7 @@ class MaskProbe(SubgraphProbe):
     @property
     def num_heads(self) -> int:
         """How many heads of scores a probe evaluates."""
-        return 1 if self.products is None or self.one_head else math.prod(concrete_shape(self.products, self.form, 1)[:-2])
+        return 1 if self.products is None or self.one_head else math.prod(shape_at(self.products, self.form.num_tokens, 1)[:-2])
 
     def _run(self, lengths: Sequence[int], scale: Sequence[int] | None, seed: int) -> Seen:
         total, given = sum(lengths), {}

@@ -17,8 +17,6 @@ MATCH_LENGTHS = (59, 67)
 CHECK_LENGTHS = (41, 83)
 PACKINGS = ((5, 26, 31), (1, 34, 9, 12))
 DIRECT_LENGTH, DIRECT_LIMIT = 609, 2304  # a family is also checked on one unscaled mask, of more tokens if these suffice to show it
-
-
 MOST_DIRECT_ELEMENTS = 1 << 24
 LONGEST_BIAS = 4096  # tokens for which a bias that goes on changing is tabulated, if the model states no limit of its own
 MOST_BIAS_ELEMENTS = 1 << 27  # of one bias evaluated for all positions of a model
@@ -114,16 +112,12 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
     """The family in the model's own numbers: each limit is a small literal, or a large one (plus or minus one) seen at both scales."""
     first, second = found
     if first.causal != second.causal:
-        raise unproved(probe.where, probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible, "it is causal on one probe alone")
+        raise _unexplained(probe, "it is causal on one probe alone")
 
     def limit(name: str) -> int | None:
         a, b = getattr(first, name), getattr(second, name)
         if (own := probe.unscaled(a, b)) is None and a is not b:
-            raise unproved(
-                probe.where,
-                probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible,
-                f"its {name} is {a} and {b} on two probes, which no number in it explains",
-            )
+            raise _unexplained(probe, f"its {name} is {a} and {b} on two probes, which no number in it explains")
         return own
 
     return MaskFamily(first.causal, limit("window"), limit("chunk"), limit("ahead"))
@@ -146,14 +140,9 @@ def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None
     shown = len(direct.visible) // 2 if direct.bias is not None else 0
     limits += probe.literals if probe.scales is LIMITS else []
     unexplained = [literal for literal in probe.literals if literal > shown and not any(abs(limit - literal) <= 2 for limit in limits)]
-    strange = [f"{literal}" for literal in unexplained] + probe.hidden
-    if strange:
-        mask = probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible
-        raise unproved(
-            probe.where,
-            mask,
-            f"small probes say {family.describe()}, but its graph holds {', '.join(strange)}, which they can not show to be harmless",
-        )
+    if strange := [f"{literal}" for literal in unexplained] + probe.hidden:
+        holds = f"its graph holds {', '.join(strange)}, which they can not show to be harmless"
+        raise _unexplained(probe, f"small probes say {family.describe()}, but {holds}")
 
 
 def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily, direct: BoolMatrix) -> None:
@@ -168,11 +157,8 @@ def _check(probe: MaskProbe, found: list[MaskFamily], family: MaskFamily, direct
             raise unproved(probe.where, mask, f"it is {scaled.describe()} on one probe but not on {length} tokens")
         mask = probe.run(packing, scale, seed=length + 1).visible
         if not any(np.array_equal(variant, mask) for variant in packed_variants(scaled, packing).values()):
-            raise unproved(
-                probe.where,
-                mask,
-                f"it is {scaled.describe()} for one sequence, but packed sequences {packing} see each other in a way no rule explains",
-            )
+            packed = f"packed sequences {packing} see each other in a way no rule explains"
+            raise unproved(probe.where, mask, f"it is {scaled.describe()} for one sequence, but {packed}")
     if not np.array_equal(family.matrix(len(direct)), direct):
         raise unproved(probe.where, direct, f"small probes say {family.describe()}, but the mask of {len(direct)} tokens is another")
 
@@ -210,6 +196,10 @@ def _unknown_bias(probe: MaskProbe, visible: BoolMatrix, bias: FloatArray, why: 
         "Known are ALiBi and biases that depend on the distance or on the key's position alone. "
         f"What it leaves visible (query = line, key = column):\n{draw(visible)}"
     )
+
+
+def _unexplained(probe: MaskProbe, why: str) -> UnsupportedError:
+    return unproved(probe.where, probe.run(MATCH_LENGTHS[:1], probe.scales[0], 0).visible, why)
 
 
 def unproved(where: str, mask: BoolMatrix, why: str) -> UnsupportedError:

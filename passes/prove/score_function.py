@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import in_graph_order, value_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import shape_at, value_of
 from paged_attn.passes.fx.mask_literals import HIDES
 from paged_attn.passes.fx.slicing import ancestors, evaluate
-from paged_attn.passes.prove.score_subgraph import MixesHeads, concrete_shape, needed_for_values, placeholder_value, score_path, zeros_for
+from paged_attn.passes.prove.bias_family import FloatArray
+from paged_attn.passes.prove.score_subgraph import MixesHeads, needed_for_values, placeholder_value, score_path, zeros_for
 
-FloatArray = npt.NDArray[np.float64]
 TOKENS = 11
 EXACT, ROUNDED = 2e-5, 2e-2  # of the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
@@ -57,47 +56,43 @@ class ScoreFunction:
         return ", ".join(words)
 
 
-def prove_score_function(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> ScoreFunction:
+def prove_score_function(site: AttentionSite, form: CallForm, values: Values) -> ScoreFunction:
     """Read scale, softcap and sinks off the values of a written-out attention.
 
     Raises:
         MixesHeads: those of one head are made from products of others.
         UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit a head.
     """
-    region, sample = _region_and_sample(site, form, values)
-    region.check_heads(sample)
-    function = region.fit(sample)
-    region.check_weights(sample, function.first_column)
+    region = _Region(site, form, values)
+    region.check_heads()
+    function = region.fit()
+    region.check_weights(function.first_column)
     return function
 
 
-def mixed_heads(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> MixesHeads | None:
+def mixed_heads(site: AttentionSite, form: CallForm, values: Values) -> MixesHeads | None:
     """The refusal of an attention that makes the scores or weights of one head from products of others; None for any other."""
-    region, sample = _region_and_sample(site, form, values)
     try:
-        region.check_heads(sample)
-    except MixesHeads as reason:
-        return reason
-    except UnsupportedError:  # nothing of it can be evaluated alone
-        return None
+        _Region(site, form, values).check_heads()
+    except UnsupportedError as reason:  # where it is another, nothing of it can be evaluated alone
+        return reason if isinstance(reason, MixesHeads) else None
     return None
 
 
-def _region_and_sample(site: AttentionSite, form: CallForm, values: dict[fx.Node, Any]) -> tuple[_Region, Tensor]:
-    assert isinstance(site.scores, WrittenScores)
-    region = _Region(site, site.scores, form, values)
-    return region, torch.randn(region.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 2
-
-
 class _Region:
-    def __init__(self, site: AttentionSite, scores: WrittenScores, form: CallForm, values: dict[fx.Node, Any]) -> None:
+    """What is between the products and the weights, and `sample`, random products in float64."""
+
+    def __init__(self, site: AttentionSite, form: CallForm, values: Values) -> None:
+        scores = site.scores
+        assert isinstance(scores, WrittenScores)
         self.site, self.scores = site, scores
         self.nodes, shapes = needed_for_values(scores.weights, scores.output, (scores.products,))
         self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, TOKENS) for node in shapes}
         for node in self.nodes:
             if node.op == "placeholder":
                 self.given[node] = placeholder_value(form.roles.get(node, ""), values[node], (TOKENS,), torch.arange(2, 2 + TOKENS))
-        self.shape = concrete_shape(scores.products, form, TOKENS)
+        shape = shape_at(scores.products, form.num_tokens, TOKENS)
+        self.sample = torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 2
 
     def run(self, products: Tensor, result: fx.Node) -> FloatArray:
         """The value [heads, T, columns] of a node for these products, whose diagonals are set to zero."""
@@ -122,33 +117,33 @@ class _Region:
                 return value
         raise AssertionError("the graph's own dtype was tried last")
 
-    def check_heads(self, sample: Tensor) -> None:
+    def check_heads(self) -> None:
         """Change the products of the first head: the scores and weights of the others must not move."""
-        changed = sample.clone().view(-1, TOKENS, TOKENS)
+        changed = self.sample.clone().view(-1, TOKENS, TOKENS)
         changed[0] = -changed[0] + 1
         for result, what in ((self.scores.scores, "scores"), (self.scores.weights, "weights")):
-            before, after = (self.run(products.view(sample.shape), result)[1:] for products in (sample, changed))
+            before, after = (self.run(products.view(self.sample.shape), result)[1:] for products in (self.sample, changed))
             if before.shape == after.shape and not _close(before, after):
                 raise MixesHeads(
                     f"{self.site.where}: attention that is written out as a softmax can not be proved: the {what} of a head are made from "
                     "the products of others, too (talking heads). Run this model uncompiled, or report it."
                 )
 
-    def fit(self, sample: Tensor) -> ScoreFunction:
-        still = self.run(torch.zeros_like(sample), self.scores.scores)
+    def fit(self) -> ScoreFunction:
+        still = self.run(torch.zeros_like(self.sample), self.scores.scores)
         extra = still.shape[-1] - TOKENS
         if self.scores.lse is not None and (extra or np.diagonal(still, axis1=1, axis2=2).any()):
             raise self.refusal("the log-sum-exp of its scores is used, and its scores have a sink or are shifted row by row")
         if extra not in (0, 1):
             raise self.refusal(f"its softmax has {extra} columns besides the tokens'; known are none and one sink")
-        first = self._first_column(sample) if extra else 0
+        first = self._first_column() if extra else 0
         visible = still[:, :, first : first + TOKENS] > HIDES
-        products = sample.reshape(-1, TOKENS, TOKENS).numpy().copy()
+        products = self.sample.reshape(-1, TOKENS, TOKENS).numpy().copy()
         products[:, np.arange(TOKENS), np.arange(TOKENS)] = 0.0
 
         def moved(by: float) -> FloatArray:
             """f(by * products) where visible."""
-            scores = self.run(sample * by, self.scores.scores)[:, :, first : first + TOKENS]
+            scores = self.run(self.sample * by, self.scores.scores)[:, :, first : first + TOKENS]
             return np.asarray((_from_diagonal(scores) - _from_diagonal(still[:, :, first : first + TOKENS]))[visible])
 
         seen = products[visible]
@@ -170,17 +165,19 @@ class _Region:
         node, constant = self._sinks(logits)
         return ScoreFunction(scale, softcap, first, node, constant)
 
-    def _first_column(self, sample: Tensor) -> int:
-        scores, weights = self.run(sample, self.scores.scores), self.run(sample, self.scores.weights)
+    def _first_column(self) -> int:
         for first in (0, 1):
-            if _close(_softmax(scores)[:, :, first : first + TOKENS], weights, ROUNDED):
+            if self._softmax_gives_weights(first):
                 return first
         raise self.refusal("its weights are not the softmax of its scores without the column of the sink")
 
-    def check_weights(self, sample: Tensor, first: int) -> None:
-        scores, weights = self.run(sample, self.scores.scores), self.run(sample, self.scores.weights)
+    def _softmax_gives_weights(self, first: int) -> bool:
+        scores, weights = (self.run(self.sample, node) for node in (self.scores.scores, self.scores.weights))
         expected = _softmax(scores)[:, :, first : first + TOKENS]
-        if weights.shape != expected.shape or not _close(expected, weights, ROUNDED):
+        return weights.shape == expected.shape and _close(expected, weights, ROUNDED)
+
+    def check_weights(self, first: int) -> None:
+        if not self._softmax_gives_weights(first):
             raise self.refusal("its weights are not the softmax of its scores: something is done to them before they meet the values")
 
     def _sinks(self, logits: FloatArray) -> tuple[fx.Node | None, tuple[float, ...] | None]:
@@ -191,7 +188,7 @@ class _Region:
         path = score_path(self.nodes, self.scores.products)
         beside = {source for node in path for source in node.all_input_nodes if source not in path}
         reached = {n for source in beside for n in ancestors(source, self.scores.softmax)}
-        for node in in_graph_order(self.scores.products.graph, reached & set(self.given)):
+        for node in sorted(reached & set(self.given)):
             value = self.given[node]
             if isinstance(value, Tensor) and value.numel() == heads and value.is_floating_point():
                 if _close(value.double().flatten().numpy(force=True), logits[:, 0]):

@@ -11,8 +11,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, symbol, value_of, writes_in_place, written_values
-from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.graph_tools import op_name, shape_at, value_of, writers_of
 from paged_attn.passes.fx.slicing import ancestors
 
 # Elementwise arithmetic: on scores its numbers are scales and caps, which `score_function` proves on values.
@@ -43,7 +42,7 @@ def without_score_arithmetic(nodes: list[fx.Node], products: Collection[fx.Node]
 def zeros_for(node: fx.Node, form: CallForm, total: int, dtype: torch.dtype | None = None) -> Tensor:
     """Zeros in the shape that a node has on a row of `total` tokens."""
     value = value_of(node)
-    return torch.zeros(concrete_shape(node, form, total), dtype=dtype or value.dtype, device=value.device)
+    return torch.zeros(shape_at(node, form.num_tokens, total), dtype=dtype or value.dtype, device=value.device)
 
 
 def placeholder_value(role: str, value: Any, lengths: Sequence[int], ids: Tensor) -> Any:
@@ -53,12 +52,6 @@ def placeholder_value(role: str, value: Any, lengths: Sequence[int], ids: Tensor
     if role == "position_ids":
         return torch.cat([torch.arange(n) for n in lengths])[None].to(value.device, value.dtype)
     return ids[None].to(value.device, value.dtype) if role == "input_ids" else value
-
-
-def concrete_shape(node: fx.Node, form: CallForm, total: int) -> list[int]:
-    """The shape of a node's tensor when the call has `total` tokens."""
-    sizes = (symbol(s).subs({form.num_tokens: total}) if depends_on(s, form.num_tokens) else s for s in value_of(node).shape)
-    return [int(size) for size in sizes]
 
 
 class Recomputable(UnsupportedError):
@@ -117,11 +110,7 @@ def needed_for_values(result: fx.Node, user: fx.Node, stops: Collection[fx.Node]
     `stops` are included, but not looked behind.
     """
     nodes = ancestors(result, user, frozenset(stops))
-    inside = set(nodes)
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        for value in written_values(node) if writes_in_place(node) else ():
-            writers.setdefault(value, []).append(node)
+    inside, writers = set(nodes), writers_of(nodes)
     pending = [result]
     needed: set[fx.Node] = set()
     while pending:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.passes.fx.call_form import CallForm, CallNotPaged
+from paged_attn.passes.fx.call_form import CallForm, CallNotPaged, Values
 from paged_attn.passes.fx.mask_literals import hidden_numbers, is_size, scaled_number, scaled_numbers
 from paged_attn.passes.fx.slicing import MAX_NODES, evaluate
 from paged_attn.passes.prove.score_subgraph import (
@@ -36,13 +36,12 @@ class SubgraphProbe:
     Args:
         result: the value.
         user: where it is needed; until then what it is made from may be written in place.
-        values: the real tensor (or number) behind each placeholder.
         stops: nodes that are given to each evaluation, and not looked behind.
         products: those of them that are q.k: plain arithmetic on them is proved elsewhere, and says nothing about positions.
     """
 
     def __init__(
-        self, result: fx.Node, user: fx.Node, form: CallForm, values: dict[fx.Node, Any], where: str, *,
+        self, result: fx.Node, user: fx.Node, form: CallForm, values: Values, where: str, *,
         stops: Sequence[fx.Node] = (), products: Sequence[fx.Node] = (),
     ) -> None:  # fmt: skip
         self.result, self.form, self.values, self.where, self.stops = result, form, values, where, tuple(stops)

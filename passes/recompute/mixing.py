@@ -10,61 +10,48 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, symbol, value_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import Writers, depends_on, shape_at, value_of
 from paged_attn.passes.fx.slicing import evaluate_all
-from paged_attn.passes.fx.token_data import Writers, read_inputs
-from paged_attn.passes.prove.score_subgraph import concrete_shape, zeros_for
+from paged_attn.passes.fx.token_data import slice_of, token_axis
+from paged_attn.passes.prove.score_subgraph import placeholder_value, zeros_for
 
 TOKENS, CHANGED = 9, 4
 ROUNDING = 1e-3
 
 
-def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, values: dict[fx.Node, Any], writers: Writers) -> set[fx.Node]:
+def mixing_nodes(wanted: list[fx.Node], starts: set[fx.Node], form: CallForm, values: Values, writers: Writers) -> set[fx.Node]:
     """Those of `wanted` whose rows change where no row of `starts` does; all others have a row of their own for each token.
 
     Args:
         wanted: in graph order; made from `starts`, positions, numbers and the model's own tensors.
-        values: the real tensor (or number) behind each placeholder.
     """
-    nodes = _needed(wanted, starts, writers)
+    if not wanted:
+        return set()
+    nodes = slice_of(wanted, wanted[-1], starts, writers)
     runs = []
     for changed in (False, True):
         generator = torch.Generator().manual_seed(11)
-        runs.append(evaluate_all(nodes, {node: given for node, given in _given(nodes, starts, form, values, generator, changed)}))
+        runs.append(evaluate_all(nodes, _given(nodes, starts, form, values, generator, changed)))
     return {node for node in wanted if node not in starts and _moves(node, form, runs[0].get(node), runs[1].get(node))}
 
 
-def _needed(wanted: list[fx.Node], starts: set[fx.Node], writers: Writers) -> list[fx.Node]:
-    last = wanted[-1] if wanted else None
-    found, pending = set(wanted), list(wanted)
-    while pending:
-        node = pending.pop()
-        changes = [writer for writer in writers.get(node, ()) if last is not None and writer <= last]
-        for source in () if node in starts else (*read_inputs(node), *changes):
-            if source not in found:
-                found.add(source)
-                pending.append(source)
-    return sorted(found)
-
-
 def _given(
-    nodes: list[fx.Node], starts: set[fx.Node], form: CallForm, values: dict[fx.Node, Any], generator: torch.Generator, changed: bool
-) -> list[tuple[fx.Node, Any]]:
-    inside = set(nodes)
-    shape_only = {source for node in nodes if node not in starts for source in node.all_input_nodes} - inside
-    given = [(node, zeros_for(node, form, TOKENS)) for node in sorted(shape_only) if isinstance(value_of(node), Tensor)]
+    nodes: list[fx.Node], starts: set[fx.Node], form: CallForm, values: Values, generator: torch.Generator, changed: bool
+) -> dict[fx.Node, Any]:
+    shape_only = {source for node in nodes if node not in starts for source in node.all_input_nodes}.difference(nodes)
+    given: dict[fx.Node, Any] = {node: zeros_for(node, form, TOKENS) for node in shape_only if isinstance(value_of(node), Tensor)}
     for node in nodes:
         if node in starts:
-            given.append((node, _rows(node, form, generator, changed)))
+            given[node] = _rows(node, form, generator, changed)
         elif node.op == "placeholder":
-            given.append((node, _placeholder(form.roles[node], values[node], generator, changed)))
+            given[node] = _placeholder(form.roles[node], values[node], generator, changed)
     return given
 
 
 def _rows(node: fx.Node, form: CallForm, generator: torch.Generator, changed: bool) -> Tensor:
     value = value_of(node)
-    rows, others = (torch.randn(concrete_shape(node, form, TOKENS), generator=generator) for _ in range(2))
+    rows, others = (torch.randn(shape_at(node, form.num_tokens, TOKENS), generator=generator) for _ in range(2))
     for axis, size in enumerate(value.shape):
         if changed and depends_on(size, form.num_tokens):
             rows.select(axis, CHANGED).copy_(others.select(axis, CHANGED))
@@ -72,25 +59,19 @@ def _rows(node: fx.Node, form: CallForm, generator: torch.Generator, changed: bo
 
 
 def _placeholder(role: str, value: Any, generator: torch.Generator, changed: bool) -> Any:
-    if role == "tokens":
-        return TOKENS
-    if role == "position_ids":
-        return torch.arange(TOKENS, device=value.device, dtype=value.dtype)[None]
+    ids = torch.empty(0)
     if role == "input_ids":
-        ids = torch.randint(2, 16, (1, TOKENS), generator=generator)
-        ids[:, CHANGED] += int(changed)
-        return ids.to(value.device, value.dtype)
-    return value
+        ids = torch.randint(2, 16, (TOKENS,), generator=generator)
+        ids[CHANGED] += int(changed)
+    return placeholder_value(role, value, (TOKENS,), ids)
 
 
 def _moves(node: fx.Node, form: CallForm, one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or one.numel() == 0:
         return False
-    sizes = value_of(node).shape if isinstance(value_of(node), Tensor) else ()
-    axes = [axis for axis, size in enumerate(sizes) if depends_on(size, form.num_tokens)]
-    if len(axes) == 1 and symbol(sizes[axes[0]]) == form.num_tokens:
+    if (axis := token_axis(node, form)) is not None:
         rest = torch.tensor([row for row in range(TOKENS) if row != CHANGED], device=one.device)
-        one, other = (value.index_select(axes[0], rest) for value in (one, other))
+        one, other = (value.index_select(axis, rest) for value in (one, other))
     one, other = one.double(), other.double()
     limit = ROUNDING * float(one.nan_to_num().abs().max().clamp_min(1e-6))
     return not torch.allclose(one, other, rtol=0, atol=limit, equal_nan=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.ops.module import MODULE_ON_ALL_TOKENS
 from paged_attn.attn_ops.specs.recompute import RowInput
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import as_traced, depends_on, symbol, value_of, writes_in_place
-from paged_attn.passes.fx.mask_literals import op_name
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of, writes_in_place
 from paged_attn.passes.fx.tolerance import operation_limit
 from paged_attn.passes.recompute.region import Region
 
@@ -42,7 +40,7 @@ class Program:
     @property
     def chooses(self) -> int | None:
         """The least k of its topk's: a number, or the one in min(k, T)."""
-        given = [node.args[1] if len(node.args) > 1 else node.kwargs.get("k") for node in self.graph.nodes if op_name(node) == "topk"]
+        given = [argument_of(node, 1, "k") for node in self.graph.nodes if op_name(node) == "topk"]
         counts = [count for k in given for count in (k.args if isinstance(k, fx.Node) else (k,)) if type(count) is int]
         return min(counts, default=None)
 
@@ -62,7 +60,7 @@ def row_input(node: fx.Node, form: CallForm, page_dtype: torch.dtype) -> RowInpu
     return RowInput(shape, axis, order, value.dtype, width * max(1, value.dtype.itemsize // page_dtype.itemsize))
 
 
-def make_program(region: Region, form: CallForm, values: dict[fx.Node, Any], order: Sequence[int], where: str) -> Program:
+def make_program(region: Region, form: CallForm, values: Values, order: Sequence[int], where: str) -> Program:
     """The region as a graph of its own.
 
     Args:
@@ -71,50 +69,40 @@ def make_program(region: Region, form: CallForm, values: dict[fx.Node, Any], ord
     Raises:
         UnsupportedError: it reads the shape of a tensor whose size is another function of T than T itself.
     """
-    builder = _Builder(region, form, where)
     owned = [node for node in region.nodes if form.roles.get(node) == "owned" or node.op == "get_attr"]
     if numbers := [node for node in owned if node.op == "placeholder" and not isinstance(values[node], Tensor)]:
         raise UnsupportedError(f"{where}, from a number of the module, too, {numbers[0].name}")
-    return Program(builder.build(owned, order), owned)
+    graph = fx.Graph()
+    length = graph.placeholder("length")
+    made = {node: graph.placeholder(f"row_{index}") for index, node in enumerate(region.rows)}
+    made |= {node: graph.placeholder(f"owned_{index}") for index, node in enumerate(owned)}
+    made |= {node: _shaped_like(graph, node, length, form.num_tokens, where) for node in region.shapes}
+    for node in region.nodes:
+        role = form.roles.get(node, "")
+        if role == "tokens":
+            made[node] = length
+        elif role == "position_ids":
+            value = value_of(node)
+            positions = graph.call_function(torch.arange, (length,), {"dtype": value.dtype, "device": value.device})
+            made[node] = graph.call_method("unsqueeze", (positions, 0))
+        elif node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    result = graph.call_method("permute", (made[region.output], tuple(order)))
+    width = int(value_of(region.output).shape[order[-1]])
+    result = graph.call_method("reshape", (result, (-1, length, width)))
+    graph.output(graph.call_method("transpose", (result, 0, 1)))
+    return Program(graph, owned)
 
 
-@dataclass
-class _Builder:
-    region: Region
-    form: CallForm
-    where: str
-
-    def build(self, owned: list[fx.Node], order: Sequence[int]) -> fx.Graph:
-        graph, region = fx.Graph(), self.region
-        length = graph.placeholder("length")
-        made = {node: graph.placeholder(f"row_{index}") for index, node in enumerate(region.rows)}
-        made |= {node: graph.placeholder(f"owned_{index}") for index, node in enumerate(owned)}
-        made |= {node: self._shaped_like(graph, node, length) for node in region.shapes}
-        for node in region.nodes:
-            role = self.form.roles.get(node, "")
-            if role == "tokens":
-                made[node] = length
-            elif role == "position_ids":
-                value = value_of(node)
-                positions = graph.call_function(torch.arange, (length,), {"dtype": value.dtype, "device": value.device})
-                made[node] = graph.call_method("unsqueeze", (positions, 0))
-            elif node not in made:
-                made[node] = graph.node_copy(node, lambda source: made[source])
-        result = graph.call_method("permute", (made[region.output], tuple(order)))
-        width = int(value_of(region.output).shape[order[-1]])
-        result = graph.call_method("reshape", (result, (-1, length, width)))
-        graph.output(graph.call_method("transpose", (result, 0, 1)))
-        return graph
-
-    def _shaped_like(self, graph: fx.Graph, node: fx.Node, length: fx.Node) -> fx.Node:
-        value, tokens = value_of(node), self.form.num_tokens
-        sizes: list[Any] = [length if symbol(size) == tokens else size for size in value.shape]
-        if any(depends_on(size, tokens) for size in sizes if size is not length):
-            raise UnsupportedError(
-                f"{self.where}, in the shape of {node.name}, {list(value.shape)}; known are sizes that are the number of tokens itself"
-            )
-        known = [size if size is length else int(size) for size in sizes]
-        return graph.call_function(torch.zeros, (known,), {"dtype": value.dtype, "device": value.device})
+def _shaped_like(graph: fx.Graph, node: fx.Node, length: fx.Node, tokens: Any, where: str) -> fx.Node:
+    value = value_of(node)
+    sizes: list[Any] = [length if symbol(size) == tokens else size for size in value.shape]
+    if any(depends_on(size, tokens) for size in sizes if size is not length):
+        raise UnsupportedError(
+            f"{where}, in the shape of {node.name}, {list(value.shape)}; known are sizes that are the number of tokens itself"
+        )
+    known = [size if size is length else int(size) for size in sizes]
+    return graph.call_function(torch.zeros, (known,), {"dtype": value.dtype, "device": value.device})
 
 
 def _digest(graph: fx.Graph) -> str:

@@ -9,6 +9,7 @@ else that is made from positions and the model's own tensors alone are made anew
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +18,43 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.passes.fx.graph_tools import bases_of, depends_on, token_dims, value_of, writes_in_place, written_values
-from paged_attn.passes.fx.mask_literals import op_name
-from paged_attn.passes.fx.token_data import Writers, backward_slice, name_of, read_inputs, writers_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import (
+    Writers,
+    as_traced,
+    bases_of,
+    name_of,
+    op_name,
+    token_dims,
+    value_of,
+    writers_of,
+    written_values,
+)
+from paged_attn.passes.fx.token_data import backward_slice, read_inputs, token_axis, token_data
 from paged_attn.passes.prove.score_subgraph import LOOKUPS
 from paged_attn.passes.recompute.mixing import mixing_nodes
-from paged_attn.passes.recompute.token_rows import TokenRows, bytes_of
 
 _BY_ROW = LOOKUPS - {"conv1d"}
+
+
+class TokenRows:
+    """Which values of a graph hold data of the tokens, a row of floating numbers for each, while its attentions are being replaced.
+
+    Make it before the first attention is replaced: all nodes that come later stand for results of attention.
+    """
+
+    def __init__(self, graph: fx.Graph, form: CallForm, values: Values) -> None:
+        self.graph, self.form, self.values = graph, form, values
+        self.known = set(graph.nodes)
+        self.data = token_data(graph, form, positions=False)
+
+    def holds_data(self, node: fx.Node) -> bool:
+        """Whether it is made from token ids, positions aside."""
+        return node in self.data or node not in self.known
+
+    def is_row(self, node: fx.Node) -> bool:
+        """A floating tensor with one dim of T and no other that depends on it."""
+        return token_axis(node, self.form) is not None and bool(value_of(node).is_floating_point())
 
 
 @dataclass(frozen=True)
@@ -67,7 +97,7 @@ class _Search:
         return self.tokens.form.num_tokens
 
     def region(self) -> Region:
-        self.writers = writers_of(self.tokens.graph)
+        self.writers = writers_of(self.tokens.graph.nodes)
         self._walk()
         square = {node for node in self.reached if self._is_square(node)}
         inside = self._made_from({self.output, *square})
@@ -113,9 +143,7 @@ class _Search:
         """Tokens against tokens, from data of tokens; also among several results."""
         value = value_of(node)
         values = value if isinstance(value, (tuple, list)) else (value,)
-        return self.tokens.holds_data(node) and any(
-            sum(depends_on(size, self.num_tokens) for size in one.shape) > 1 for one in values if isinstance(one, Tensor)
-        )
+        return self.tokens.holds_data(node) and any(token_dims(one, self.num_tokens) > 1 for one in values)
 
     def _made_from(self, start: Iterable[fx.Node]) -> set[fx.Node]:
         """`start` and what is made from it."""
@@ -125,7 +153,7 @@ class _Search:
             for node in sorted(self.reached - self.stops):
                 if node not in inside and any(source in inside for source in read_inputs(node)):
                     inside.add(node)
-                if node in inside and writes_in_place(node):
+                if node in inside:
                     inside |= written_values(node) & self.reached
         return inside
 
@@ -154,8 +182,8 @@ class _Search:
                 break
             node = sources[0]
             if self.tokens.is_row(node):
-                viewed = bytes_of(node) == bytes_of(best) and node in bases_of([best])  # kept once for all its views
-                best = node if viewed or bytes_of(node) < bytes_of(best) else best
+                viewed = _bytes_of(node) == _bytes_of(best) and node in bases_of([best])  # kept once for all its views
+                best = node if viewed or _bytes_of(node) < _bytes_of(best) else best
         return best
 
     def _no_row(self, node: fx.Node) -> UnsupportedError:
@@ -184,3 +212,9 @@ class _Search:
             f"{self.where}: its mask or bias is computed from the tokens' hidden states, and can not be recomputed from what is kept of "
             f"each token: {why}. Run this model uncompiled, or report it."
         )
+
+
+def _bytes_of(node: fx.Node) -> int:
+    """Of a tensor in the traced call: good for comparing."""
+    value = value_of(node)
+    return int(value.element_size()) * math.prod(int(as_traced(size)) for size in value.shape)

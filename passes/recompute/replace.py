@@ -10,7 +10,6 @@ The cost of a step is that of the attention on all tokens of every request, so t
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,13 +18,14 @@ from torch.fx.node import Argument
 from paged_attn.attn_ops.ops.recompute import RECOMPUTE_ATTENTION
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec, RowInput
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
-from paged_attn.passes.fx.call_form import CallForm
+from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import value_of
 from paged_attn.passes.fx.model_facts import model_dtype
+from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
-from paged_attn.passes.recompute.region import Region, find_region
-from paged_attn.passes.recompute.token_rows import TokenRows
+from paged_attn.passes.recompute.region import Region, TokenRows, find_region
+from paged_attn.passes.replace.attention import use_output
 
 logger = logging.getLogger("paged_attn")
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ ALIGNMENT = 8  # elements: K of later layers starts where kernels can load it
 class RecomputeReplacer:
     """Replaces such attentions of one graph; make it before any attention of the graph is replaced."""
 
-    def __init__(self, graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None) -> None:
+    def __init__(self, graph: fx.Graph, form: CallForm, values: Values, model: nn.Module | None) -> None:
         self.form, self.values, self.model = form, values, model
         self.tokens = TokenRows(graph, form, values)
         self._proved: dict[str, Program] = {}
@@ -83,11 +83,9 @@ class RecomputeReplacer:
         return spec, program
 
     def _tensor(self, node: fx.Node) -> Tensor:
-        value: Any = self.values.get(node)
+        value = self.values.get(node)
         if value is None:
-            value = node.graph.owning_module
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
+            value = attribute_of(node)
         assert isinstance(value, Tensor)
         return value
 
@@ -101,14 +99,7 @@ def _emit(site: AttentionSite, region: Region, spec: RecomputeSpec, program: Pro
         output = graph.call_function(aten.new_empty.default, (rows[0], shape), {"dtype": value.dtype})
         arguments: tuple[Argument, ...] = (tuple(rows), program.owned, output, layer_id)
         op = graph.call_function(RECOMPUTE_ATTENTION, arguments)
-        heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
-        result = graph.call_function(aten.unsqueeze.default, (heads_first, 0))
-    for node in (*rows, output, op, heads_first, result):
-        node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
-    result.meta["example_value"] = value
-    site.node.replace_all_uses_with(result)
-    graph.erase_node(site.node)
-    return op, result
+    return op, use_output(site, output, [*rows, op], value.dtype)
 
 
 def _rows(graph: fx.Graph, node: fx.Node, row: RowInput) -> fx.Node:

@@ -28,16 +28,12 @@ aten = torch.ops.aten
 
 
 def replace_attention(
-    site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof, dtype: torch.dtype
+    site: AttentionSite, spec: AttentionSpec, layer_id: int, key: KVSource, value: KVSource, proof: AttentionProof, pool_dtype: torch.dtype
 ) -> tuple[fx.Node, fx.Node]:
-    """Rewrite one site in place; returns the op's node, and the one that stands for the old output.
-
-    Args:
-        dtype: of the pool.
-    """
+    """Rewrite one site in place; returns the op's node, and the one that stands for the old output."""
     graph = site.node.graph
     with graph.inserting_before(site.node):
-        query, keys, values = (operand(each, dtype) for each in (as_received(site.query, spec.num_q_heads), key, value))
+        query, keys, values = (operand(each, pool_dtype) for each in (as_received(site.query, spec.num_q_heads), key, value))
         tokens, output = tokens_and_output(site.query, query, spec.num_q_heads, spec.v_head_dim)
         extra = _extra_operands(graph, proof, layer_id)
         if spec.gives_lse:
@@ -46,12 +42,12 @@ def replace_attention(
         op = graph.call_function(UNIFIED_ATTENTION, arguments, dict[str, Argument](extra))
         if "lse_out" in extra:
             _use_log_sum_exp(site, extra["lse_out"])
-    return op, use_output(site, output, [query, keys, values, *extra.values(), op], dtype)
+    return op, use_output(site, output, [query, keys, values, *extra.values(), op], pool_dtype)
 
 
 def operand(source: KVSource, dtype: torch.dtype) -> fx.Node:
     """[T, heads, dim] of the pool's dtype, for an op; made where the graph inserts now."""
-    return converted(head_rows(source), source.base, dtype)
+    return converted(head_rows(source), value_of(source.base).dtype, dtype)
 
 
 def tokens_and_output(received: fx.Node, query: fx.Node, num_heads: int, width: int) -> tuple[fx.Node, fx.Node]:
@@ -69,7 +65,7 @@ def use_output(site: AttentionSite, output: fx.Node, made: Sequence[fx.Node], dt
     graph = site.node.graph
     with graph.inserting_before(site.node):
         heads_first = graph.call_function(aten.transpose.int, (output, 0, 1))
-        result = converted(graph.call_function(aten.unsqueeze.default, (heads_first, 0)), None, value_of(site.node).dtype, dtype)
+        result = converted(graph.call_function(aten.unsqueeze.default, (heads_first, 0)), dtype, value_of(site.node).dtype)
     for node in (*made, output, heads_first, result):
         node.meta.setdefault("nn_module_stack", site.node.meta.get("nn_module_stack"))
     result.meta["example_value"] = site.node.meta.get("example_value")
@@ -78,11 +74,9 @@ def use_output(site: AttentionSite, output: fx.Node, made: Sequence[fx.Node], dt
     return result
 
 
-def converted(node: fx.Node, source: fx.Node | None, dtype: torch.dtype, known: torch.dtype | None = None) -> fx.Node:
-    """A node as another dtype; it has that of `source`, or a known one."""
-    if (known if source is None else value_of(source).dtype) == dtype:
-        return node
-    return node.graph.call_function(aten.to.dtype, (node, dtype))
+def converted(node: fx.Node, present: torch.dtype, wanted: torch.dtype) -> fx.Node:
+    """A node, which has no example value to tell its dtype, as another one."""
+    return node if present == wanted else node.graph.call_function(aten.to.dtype, (node, wanted))
 
 
 def _extra_operands(graph: fx.Graph, proof: AttentionProof, layer_id: int) -> dict[str, fx.Node]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, shape_of, symbol, value_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import name_of, shape_at, shape_of, value_of
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 
 _PROJECTIONS = {"linear", "matmul", "addmm", "bmm", "embedding", "conv1d", "baddbmm", "einsum"}
@@ -22,7 +22,7 @@ PROBE_TOKENS = 5
 MAX_NODES = 300
 
 
-def has_equal_heads(operand: fx.Node, user: fx.Node, num_heads: int, form: CallForm, values: dict[fx.Node, Any]) -> bool:
+def has_equal_heads(operand: fx.Node, user: fx.Node, num_heads: int, form: CallForm, values: Values) -> bool:
     """Whether the heads of `operand` [1, heads, T, dim], as the attention `user` receives them, come in `num_heads` runs of equal ones."""
     heads = int(shape_of(operand)[1])
     everything = [node for node in operand.graph.nodes if _is_projection(node)]
@@ -37,17 +37,16 @@ def has_equal_heads(operand: fx.Node, user: fx.Node, num_heads: int, form: CallF
 
 
 def _is_projection(node: fx.Node) -> bool:
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in _PROJECTIONS
+    return name_of(node) in _PROJECTIONS
 
 
-def _given(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], generator: torch.Generator) -> Any:
+def _given(node: fx.Node, form: CallForm, values: Values, generator: torch.Generator) -> Any:
     role, value = form.roles.get(node, ""), value_of(node)
     if role == "tokens":
         return PROBE_TOKENS
     if not isinstance(value, Tensor) or role == "owned":
         return values[node]
-    size = [int(symbol(s).subs({form.num_tokens: PROBE_TOKENS})) if depends_on(s, form.num_tokens) else int(s) for s in value.shape]
+    size = shape_at(value, form.num_tokens, PROBE_TOKENS)
     if not value.dtype.is_floating_point:
         return torch.arange(PROBE_TOKENS, device=value.device).expand(size)
     return torch.randn(size, generator=generator).to(value.device, value.dtype)

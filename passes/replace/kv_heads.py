@@ -8,6 +8,7 @@ Declines: anything in the chain that computes or is written in place; then the k
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import depends_on, shape_of, symbol, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import shape_at, shape_of, size_at, symbol, value_of, written_values
 from paged_attn.passes.fx.slicing import evaluate
 
 aten = torch.ops.aten
@@ -52,33 +53,40 @@ def kv_source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource:
     `user` is the attention: nothing may be written in place on the way to it. Of several with as few heads it is the first, as layers
     that share their keys each repeat them for itself.
     """
-    heads = int(shape_of(repeated)[1])
-    best = as_received(repeated, heads)
-    for ancestor, chain in shape_ancestors(repeated):
-        source = _proved_source(ancestor, chain, repeated, form)
-        if source is not None and source.num_heads <= best.num_heads and not is_written({ancestor, *chain}, chain[0], user):
+    best = as_received(repeated, int(shape_of(repeated)[1]))
+    for source in unrepeated(best, user, form):
+        if source.num_heads <= best.num_heads:
             best = source
     return best
+
+
+def unrepeated(received: KVSource, user: fx.Node, form: CallForm) -> Iterator[KVSource]:
+    """What `user` receives before its heads were repeated: every ancestor from which shape operations and repetition alone make it, the
+    nearest first, and that nothing writes to on the way."""
+    for base, chain in _shape_ancestors(received.base):
+        source = _proved_source(base, chain, received, form)
+        if source is not None and not is_written({base, *chain}, chain[0], user):
+            yield source
 
 
 def is_written(values: set[fx.Node], start: fx.Node, end: fx.Node) -> bool:
     """Whether an in-place operation between the nodes `start` and `end` changes one of `values`."""
     node = start
     while node is not end:
-        if writes_in_place(node) and values & written_values(node):
+        if values & written_values(node):
             return True
         node = node.next
     return False
 
 
-def shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+def _shape_ancestors(node: fx.Node) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     chain: list[fx.Node] = []
     for _ in range(MAX_CHAIN):
         inputs = [n for n in node.all_input_nodes if isinstance(value_of(n), Tensor)]
         known = node.target in (_SHAPE_METHODS if node.op == "call_method" else _SHAPE_FUNCTIONS) or _moves_nothing(node)
         if not known or not inputs or node.args[0] is not inputs[0]:
             return
-        if len(inputs) > 1 and node.target not in ("expand_as",):
+        if len(inputs) > 1 and node.target != "expand_as":
             return
         chain.insert(0, node)
         node = inputs[0]
@@ -96,30 +104,25 @@ def _moves_nothing(node: fx.Node) -> bool:
 
 def on_distinct_numbers(base: fx.Node, chain: list[fx.Node], form: CallForm) -> tuple[Tensor, Tensor]:
     """A tensor like `base` of the numbers from 0 on, in the probe's size, and what the last node of `chain` makes of it."""
-    sizes = torch.Size(concrete_size(size, form) for size in shape_of(base))
-    numbers = torch.arange(sizes.numel()).view(sizes)
+    sizes = shape_at(base, form.num_tokens, PROBE_TOKENS)
+    numbers = torch.arange(math.prod(sizes)).view(sizes)
     given: dict[fx.Node, Any] = {base: numbers}
     for other in {other for node in chain for other in node.all_input_nodes} - {base, *chain}:
         given[other] = concrete(value_of(other), form)
     return numbers, evaluate(chain, given, chain[-1])
 
 
-def _proved_source(base: fx.Node, chain: list[fx.Node], repeated: fx.Node, form: CallForm) -> KVSource | None:
-    heads, dim = int(shape_of(repeated)[1]), int(shape_of(repeated)[3])
-    layout = head_layout(base, dim, form)
-    if layout is None:
-        return None
-    squeeze, order, num_heads = layout
-    if num_heads >= heads or heads % num_heads:
+def _proved_source(base: fx.Node, chain: list[fx.Node], received: KVSource, form: CallForm) -> KVSource | None:
+    source = _by_heads(base, int(shape_of(received.base)[-1]), form)
+    if source is None or source.num_heads >= received.num_heads or received.num_heads % source.num_heads:
         return None
     numbers, result = on_distinct_numbers(base, chain, form)
-    rows = _squeezed(numbers, squeeze).permute(order)  # [T, kv_heads, dim]
-    expected = rows.repeat_interleave(heads // num_heads, dim=1).transpose(0, 1)[None]
-    return KVSource(base, squeeze, order, num_heads) if torch.equal(result, expected) else None
+    expected = rows_in(numbers, source).repeat_interleave(received.num_heads // source.num_heads, dim=1)
+    return source if torch.equal(rows_in(result, received), expected) else None
 
 
-def head_layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
-    """Unit dims to drop, the order that gives [T, heads, dim], and the number of heads; None if the shape is not of that kind."""
+def _by_heads(base: fx.Node, dim: int, form: CallForm) -> KVSource | None:
+    """How `base` is [T, heads, dim]; None if its shape is not of that kind."""
     shape = shape_of(base)
     if symbol(shape[-1]) != dim or len(shape) < 3:
         return None
@@ -134,7 +137,7 @@ def head_layout(base: fx.Node, dim: int, form: CallForm) -> tuple[tuple[int, ...
     squeeze = tuple(i for i in middle if i != head_dim)
     kept = [i for i in range(len(shape)) if i not in squeeze]
     order = (kept.index(token_dims[0]), kept.index(head_dim), kept.index(len(shape) - 1))
-    return squeeze, order, int(shape[head_dim])
+    return KVSource(base, squeeze, order, int(shape[head_dim]))
 
 
 def head_rows(source: KVSource) -> fx.Node:
@@ -149,23 +152,15 @@ def head_rows(source: KVSource) -> fx.Node:
 
 def rows_in(tensor: Tensor, source: KVSource) -> Tensor:
     """The same of a tensor: what `source` reads in its base."""
-    return _squeezed(tensor, source.squeeze).permute(source.order)[:, :: source.step]
-
-
-def _squeezed(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
-    for dim in sorted(dims, reverse=True):
+    for dim in sorted(source.squeeze, reverse=True):
         tensor = tensor.select(dim, 0)
-    return tensor
+    return tensor.permute(source.order)[:, :: source.step]
 
 
 def concrete(value: Any, form: CallForm) -> Any:
     """A tensor of the probe's shape, a torch.Size or a number, for an argument of the chain that is not the keys themselves."""
     if isinstance(value, Tensor):
-        return torch.zeros([concrete_size(size, form) for size in value.shape])
-    return torch.Size(concrete_size(size, form) for size in value) if isinstance(value, tuple) else concrete_size(value, form)
-
-
-def concrete_size(size: Any, form: CallForm) -> int:
-    if depends_on(size, form.num_tokens):
-        return int(symbol(size).subs({form.num_tokens: PROBE_TOKENS}))
-    return int(size)
+        return torch.zeros(shape_at(value, form.num_tokens, PROBE_TOKENS))
+    if isinstance(value, tuple):
+        return torch.Size(size_at(size, form.num_tokens, PROBE_TOKENS) for size in value)
+    return size_at(value, form.num_tokens, PROBE_TOKENS)

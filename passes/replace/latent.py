@@ -13,7 +13,7 @@ from torch import fx
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.passes.find.attention_site import AttentionSite
-from paged_attn.passes.fx.graph_tools import shape_of
+from paged_attn.passes.fx.graph_tools import shape_of, value_of
 from paged_attn.passes.prove.attention import AttentionProof
 from paged_attn.passes.prove.latent import LatentProof
 from paged_attn.passes.replace.attention import converted, operand, tokens_and_output, use_output
@@ -23,13 +23,9 @@ aten = torch.ops.aten
 
 
 def replace_latent(
-    site: AttentionSite, latent: LatentProof, proof: AttentionProof, layer_id: int, dtype: torch.dtype
+    site: AttentionSite, latent: LatentProof, proof: AttentionProof, layer_id: int, pool_dtype: torch.dtype
 ) -> tuple[LatentSpec, fx.Node, fx.Node]:
-    """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output.
-
-    Args:
-        dtype: of the pool.
-    """
+    """Rewrite one site in place; returns the spec, the op's node, and the one that stands for the old output."""
     graph, found = site.node.graph, latent.site
     heads = int(shape_of(site.query)[1])
     spec = LatentSpec(
@@ -48,16 +44,16 @@ def replace_latent(
         values=latent.values,
     )
     with graph.inserting_before(site.node):
-        query = operand(as_received(site.query, heads), dtype)
-        row = _row(found.latent, found.rank, dtype)
-        rotated = None if found.rotated is None else _row(found.rotated, found.num_rotated, dtype)
+        query = operand(as_received(site.query, heads), pool_dtype)
+        row = _row(found.latent, found.rank, pool_dtype)
+        rotated = None if found.rotated is None else _row(found.rotated, found.num_rotated, pool_dtype)
         _, output = tokens_and_output(site.query, query, heads, spec.value_dim)
         op = graph.call_function(LATENT_ATTENTION, (query, row, rotated, latent.weight_k, latent.weight_v, output, layer_id))
     made = [query, row, *([] if rotated is None else [rotated]), op]
-    return spec, op, use_output(site, output, made, dtype)
+    return spec, op, use_output(site, output, made, pool_dtype)
 
 
 def _row(node: fx.Node, width: int, dtype: torch.dtype) -> fx.Node:
     """[T, width] of the pool's dtype."""
     rows = node.graph.call_function(aten.reshape.default, (node, [-1, width]))
-    return converted(rows, node, dtype)
+    return converted(rows, value_of(node).dtype, dtype)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import copied_from, shape_of, value_of
+from paged_attn.passes.fx.graph_tools import copied_from, shape_at, value_of
 from paged_attn.passes.fx.row_layout import plain_rows
 from paged_attn.passes.fx.slicing import evaluate
-from paged_attn.passes.replace.kv_heads import PROBE_TOKENS, KVSource, concrete, concrete_size, rows_in
+from paged_attn.passes.replace.kv_heads import PROBE_TOKENS, KVSource, concrete, rows_in
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def operand_of(source: KVSource, form: CallForm) -> Operand | None:
     layout = plain_rows(value_of(node), form.num_tokens)
     if layout is None:
         return None
-    shape = [concrete_size(size, form) for size in shape_of(node)]
+    shape = shape_at(node, form.num_tokens, PROBE_TOKENS)
     others = [size for axis, size in enumerate(shape) if axis != layout.axis]
     numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(PROBE_TOKENS, *others)
     given: dict[fx.Node, Any] = {node: numbers.movedim(0, layout.axis)}

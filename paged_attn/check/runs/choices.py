@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, tensors_in
-from paged_attn.passes.fx.graph_tools import is_view, writes_in_place
-from paged_attn.passes.fx.token_data import name_of
+from paged_attn.passes.fx.graph_tools import is_view, name_of, writes_in_place
 
 Choices = Mapping[str, Any]  # by node, what the operation returned
 COUNTS = ("histc",)  # floating numbers that no kernel rounds; what is made of them (where an expert's rows begin) is no choice

@@ -15,22 +15,20 @@ import torch
 from torch import SymInt, Tensor, fx, nn
 
 from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import bases_of, in_graph_order, shape_of, sizes_of, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import arguments_of, bases_of, name_of, shape_of, sizes_of, value_of, written_values
 from paged_attn.passes.fx.row_layout import MISFITS
 from paged_attn.passes.fx.slicing import evaluate_all
-from paged_attn.passes.fx.token_data import name_of
 
 logger = logging.getLogger("paged_attn")
 
-# The names of a product's operands, in their order: as a function, or as a method of the first.
+# The names of a product's operands, in their order: as a function, or as a method of the first. The first of addmm is its bias.
 _OPERANDS = {
-    "linear": ("x", "weight", "bias"),
-    "matmul": ("x", "weight"),
-    "mm": ("x", "weight"),
-    "addmm": ("bias", "x", "weight"),
+    "linear": ("input", "weight", "bias"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "addmm": ("input", "mat1", "mat2"),
 }
-_KEYWORDS = {"input": "x", "mat1": "x", "mat2": "weight", "other": "weight"}
 _CASTS = {"float", "to", "type", "_to_copy"}
 _TURNS = {"t", "transpose", "permute", "swapaxes", "swapdims", "adjoint", "contiguous", "getattr"}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -49,11 +47,8 @@ class _Product(NamedTuple):
     nodes: list[fx.Node]
 
 
-def use_linear_float32(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any]) -> int:
-    """Rewrite in place; returns how many products take the op now.
-
-    `values`: the real tensors behind the graph's inputs.
-    """
+def use_linear_float32(graph: fx.Graph, form: CallForm, values: Values) -> int:
+    """Rewrite in place; returns how many products take the op now."""
     found = [product for node in graph.nodes if (product := _product(node, form, values)) is not None]
     found = [product for product in found if not _is_written(product) and _gives_the_same(product)]
     for product in found:
@@ -67,11 +62,10 @@ def use_linear_float32(graph: fx.Graph, form: CallForm, values: dict[fx.Node, An
     return len(found)
 
 
-def _product(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Product | None:
-    given = _operands(node)
-    if given is None or not _is_float32(node):
+def _product(node: fx.Node, form: CallForm, values: Values) -> _Product | None:
+    if not _is_float32(node):
         return None
-    cast, turned, bias = given["x"], given["weight"], given.get("bias")
+    cast, turned, bias = _operands(node)
     x, between = _behind(cast, frozenset())
     weight, others = _behind(turned, frozenset(_TURNS))
     if x is None or weight is None or form.roles.get(weight) != "owned" or type(values.get(weight)) not in (Tensor, nn.Parameter):
@@ -83,19 +77,17 @@ def _product(node: fx.Node, form: CallForm, values: dict[fx.Node, Any]) -> _Prod
         return None
     if bias is not None and not (isinstance(bias, fx.Node) and _is_float32(bias) and sizes_of(bias) == outputs):
         return None
-    return _Product(node, x, weight, bias, in_graph_order(node.graph, {*between, *others, node}))
+    return _Product(node, x, weight, bias, sorted({*between, *others, node}))
 
 
-def _operands(node: fx.Node) -> dict[str, Any] | None:
-    """By name; None for what is no product, or has further arguments."""
-    names = _OPERANDS.get(name_of(node)) if node.op in ("call_function", "call_method") else None
-    if names is None or len(node.args) > len(names):
-        return None
-    given = dict(zip(names, node.args, strict=False))
-    renamed = {"input": "bias"} if name_of(node) == "addmm" else {}
-    for keyword, value in node.kwargs.items():
-        given[renamed.get(keyword, _KEYWORDS.get(keyword, keyword))] = value
-    return given if given.keys() <= set(names) and {"x", "weight"} <= given.keys() else None
+def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
+    """What is multiplied, the weight and the bias; None for all of what is no product, or has further arguments."""
+    names = _OPERANDS.get(name_of(node), ())
+    given = arguments_of(node, names)
+    if not names or len(node.args) > len(names) or not given.keys() <= set(names):
+        return None, None, None
+    first, second, third = (given.get(name) for name in (*names, "")[:3])
+    return (second, third, first) if name_of(node) == "addmm" else (first, second, third)
 
 
 def _behind(value: Any, also: frozenset[str]) -> tuple[fx.Node | None, list[fx.Node]]:
@@ -130,10 +122,9 @@ def _is_written(product: _Product) -> bool:
     weights = bases_of([product.weight])
     read = bases_of([product.x, *product.nodes[:-1]])
     for node in product.node.graph.nodes:
-        if writes_in_place(node):
-            written = written_values(node)
-            if written & weights or (written & read and product.nodes[0] < node < product.node):
-                return True
+        written = written_values(node)
+        if written & weights or (written & read and product.nodes[0] < node < product.node):
+            return True
     return False
 
 

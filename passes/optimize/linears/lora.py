@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP
 from paged_attn.attn_ops.specs.lora import LoraPart, LoraSite
-from paged_attn.passes.fx.graph_tools import shape_of, symbol, value_of
+from paged_attn.passes.fx.graph_tools import arguments_of, call_of_value, shape_of, symbol, value_of
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.optimize.linears.mergeable_weights import ALIGNMENT
 
@@ -81,10 +81,7 @@ def insert_lora(
         operands = (node, product.given) if site.weight is None else (node,)
         with graph.inserting_after(node):
             arguments = (*operands, *factors, logits_slots if site.of_logits else step_slots, list(site.rows))
-            added = graph.call_function(LORA if site.weight is None else LORA_UP, arguments)
-        added.meta["example_value"] = value.new_empty(value.shape)
-        if "nn_module_stack" in node.meta:
-            added.meta["nn_module_stack"] = node.meta["nn_module_stack"]
+            added = call_of_value(graph, value.new_empty(value.shape), LORA if site.weight is None else LORA_UP, *arguments)
         for user in [user for user in node.users if user is not added]:
             user.replace_input_with(node, added)
     graph.lint()
@@ -151,7 +148,7 @@ def _product(node: fx.Node, owned: Mapping[fx.Node, list[tuple[str, int | None]]
     names = _OPERANDS.get(node.target) if node.op == "call_function" else None
     if names is None:
         return None
-    operands = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    operands = arguments_of(node, names)
     is_linear = "weight" in names
     given, weight = (operands["input"], operands["weight"]) if is_linear else (operands["mat1"], operands["mat2"])
     plain = all(operands.get(name, 1) == 1 for name in ("alpha", "beta"))

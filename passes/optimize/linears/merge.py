@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import bases_of, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import bases_of, call_of_value, value_of, writes_in_place, written_values
 from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 from paged_attn.passes.optimize.linears.sites import Linear, linear_of
 from paged_attn.passes.optimize.linears.sliced_values import SlicedValues
@@ -30,13 +30,13 @@ class Merge(NamedTuple):
     spare: int = 0
 
 
-def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], model: nn.Module | None = None) -> tuple[Merge, ...]:
+def merge_linears(graph: fx.Graph, form: CallForm, values: Values, model: nn.Module | None = None) -> tuple[Merge, ...]:
     """Merge what can be merged, in place; linears without a partner stay as they are.
 
     Linears are merged between two ops that write (our attention, ...) only, so that nothing waits in memory across one.
 
     Args:
-        values: the real tensor of each placeholder; parameters that could not be moved are left alone.
+        values: parameters among them that could not be moved are left alone.
         model: its parameters and buffers are looked through for others that hold the same memory.
 
     Returns:
@@ -57,14 +57,13 @@ def merge_linears(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], m
     return tuple(merges)
 
 
-def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> list[list[Linear]]:
+def _groups(graph: fx.Graph, form: CallForm, values: Values, slices: SlicedValues) -> list[list[Linear]]:
     """Linears of one kind and one input, the input unchanged from the first to the last."""
     groups: list[list[Linear]] = []
     open_groups: dict[tuple[fx.Node, bool], list[Linear]] = {}
     for node in graph.nodes:
         if writes_in_place(node):
-            barrier = isinstance(node.target, torch._ops.OpOverload)
-            written = written_values(node)
+            barrier, written = isinstance(node.target, torch._ops.OpOverload), written_values(node)
             open_groups = {} if barrier else {k: g for k, g in open_groups.items() if not written & bases_of([g[0].input])}
         linear = _mergeable(node, form, values, slices)
         if linear is not None:
@@ -75,20 +74,17 @@ def _groups(graph: fx.Graph, form: CallForm, values: dict[fx.Node, Any], slices:
     return groups
 
 
-def _mergeable(node: fx.Node, form: CallForm, values: dict[fx.Node, Any], slices: SlicedValues) -> Linear | None:
+def _mergeable(node: fx.Node, form: CallForm, values: Values, slices: SlicedValues) -> Linear | None:
     linear = linear_of(node, form)
     if linear is None or not slices.takes_slices(node):
         return None
     return linear if all(len(owned.users) == 1 and is_ordinary_parameter(values[owned]) for owned in linear.owned) else None
 
 
-def _movable(group: list[Linear], values: dict[fx.Node, Any], memory: Memory) -> list[Linear]:
+def _movable(group: list[Linear], values: Values, memory: Memory) -> list[Linear]:
     """The group, if its memory is already merged; else those of it whose tensors may be moved."""
-
-    def row(linears: list[Linear]) -> list[list[Tensor]]:
-        return [[values[owned] for owned in column] for column in zip(*(linear.owned for linear in linears), strict=True)]
-
-    if len(group) > 1 and all(lie_in_a_row(column) for column in row(group)):
+    columns = zip(*(linear.owned for linear in group), strict=True)
+    if len(group) > 1 and all(lie_in_a_row([values[owned] for owned in column]) for column in columns):
         return group
     return [linear for linear in group if all(memory.is_own(values[owned]) for owned in linear.owned)]
 
@@ -103,9 +99,9 @@ def _merge(members: list[Linear], index: dict[fx.Node, int], sliced: SlicedValue
         merges.append(Merge(tuple(index[owned] for owned in column), sizes))
     product, *parts = sliced.of_product(value_of(first.input), [value_of(owned) for owned in first.owned], sizes)
     with graph.inserting_before(first.node):
-        merged = _call(first.input, product, F.linear, first.input, *first.owned)
+        merged = call_of_value(graph, product, F.linear, first.input, *first.owned)
         starts = accumulate(sizes, initial=0)
-        slices = [_call(merged, part, torch.narrow, merged, -1, *span) for *span, part in zip(starts, sizes, parts, strict=False)]
+        slices = [call_of_value(graph, part, torch.narrow, merged, -1, *span) for *span, part in zip(starts, sizes, parts, strict=False)]
     for member, part in zip(members, slices, strict=True):
         if "nn_module_stack" in member.node.meta:
             part.meta["nn_module_stack"] = member.node.meta["nn_module_stack"]
@@ -114,12 +110,3 @@ def _merge(members: list[Linear], index: dict[fx.Node, int], sliced: SlicedValue
         member.node.replace_all_uses_with(part)
         graph.erase_node(member.node)
     return merges
-
-
-def _call(source: fx.Node, value: Tensor, function: Any, *args: Any) -> fx.Node:
-    """A call whose example value is known, in the module of `source`."""
-    node = source.graph.call_function(function, args)
-    node.meta["example_value"] = value
-    if "nn_module_stack" in source.meta:
-        node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
-    return node

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import arguments_of, value_of
 
 _LINEARS = (F.linear, torch.ops.aten.linear.default)
 
@@ -29,8 +29,8 @@ def linear_of(node: fx.Node, form: CallForm) -> Linear | None:
     """None as well for a weight that is computed in the graph or has other than two dims, and for several dtypes (autocast)."""
     if node.op != "call_function" or node.target not in _LINEARS:
         return None
-    given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-    linear = Linear(node, given["input"], given["weight"], given.get("bias"))  # type: ignore[arg-type]
+    given = arguments_of(node, ("input", "weight", "bias"))
+    linear = Linear(node, given["input"], given["weight"], given.get("bias"))
     if any(not isinstance(owned, fx.Node) or form.roles.get(owned) != "owned" for owned in linear.owned):
         return None
     values = [value_of(each) for each in (*linear.owned, linear.input, node)]

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
 
-from paged_attn.passes.fx.graph_tools import bases_of, value_of, writes_in_place
+from paged_attn.passes.fx.graph_tools import bases_of, call, value_of, writes_in_place
 
 _ANY_STRIDES = ("aten", "prims", "paged_attn")
 _PYTORCH = ("torch", "_operator", "builtins", "math")
@@ -115,11 +115,7 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
     if writes_in_place(node):
         return value(node.args[0])  # type: ignore[arg-type]
-    args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+    return call(node, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value))
 
 
 def _takes_strides(user: fx.Node) -> bool:

@@ -11,10 +11,9 @@ from torch import SymInt, Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 
-from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import call, depends_on, symbol, value_of
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import call, call_of_value, call_with_value, depends_on, shape_at, symbol, value_of
 from paged_attn.passes.fx.row_layout import MISFITS, times, with_tokens
-from paged_attn.passes.fx.token_data import shape_at
 from paged_attn.passes.optimize.logits_gather.row_region import Region
 
 aten = torch.ops.aten
@@ -68,10 +67,7 @@ class GatheredRegion:
                 new[each] = self._number(each, leaf, _copied)
         for each, layout in self.region.frontier.items():
             with graph.inserting_before(min(self.region.users_of(each))):
-                new[each] = graph.call_function(aten.index.Tensor, (each, [*[None] * layout.axis, self.rows]))
-            new[each].meta["example_value"] = self._traced[each]
-            if "nn_module_stack" in each.meta:
-                new[each].meta["nn_module_stack"] = each.meta["nn_module_stack"]
+                new[each] = call_of_value(graph, self._traced[each], aten.index.Tensor, each, [*[None] * layout.axis, self.rows])
         for node in self.region.layouts:
             node.args = fx.map_arg(node.args, lambda each: new.get(each, each))
             node.kwargs = fx.map_arg(node.kwargs, lambda each: new.get(each, each))
@@ -110,11 +106,7 @@ class GatheredRegion:
         if not isinstance(self.count, SymInt):
             return self.count
         found = [node for node, role in self.form.roles.items() if role == "num_logits" and symbol(value_of(node)) == symbol(self.count)]
-        if found:
-            return found[0]
-        node = graph.call_function(aten.sym_size.int, (self.rows, 0))
-        node.meta["example_value"] = self.count
-        return node
+        return found[0] if found else call_of_value(graph, self.count, aten.sym_size.int, self.rows, 0)
 
     def _target(self, node: fx.Node) -> Any:
         return node.target if self.region.writes else _COPYING.get(node.target, node.target)
@@ -132,9 +124,7 @@ class GatheredRegion:
 
 def _copied(number: fx.Node, args: tuple[Any, ...]) -> fx.Node:
     """The same arithmetic on other numbers."""
-    node = number.graph.create_node(number.op, number.target, args, {})
-    node.meta["example_value"] = call(number, fx.map_arg(args, value_of), {})
-    return node
+    return call_with_value(number.graph, number.target, *args)
 
 
 @contextmanager
@@ -146,18 +136,17 @@ def _traced_like(value: FakeTensor) -> Iterator[None]:
         yield
 
 
-def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: dict[fx.Node, Any]) -> bool:
+def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values) -> bool:
     """Whether the rows PICKED of TOKENS random ones come out the same, picked before the region and after it.
 
     Args:
         results: what is read of the region, with the axis of its rows.
-        values: the real tensor (or number) behind each placeholder.
     """
     generator = torch.Generator().manual_seed(5)
 
     def random(node: fx.Node) -> Tensor:
         value = value_of(node)
-        shape = shape_at(value, fewer.form, TOKENS)
+        shape = shape_at(value, fewer.tokens, TOKENS)
         if value.dtype.is_floating_point or value.dtype.is_complex:
             made = torch.randn(shape, generator=generator)
         else:

@@ -13,9 +13,8 @@ from torch import SymFloat, SymInt, Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import argument_of, name_of, value_of
 from paged_attn.passes.fx.row_layout import SIZES, Rows, moved_rows, reads_sizes, row_axis
-from paged_attn.passes.fx.token_data import name_of
 
 Layout = Rows | str | tuple[Rows, ...]
 
@@ -81,7 +80,7 @@ def layout_of(node: fx.Node, given: Mapping[fx.Node, Layout], tokens: Any) -> La
         return moved
     if len(operands) != len(node.all_input_nodes) or not _are_of_one_kind(rows):
         return None  # numbers that depend on T, among others
-    if name == "dropout" and _argument(node, 2, "training", None) is not False:
+    if name == "dropout" and argument_of(node, 2, "training") is not False:
         return None
     if name in _ELEMENTWISE | _PRODUCTS and not _has_literal(node, (True,)):  # inplace=True, or what nobody has looked at
         return _kept(node, rows, tokens)
@@ -128,18 +127,14 @@ def _has_literal(node: fx.Node, wanted: tuple[Any, ...]) -> bool:
     return any(found)
 
 
-def _argument(node: fx.Node, index: int, name: str, default: Any) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
 def _is_plain_lookup(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
     """A table's rows by numbers; with max_norm it would write to the table."""
-    return len(rows) == 1 and _argument(node, 3, "max_norm", None) is None and not _has_literal(node, (True,))
+    return len(rows) == 1 and argument_of(node, 3, "max_norm") is None and not _has_literal(node, (True,))
 
 
 def _is_of_last(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
     """A norm over last dims that are no rows, with weights that have none."""
-    shape = _argument(node, 1, "normalized_shape", None)
+    shape = argument_of(node, 1, "normalized_shape")
     (layout, *others), source = rows.values(), node.args[0] if node.args else None
     if others or source not in rows or not isinstance(shape, (tuple, list)):
         return False
@@ -148,7 +143,7 @@ def _is_of_last(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> bool:
 
 def _is_along_another(node: fx.Node, name: str, rows: Mapping[fx.Node, Rows], operands: list[fx.Node]) -> bool:
     """Whether the dim along which it computes is given, and not that of the rows in any operand."""
-    dim = _argument(node, _ALONG[name][0], "dim", _ALONG[name][1])
+    dim = argument_of(node, _ALONG[name][0], "dim", _ALONG[name][1])
     if not isinstance(dim, int) or isinstance(dim, bool) or (name in _SAME_SIZES and len(rows) != len(operands)):
         return False
     if name not in _SAME_SIZES and len(rows) != 1:

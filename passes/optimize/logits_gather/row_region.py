@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from paged_attn.passes.fx.graph_tools import bases_of, in_graph_order, value_of, writes_in_place, written_values
+from paged_attn.passes.fx.graph_tools import bases_of, name_of, value_of, writes_in_place, written_values
 from paged_attn.passes.fx.row_layout import SIZES, Rows, has_rows, plain_rows, reads_sizes
-from paged_attn.passes.fx.token_data import name_of
-
-Rule = Callable[[fx.Node, Mapping[fx.Node, Any], Any], Any]
+from paged_attn.passes.optimize.logits_gather.row_ops import is_known, layout_of
 
 
 @dataclass(frozen=True)
@@ -34,20 +32,16 @@ class Region:
         return any(writes_in_place(node) for node in self.layouts)
 
 
-def find_region(graph: fx.Graph, readers: set[fx.Node], tokens: Any, known: Callable[[fx.Node], bool], rule: Rule) -> Region:
-    """The largest region that only `readers` read.
-
-    Args:
-        known, rule: as `row_ops.is_known` and `row_ops.layout_of`.
-    """
-    refused = {node for node in graph.nodes if not known(node)}
+def find_region(graph: fx.Graph, readers: set[fx.Node], tokens: Any) -> Region:
+    """The largest region that only `readers` read."""
+    refused = {node for node in graph.nodes if not is_known(node)}
     while True:
         wanted = _only_for(graph, readers, refused)
         layouts, frontier = dict[fx.Node, Any](), dict[fx.Node, Rows]()
         mixing = set[fx.Node]()
         for node in wanted:
             given = _given(node, layouts, tokens)
-            layout = None if given is None else rule(node, given, tokens)
+            layout = None if given is None else layout_of(node, given, tokens)
             if layout is None:
                 mixing.add(node)
             else:
@@ -72,9 +66,9 @@ def _only_for(graph: fx.Graph, readers: set[fx.Node], refused: set[fx.Node]) -> 
     while True:
         inside = kept | readers
         lost = {node for node in kept if not all(user in inside for user in node.users) or not (node.users or writes_in_place(node))}
-        lost |= {node for node in kept if writes_in_place(node) and not _writes_inside(node, kept)}
+        lost |= {node for node in kept if not _writes_inside(node, kept)}
         if not lost:
-            return in_graph_order(graph, kept)
+            return sorted(kept)
         kept -= lost
 
 

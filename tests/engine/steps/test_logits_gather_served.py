@@ -14,7 +14,7 @@ from paged_attn import LLM, SamplingParams
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.graph_data import graph_data, graph_of
-from paged_attn.passes.fx.token_data import name_of
+from paged_attn.passes.fx.graph_tools import name_of
 from paged_attn.passes.report import OptionalPasses
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import RECURRENT, recurrent

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paged_attn.passes.fx.graph_tools import value_of
+from paged_attn.passes.fx.graph_tools import name_of, value_of
 from paged_attn.passes.fx.row_layout import has_rows
-from paged_attn.passes.fx.token_data import name_of
 from paged_attn.passes.optimize.logits_gather import gather, row_ops
 from paged_attn.passes.optimize.logits_gather.gather import gather_logits_early
 from tests.passes.graphs import VOCAB, Traced, copied, trace

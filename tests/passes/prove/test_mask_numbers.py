@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from paged_attn.passes.fx.mask_literals import hidden_numbers, op_name, scaled_numbers
+from paged_attn.passes.fx.graph_tools import op_name
+from paged_attn.passes.fx.mask_literals import hidden_numbers, scaled_numbers
 
 
 def nodes_of(function: Callable[[Any], Any]) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.attn_ops.specs.routing import Routing
-from paged_attn.passes.optimize.routing.fuse import fuse_routing
+from paged_attn.passes.optimize.routing import fuse_routing
 from tests.passes.graphs import VOCAB, Traced, copied, trace
 
 E, H = 12, 8

@@ -8,7 +8,7 @@ from torch import fx
 from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.passes.optimize.linears.merge import Merge
-from paged_attn.passes.optimize.stacked_experts.stack import keep_stacked
+from paged_attn.passes.optimize.stacked_experts import keep_stacked
 
 SHAPES = {"x": (4, 8), "ids": (4, 2), "weights": (4, 2), **{f"up{i}": (6, 8) for i in range(3)}, **{f"down{i}": (8, 6) for i in range(3)}}
 

@@ -1,30 +1,32 @@
-"""A convolution reads the columns of a projection where they lie.
+"""Ops on recurrent states read their operands where they lie: what only copied is dead code then.
 
 Before: projection [1, T, N] -> views, slices, copies, cat -> x [T, C] -> paged_attn.short_conv_with_output
 After:  projection [T, N] -> paged_attn.short_conv_with_output, with the columns in numbers
+Before: query, key [1, T, key heads, K] -> repeat_interleave, expand, reshape ... -> [T, H, K] -> paged_attn.gated_delta_rule_with_output
+After:  query, key [T, key heads, K] -> the same op, which reads each for all of its value heads
 Proved, not matched: what lies between is evaluated on a tensor of distinct numbers.
-Left alone: what computes on the way or is written to, several projections, columns that come twice or in an order that few numbers can not
-tell, and views that copy nothing.
+Left alone: what computes on the way or is written to. Of convolutions: several projections, columns that come twice or in an order that few
+numbers can not tell, and views that copy nothing. Of delta rules: a query and a key of different numbers of heads, and Kimi's rule (no
+model repeats keys for it, and other packages' kernels were not tried with fewer).
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE
 from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
 from paged_attn.passes.fx.call_form import CallForm
-from paged_attn.passes.fx.graph_tools import in_graph_order, value_of
-from paged_attn.passes.fx.token_data import name_of
-from paged_attn.passes.replace.kv_heads import is_written, on_distinct_numbers
+from paged_attn.passes.fx.graph_tools import call_with_value, name_of, shape_of, value_of
+from paged_attn.passes.replace.kv_heads import KVSource, head_rows, is_written, on_distinct_numbers, rows_in, unrepeated
 
 _MOVES = {
     "cat", "concat", "concatenate", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "swapaxes", "movedim", "squeeze",
-    "unsqueeze", "split", "split_with_sizes", "chunk", "unbind", "narrow", "select", "slice", "contiguous", "clone",
+    "unsqueeze", "split", "split_with_sizes", "chunk", "unbind", "narrow", "select", "slice", "contiguous", "clone", "getitem",
 }  # fmt: skip
 _JOINS = {"cat", "concat", "concatenate"}
 MAX_NODES = 64
@@ -34,11 +36,10 @@ LEAST_WIDTH = 8  # neighbours at least that a kernel reads together
 
 def read_columns_in_place(graph: fx.Graph, form: CallForm) -> int:
     """Rewrite in place; returns how many convolutions read a projection's columns now."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
     found = 0
     for node in [node for node in graph.nodes if node.target is SHORT_CONV]:
         x, weight, bias, output, activation, columns, *state = node.args
-        source = None if columns else _source(x, place)
+        source = None if columns else _joined(x)
         if source is None or is_written({source[0], *source[1]}, source[1][0], node):
             continue
         base, chain = source
@@ -46,20 +47,20 @@ def read_columns_in_place(graph: fx.Graph, form: CallForm) -> int:
         if parts is None:
             continue
         with graph.inserting_before(chain[0]):
-            rows = base if value_of(base).dim() == 2 else _call(torch.select, base, 0, 0)
+            rows = base if value_of(base).dim() == 2 else call_with_value(graph, torch.select, base, 0, 0)
         node.args = (rows, weight, bias, output, activation, parts, *state)
         _made_like(output, x, rows)
         found += 1
     return found
 
 
-def _source(x: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node, list[fx.Node]] | None:
+def _joined(x: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
     """The one tensor that everything in `x` comes from without computing anything, and the nodes between in graph order, a `cat` among
     them; None if there is none."""
     pending, chain = {x}, set[fx.Node]()
     while pending:
-        latest = max(pending, key=place.__getitem__)
-        if not _moves(latest) or len(chain) == MAX_NODES:
+        latest = max(pending)
+        if name_of(latest) not in _MOVES or len(chain) == MAX_NODES:
             break
         pending.remove(latest)
         chain.add(latest)
@@ -67,11 +68,7 @@ def _source(x: fx.Node, place: dict[fx.Node, int]) -> tuple[fx.Node, list[fx.Nod
     if len(pending) != 1 or not any(name_of(node) in _JOINS for node in chain):
         return None
     base = pending.pop()
-    return (base, in_graph_order(x.graph, chain)) if isinstance(value_of(base), Tensor) else None
-
-
-def _moves(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and (name_of(node) in _MOVES or node.target is operator.getitem)
+    return (base, sorted(chain)) if isinstance(value_of(base), Tensor) else None
 
 
 def _has_tensors(value: Any) -> bool:
@@ -115,13 +112,35 @@ def _made_like(output: fx.Node, x: fx.Node, rows: fx.Node) -> None:
     """`output`, where it is an empty tensor like `x`, is one like so many columns of `rows`, so that nothing makes `x`."""
     if name_of(output) == "empty_like" and output.args[0] is x:
         with output.graph.inserting_before(output):
-            output.args = (_call(torch.narrow, rows, 1, 0, int(value_of(x).shape[1])), *output.args[1:])
+            columns = call_with_value(output.graph, torch.narrow, rows, 1, 0, int(value_of(x).shape[1]))
+            output.args = (columns, *output.args[1:])
 
 
-def _call(function: Any, source: fx.Node, *args: int) -> fx.Node:
-    node = source.graph.call_function(function, (source, *args))
-    with enable_python_dispatcher():  # composite operations on symbolic sizes need it (torch 2.11)
-        node.meta["example_value"] = function(value_of(source), *args)
-    if "nn_module_stack" in source.meta:
-        node.meta["nn_module_stack"] = source.meta["nn_module_stack"]
+def read_unrepeated_heads(graph: fx.Graph, form: CallForm) -> int:
+    """Rewrite in place; returns how many delta rules have fewer query and key heads now."""
+    found = 0
+    for node in [node for node in graph.nodes if node.target is GATED_DELTA_RULE]:
+        query, key, *others = node.args
+        one, other = (_source(each, node, form) for each in (query, key))
+        if one is None or other is None or one.num_heads != other.num_heads:
+            continue
+        with graph.inserting_before(node), enable_python_dispatcher():
+            node.args = (*(_rows(source, node) for source in (one, other)), *others)
+        found += 1
+    return found
+
+
+def _source(repeated: fx.Node, user: fx.Node, form: CallForm) -> KVSource | None:
+    """The fewest-headed ancestor that `repeated` [T, H, K] repeats over heads, head by head, without computing anything."""
+    received = KVSource(repeated, (), (0, 1, 2), int(shape_of(repeated)[1]))
+    return min(unrepeated(received, user, form), key=lambda source: source.num_heads, default=None)
+
+
+def _rows(source: KVSource, user: fx.Node) -> fx.Node:
+    """[T, key heads, K], made for the module of `user`."""
+    node = made = head_rows(source)
+    while made is not source.base:
+        made.meta["nn_module_stack"] = user.meta.get("nn_module_stack")
+        made = made.args[0]  # type: ignore[assignment]
+    node.meta["example_value"] = rows_in(value_of(source.base), source)
     return node

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from paged_attn.attn_ops.ops.experts import EXPERTS
-from paged_attn.passes.fx.graph_tools import is_view, value_of
+from paged_attn.passes.fx.graph_tools import behind_views, value_of
 from paged_attn.passes.optimize.linears.merge import Merge
 
 logger = logging.getLogger("paged_attn")
@@ -28,8 +28,8 @@ def keep_stacked(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Merge,
     merges = []
     for experts in [node for node in graph.nodes if node.target is EXPERTS]:
         for view in experts.args[WEIGHTS]:
-            stack = _behind_views(view)
-            if stack is None or stack.target is not torch.cat:
+            stack = behind_views(view)
+            if not isinstance(stack, fx.Node) or stack.target is not torch.cat:
                 continue
             parts: list[Any] = list(stack.args[0])  # type: ignore[arg-type]
             if not all(part in values and set(part.users) == {stack} for part in parts):
@@ -42,9 +42,3 @@ def keep_stacked(graph: fx.Graph, values: Mapping[fx.Node, Any]) -> tuple[Merge,
     if merges:
         logger.info("%d weights of experts lie in %d tensors", sum(len(merge.inputs) for merge in merges), len(merges))
     return tuple(merges)
-
-
-def _behind_views(node: Any) -> fx.Node | None:
-    while isinstance(node, fx.Node) and is_view(node) and node.target is not torch.cat and node.args:
-        node = node.args[0]
-    return node if isinstance(node, fx.Node) else None

@@ -1,0 +1,219 @@
+"""The operations between a router's logits and its experts become `paged_attn::route`: found, tried on numbers, replaced.
+
+Before: softmax, topk, gather, sum, div, ... of logits [T, E]
+After:  weights, ids = paged_attn.route(logits, bias, ...)
+Left alone: what is made from more than logits and a bias, and what no `Routing` gives the numbers of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.ops.experts import EXPERTS
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
+from paged_attn.attn_ops.ops.routing import ROUTE
+from paged_attn.attn_ops.specs.routing import Routing
+from paged_attn.passes.fx.call_form import Values
+from paged_attn.passes.fx.graph_tools import (
+    behind_views,
+    call_with_value,
+    name_of,
+    remove_dead_code,
+    sizes_of,
+    value_of,
+    writers_of,
+    written_values,
+)
+from paged_attn.passes.fx.row_layout import MISFITS
+from paged_attn.passes.fx.slicing import evaluate_all
+from paged_attn.passes.fx.token_data import read_inputs
+
+logger = logging.getLogger("paged_attn")
+MOST_NODES = 80  # of a region
+ROWS = (23, 8)  # of a probe
+SPREADS = (1.0, 8.0, 0.02)  # of its logits; the last leaves ties in 16 bits
+ROUNDINGS = 4  # that a weight may be off by, of the type that it is in
+_PRODUCTS = (F.linear, LINEAR)
+
+
+def fuse_routing(graph: fx.Graph, values: Values) -> int:
+    """Rewrite in place; returns how many routers are one op now."""
+    known: list[Routing] = []
+    count = 0
+    for experts in [node for node in graph.nodes if node.target is EXPERTS]:
+        region = region_of(experts, values.keys())
+        routing = None if region is None else proved_routing(region, known)
+        if region is None or routing is None:
+            continue
+        if routing not in known:
+            known.append(routing)
+            logger.info("routing is one op: %s", routing.describe())
+        with graph.inserting_before(region.nodes[0]):
+            both = call_with_value(graph, ROUTE, region.logits, region.bias, value_of(region.weights).dtype, *astuple(routing))
+            weights = call_with_value(graph, operator.getitem, both, 0)
+            ids = call_with_value(graph, operator.getitem, both, 1)
+        region.reader.replace_input_with(region.ids, ids)
+        experts.args = (*experts.args[:2], weights, *experts.args[3:])
+        count += 1
+    if count:
+        remove_dead_code(graph)
+    return count
+
+
+class Region(NamedTuple):
+    """Nodes in graph order, from logits [T, E] and maybe a bias [E] to weights and ids [T, k]; `of_type`: tensors outside of which only the
+    type is read; `reader`: what is given the ids, the experts or what makes ids of a rank's own experts of them."""
+
+    nodes: list[fx.Node]
+    logits: fx.Node
+    bias: fx.Node | None
+    weights: fx.Node
+    ids: fx.Node
+    of_type: frozenset[fx.Node]
+    reader: fx.Node
+
+
+def region_of(experts: fx.Node, inputs: Container[fx.Node]) -> Region | None:
+    """Of one call of `paged_attn::experts`; None if its ids and weights are made from anything but a product [T, E] and a tensor [E]."""
+    ids, weights, w1 = (node for node in experts.args[1:4])
+    assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
+    reader, ids = _counted_from_the_first(experts, ids)
+    writers = writers_of(experts.graph.nodes)
+    found, pending, leaves, of_type = set[fx.Node](), [ids, weights], set[fx.Node](), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in found or node in leaves:
+            continue
+        if node in inputs or _is_product(node) or (_is_matrix(node) and not _is_matrix(node.args[0]) and _is_product(behind_views(node))):
+            leaves.add(node)
+            continue
+        found.add(node)
+        read = read_inputs(node)
+        of_type |= set(node.all_input_nodes) - set(read)
+        pending += [*read, *writers.get(node, ())]
+        if len(found) > MOST_NODES or not node.all_input_nodes:
+            return None
+    logits = [leaf for leaf in leaves if len(sizes_of(leaf)) == 2]
+    if len(logits) != 1 or (reader is experts and sizes_of(logits[0])[1] != value_of(w1).shape[0]):
+        return None
+    bias = [leaf for leaf in leaves if sizes_of(leaf) == sizes_of(logits[0])[1:]]
+    # What is written in place in the region must live there.
+    own = all(written_values(node) <= found for node in found)
+    if len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
+        return None
+    return Region(sorted(found), logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), reader)
+
+
+def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """(what reads the ids of all ranks' experts, these ids), where a rank counts from its own: `parallel/own_experts.py`."""
+    if name_of(ids) == "remainder" and isinstance(counted := ids.args[0], fx.Node) and name_of(counted) == "sub":
+        chosen, first = counted.args
+        if isinstance(chosen, fx.Node) and isinstance(first, int):
+            return counted, chosen
+    return experts, ids
+
+
+def _is_product(node: Any) -> bool:
+    return isinstance(node, fx.Node) and (node.target in _PRODUCTS or name_of(node) == "matmul")
+
+
+def _is_matrix(node: Any) -> bool:
+    return len(sizes_of(node)) == 2
+
+
+def proved_routing(region: Region, known: Iterable[Routing]) -> Routing | None:
+    """The spec that gives the region's ids and weights for every probe; `known`: those of other layers, tried first."""
+    probes = [_probe(region, rows, spread) for rows in ROWS for spread in SPREADS]
+    try:
+        expected = [_evaluated(region, *probe) for probe in probes]
+    except MISFITS:
+        return None
+    for routing in dict.fromkeys((*known, *_candidates(region))):
+        if all(_agrees(routing, probe, wanted) for probe, wanted in zip(probes, expected, strict=True)):
+            return routing
+    return None
+
+
+def _probe(region: Region, rows: int, spread: float) -> tuple[Tensor, Tensor | None]:
+    """Logits of random rows, one row that no expert is for, so that what is added to a sum shows, and one of equal ones; a random bias."""
+    fake = value_of(region.logits)
+    numbers = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, fake.shape[1], generator=numbers) * spread
+    logits[-2:] = torch.tensor([[-50.0], [0.0]])
+    if region.bias is None:
+        return logits.to(fake.device, fake.dtype), None
+    bias = value_of(region.bias)
+    return logits.to(fake.device, fake.dtype), torch.rand(bias.shape, generator=numbers).to(bias.device, bias.dtype)
+
+
+def _evaluated(region: Region, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    given = {region.logits: logits}
+    if region.bias is not None and bias is not None:
+        given[region.bias] = bias
+    given |= {node: logits.new_empty(0, dtype=value_of(node).dtype) for node in region.of_type}
+    values = evaluate_all(region.nodes, given)
+    return values[region.weights], values[region.ids]
+
+
+def _agrees(routing: Routing, probe: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor]) -> bool:
+    weights, ids = expected
+    if weights.shape != (len(probe[0]), routing.top_k) or ids.shape != weights.shape:
+        return False
+    try:
+        given, chosen = routing(*probe)
+    except MISFITS:
+        return False
+    order, wanted = chosen.argsort(1), ids.argsort(1)  # in which order a token's experts stand is not asked
+    if not torch.equal(chosen.gather(1, order), ids.gather(1, wanted)):
+        return False
+    limit = ROUNDINGS * torch.finfo(weights.dtype).eps
+    return torch.allclose(given.gather(1, order), weights.gather(1, wanted).float(), rtol=limit, atol=limit * 1e-3)
+
+
+def _candidates(region: Region) -> Iterator[Routing]:
+    """What the names and literals of the region's operations leave open."""
+    names = [name_of(node) for node in region.nodes]
+    top_k = int(value_of(region.ids).shape[-1])
+    experts = int(value_of(region.logits).shape[1])
+    literals = set(_literals(region.nodes))
+    scores = [("none", "none")]
+    for score in ("softmax", "sigmoid"):
+        if any(score in name for name in names):
+            scores += [(score, "none"), ("none", score)]
+    scales = [1.0, *sorted(number for number in literals if number > 0 and number != 1.0)]
+    epsilons = [0.0, *sorted(number for number in literals if 0 < number <= 1e-3)]
+    renormalised = [(False, 0.0)]
+    if not {"sum", "div", "truediv"}.isdisjoint(names):
+        renormalised += [(True, eps) for eps in epsilons]
+    groups: list[tuple[int, int, int, float]] = [(1, 1, 1, float("-inf"))]
+    if names.count("topk") > 1:
+        sizes = sorted(int(number) for number in literals if number == int(number) and 1 <= number <= experts)
+        for count, taken, best in itertools.product(sizes, sizes, (1, 2)):
+            if 1 < count < experts and experts % count == 0 and taken < count + 1 and best <= experts // count:
+                groups += [(count, taken, best, hidden) for hidden in (float("-inf"), 0.0)]
+    for (count, taken, best, hidden), (score, after), (divided, eps), scale in itertools.product(groups, scores, renormalised, scales):
+        rounded = score != "none" and _in_16_bits(region, score)
+        yield Routing(top_k, score, after, count, taken, best, hidden, divided, eps, scale, rounded)
+
+
+def _in_16_bits(region: Region, score: str) -> bool:
+    first = next(node for node in region.nodes if score in name_of(node))
+    return bool(value_of(first).dtype.itemsize == 2)
+
+
+def _literals(nodes: list[fx.Node]) -> Iterator[float]:
+    for node in nodes:
+        found: list[Any] = []
+        fx.node.map_aggregate((node.args, node.kwargs), found.append)
+        for each in found:
+            if isinstance(each, int | float) and not isinstance(each, bool) and abs(each) < 1e6:
+                yield float(each)
