@@ -34,8 +34,7 @@ from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.runners.patched_runner import PatchedRunner
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.sampling.sampler import greedy_sample
-from paged_attn.engine.steps.capture_progress import show_progress
-from paged_attn.engine.steps.capture_settings import CaptureSettings
+from paged_attn.engine.steps.capture_specs import CaptureSettings
 from paged_attn.engine.steps.step_runner import StepRunner
 from paged_attn.engine.tracing.trace_model import only_device
 from paged_attn.parallel.local_model import is_cut, served_locally
@@ -195,7 +194,7 @@ def ready_to_step(
         if each.graphs is not None:
             scratch = make_pool(SCRATCH_PAGES)
             each.use(scratch, select(scratch).backend)
-            each.capture_pieces(show_progress(each.graphs, "piecewise" if each is steps else "piecewise, with adapters"))
+            each.capture_pieces()
             kept_free += each.full_bytes()
     pool = make_pool(num_pages(kept_free))
     selection = select(pool)
@@ -204,7 +203,7 @@ def ready_to_step(
     for each in both:
         each.use(pool, selection.backend)
         if each.graphs is not None:
-            each.capture_full(show_progress(each.graphs, "decode steps" if each is steps else "decode steps, with adapters"))
+            each.capture_full()
             for line in each.report().lines():
                 logger.info("%s", line.strip())
     return steps, lora_steps, pool, selection
