@@ -23,14 +23,13 @@ from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.build_runtime import lora_runner, make_runner, ready_to_step, refuse_for_pooling
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.memory.budget import MemoryBudget
 from paged_attn.engine.memory.grouped_kv import kv_manager
 from paged_attn.engine.memory.model_limits import ModelLimits
-from paged_attn.engine.output_processor import OutputProcessor
+from paged_attn.engine.output_processor import EngineStats, OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.requests.pooled_rows import PooledRows
 from paged_attn.engine.requests.pooling_params import PoolingParams

@@ -9,8 +9,7 @@ from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.memory.model_limits import ModelLimits
-from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, TokenDecoder, WholeText
-from paged_attn.engine.requests.marked_decoder import MarkedDecoder
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, MarkedDecoder, TokenDecoder, WholeText
 from paged_attn.engine.requests.pooled_rows import Pooled
 from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Request

@@ -18,7 +18,7 @@ from paged_attn.engine.sampling.prompt_scores import PromptScores, ScoredTokens
 from paged_attn.engine.sampling.sampler_output import ChosenTokens, SampledToken, SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.scheduling.step_plan import ScheduledStep
-from paged_attn.engine.steps.future_tokens import future_token
+from paged_attn.engine.steps.forward import future_token
 
 NONE_UNDER_WAY = -1
 
