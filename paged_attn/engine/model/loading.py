@@ -18,7 +18,7 @@ from paged_attn.backends.devices import default_device
 from paged_attn.capture.graphs.progress import asked, bar
 from paged_attn.engine.model.auto_class import auto_class
 from paged_attn.engine.model.load_options import LoadOptions
-from paged_attn.engine.model.model_path import checked_model_path, split_gguf
+from paged_attn.engine.model.model_path import checked_model_path
 from paged_attn.engine.model.task import Task, task_of_config
 from paged_attn.engine.model.whole_checkpoint import refuse_random_weights, what_is_broken
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, embedding_defaults, has_modules
@@ -52,8 +52,7 @@ def load_model(
     """
     if options.expert_parallel and not sharded:
         raise ValueError("expert parallelism is over several processes, and this is one; run the command under torchrun, or leave it out")
-    path, gguf = split_gguf(path, options.gguf_file)
-    name = checked_model_path(path, gguf)
+    name, gguf = checked_model_path(path, options.gguf_file)
     device = default_device() if device is None else torch.device(device)
     with bar(total=3, what=f"loading {Path(gguf or name).name}", unit="part") as shown:
         shown.set_postfix_str("weights")
@@ -127,8 +126,7 @@ def checkpoint_task(path: str | Path, task: Task, options: LoadOptions = PLAIN) 
         ValueError: nothing loadable is there.
         UnsupportedError: it embeds in a way that is not known.
     """
-    path, gguf = split_gguf(path, options.gguf_file)
-    name = checked_model_path(path, gguf)
+    name, gguf = checked_model_path(path, options.gguf_file)
     if task in ("generate", "classify") or gguf is not None:
         return ("generate" if task == "auto" else task), None
     from transformers import AutoConfig

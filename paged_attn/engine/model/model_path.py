@@ -7,31 +7,25 @@ from pathlib import Path
 HINT = "Give a directory with config.json and safetensors, a GGUF file, or a hub id like 'org/name'"
 
 
-def checked_model_path(path: str | Path, gguf_file: str | None = None) -> str:
-    """The folder with its ~ written out, or a hub id as it is.
+def checked_model_path(path: str | Path, gguf_file: str | None = None) -> tuple[str, str | None]:
+    """(the folder with its ~ written out, or a hub id as it is; the GGUF file in it, if that is where config, weights and tokenizer are).
 
     Args:
-        gguf_file: which file of the folder holds config, weights and tokenizer.
+        path: also that of a GGUF file itself.
 
     Raises:
         ValueError: it looks like a folder, and is none that holds a model.
     """
-    path, gguf_file = split_gguf(path, gguf_file)
+    if gguf_file is None and str(path).endswith(".gguf"):
+        file = Path(path).expanduser().absolute()
+        path, gguf_file = file.parent, file.name
     name = str(path)
     if not (isinstance(path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1):
-        return name
+        return name, gguf_file
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ValueError(f"no model at {name!r}: not a directory. {HINT}")
     needed = gguf_file or "config.json"
     if not (folder / needed).is_file():
         raise ValueError(f"no model at {name!r}: it has no {needed}. {HINT}")
-    return str(folder)
-
-
-def split_gguf(path: str | Path, gguf_file: str | None = None) -> tuple[str | Path, str | None]:
-    """(folder, file) for the path of a GGUF file; anything else as it is."""
-    if gguf_file is None and str(path).endswith(".gguf"):
-        file = Path(path).expanduser()
-        return file.absolute().parent, file.name
-    return path, gguf_file
+    return str(folder), gguf_file

@@ -26,7 +26,7 @@ def task_of_config(config: Any, embeds: bool) -> Task:
     name = str((getattr(config, "architectures", None) or [""])[0])
     if name.endswith(CLASSIFIER):
         return "classify"
-    return "embed" if embeds or _embeds(name, config) else "generate"
+    return "embed" if embeds or is_encoder(name, config) else "generate"
 
 
 def task_of_model(model: nn.Module) -> Task:
@@ -34,10 +34,10 @@ def task_of_model(model: nn.Module) -> Task:
     name, config = type(model).__name__, getattr(model, "config", None)
     if name.endswith(CLASSIFIER):
         return "classify"
-    return "embed" if config is not None and _embeds(name, config) else "generate"
+    return "embed" if config is not None and is_encoder(name, config) else "generate"
 
 
-def _embeds(name: str, config: Any) -> bool:
+def is_encoder(name: str, config: Any) -> bool:
     """Whether a class is an encoder, with a head for masked words or without."""
     from transformers.models.auto import modeling_auto as known
 
