@@ -215,7 +215,7 @@ def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
     octets = masks.view(torch.uint8).unsqueeze(-1)
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
     forbidden = bits.view(len(guides), -1)[:, :vocabulary] == 0
-    scores[rows] = scores[rows].masked_fill_(forbidden, float("-inf"))
+    scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
 
 
 def _shortened(source: str, most: int = 80) -> str:
