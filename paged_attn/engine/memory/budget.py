@@ -95,7 +95,12 @@ class Needs:
 def _pages_of(groups: Sequence[LayerGroup], num_tokens: int, config: EngineConfig) -> int:
     if not groups:
         return -(-num_tokens // config.page_size)
-    return sum(group.keeps.pages(num_tokens, config.page_size, config.step_tokens) for group in groups)
+    return frames_of_request(groups, num_tokens, config.page_size, config.step_tokens)
+
+
+def frames_of_request(groups: Sequence[LayerGroup], num_tokens: int, page_size: int, step: int = 1) -> int:
+    """Frames that a request of so many tokens takes at most, while its steps compute `step` tokens."""
+    return sum(group.keeps.pages(num_tokens, page_size, step) for group in groups)
 
 
 class MemoryBudget:
