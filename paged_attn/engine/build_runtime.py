@@ -101,16 +101,16 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
 def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> None:
     """Raises UnsupportedError where models that embed are not known to run."""
     if runner.ranks is not None:
-        runner.close()
-        raise UnsupportedError(
-            f"{pooler.body.name} is sharded over {runner.ranks.size} ranks; models that embed or classify run whole on each device"
-        )
-    if config.max_loras:
-        runner.close()
-        raise UnsupportedError(
+        why = f"{pooler.body.name} is sharded over {runner.ranks.size} ranks; models that embed or classify run whole on each device"
+    elif config.max_loras:
+        why = (
             f"max_loras={config.max_loras}: {pooler.body.name} embeds or classifies, and adapters by request are for models "
             "that generate; leave max_loras and loras out, or merge one into the weights (model.merge_and_unload())"
         )
+    else:
+        return
+    runner.close()
+    raise UnsupportedError(why)
 
 
 def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:

@@ -47,13 +47,7 @@ class PatchedRunner:
         follow_generate: what the model computes with position_ids 0, 1, ... is the truth, and not what it computes without any.
         probe: with which backend and pages the self-check runs.
 
-    Attributes:
-        layers: what each attention layer computes, for a KVPool.
-        max_positions: the longest sequence, as the model's config says; None if it does not.
-        length_borders: see `Runner`.
-        max_rows: None; a batch may have any number of rows.
-        runs_as: for people: how the model is called.
-        one_row: False; its matrix products are the model's own.
+    Attributes, besides those of `Runner`:
         takes_logits_rows: the model computes the wanted rows of logits alone; otherwise it computes all, and `forward` picks.
 
     Raises (the model is then as it was):

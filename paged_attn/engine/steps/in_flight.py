@@ -92,14 +92,12 @@ def build_step(
     others = (rows.is_argmax_only[indices[picked]] == 0).nonzero()[0].tolist()
     states = {row: sampling[row].sampling for row in others}
     layout = StepLayout(requests, rows, indices, starts, ends, sampling, picked, states, num_of_prompts)
-    past = num_logits.cumsum() if pools or (wanted < NO_SCORES).any() else None
-    if past is not None:
-        firsts, first_rows = np.maximum(starts, wanted), past - num_logits
-        if pools:
-            layout = layout._replace(pooled=_pooled(requests, starts, ends, samples, first_rows))
-        else:
-            layout = layout._replace(scored=_scored(requests, firsts, ends, first_rows))
+    if pools or (wanted < NO_SCORES).any():
+        past = num_logits.cumsum()
         layout = layout._replace(sample_rows=past[picked] - 1)
+        if pools:
+            return layout._replace(pooled=_pooled(requests, starts, ends, samples, past - num_logits)), columns
+        return layout._replace(scored=_scored(requests, np.maximum(starts, wanted), ends, past - num_logits)), columns
     return layout, columns
 
 

@@ -84,7 +84,7 @@ def _capture_with_opaque_modules(
     loops, blocks = options.passes.experts, dict[str, str]()
 
     def inputs(length: int) -> dict[str, Any]:
-        return _trace_inputs(model, length, positions)
+        return trace_inputs(model, length, positions)
 
     while True:
         try:
@@ -168,7 +168,7 @@ def _runs(model: nn.Module, length: int, positions: bool) -> bool:
     """Whether the model itself takes that many tokens."""
     try:
         with as_served(model):
-            model(**_trace_inputs(model, length, positions))
+            model(**trace_inputs(model, length, positions))
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as error:
@@ -212,7 +212,7 @@ def _capture(
     settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, ignore_logger_methods=messages())
     try:
         with as_served(model), plain_buffers(model), settings, unwrapped_refusals(), no_collections(), no_metrics_log():
-            torch.compile(target, backend=backend, fullgraph=True)(model, _trace_inputs(model, length, positions))
+            torch.compile(target, backend=backend, fullgraph=True)(model, trace_inputs(model, length, positions))
     except _Captured:
         return captured.pop()
     except torch._dynamo.exc.BackendCompilerFailed:
@@ -224,7 +224,7 @@ def _capture(
     raise UnsupportedError(f"{type(model).__name__}.forward computes nothing that torch.compile can capture")
 
 
-def _trace_inputs(model: nn.Module, length: int, positions: bool = True) -> dict[str, Any]:
+def trace_inputs(model: nn.Module, length: int, positions: bool = True) -> dict[str, Any]:
     """Inputs of a call of `length` tokens with T marked; with position_ids where forward may take them and `positions` says so."""
     device = only_device(model)
     rows = torch.arange(length, device=device)
