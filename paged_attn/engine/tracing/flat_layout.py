@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class FlatLayout:
 
     def operands(self, module: nn.Module) -> tuple[Tensor, Tensor, None, None]:
         """w1 [E, n, H], or [E, 2, I, H] of a copy of two matrices, which the pass `experts` makes none of; w2 [E, H, I]."""
-        first, second = [_of_path(module, path) for path in self.first], _of_path(module, self.second)
+        first, second = [attrgetter(path)(module) for path in self.first], attrgetter(self.second)(module)
         hidden, columns = first[0].shape[1], second.shape[1]
         if len(first) == 1:
             w1 = first[0].view(self.experts, -1, hidden)
@@ -49,7 +50,7 @@ class FlatLayout:
 
     def moved(self, module: nn.Module) -> list[Any]:
         """The parameters that must lie in one tensor, in this order."""
-        return [_of_path(module, path) for path in self.first] if len(self.first) > 1 else []
+        return [attrgetter(path)(module) for path in self.first] if len(self.first) > 1 else []
 
 
 def flat_layouts(module: nn.Module) -> list[FlatLayout]:
@@ -88,10 +89,3 @@ def _is_matrix(weight: Any) -> bool:
 
 def _is_hooked(part: nn.Module) -> bool:
     return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
-
-
-def _of_path(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value

@@ -23,7 +23,7 @@ from paged_attn.engine.tracing.looping.common_steps import TwoTapes
 from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlps
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
-from paged_attn.engine.tracing.looping.program import ExpertsSite, Program, evaluated, program_of
+from paged_attn.engine.tracing.looping.program import Evaluation, ExpertsSite, Program, program_of
 from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs
 from paged_attn.engine.tracing.looping.tape import Slot, Tape, mapped
 from paged_attn.engine.tracing.no_collections import no_collections
@@ -134,7 +134,7 @@ class _Proof:
                 undo.enter_context(replaced_forward(module, forward))
             with tape:
                 output = self.call.call(self.block, given)
-        return tape, mapped(_plain(output), lambda value: tape.slot_of(value) if isinstance(value, Tensor) else value), fed
+        return tape, mapped(_plain(output), tape.slot_of), fed
 
     def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
         """Where experts may stand, the last sum first."""
@@ -181,7 +181,7 @@ class _Proof:
             expected = _tensors(_plain(self.call.call(self.block, copies)))
         tensors = [*(each.clone() for each in given), *(self.own[name] for name in program.owned), *self.operands]
         try:
-            got = _tensors(evaluated(program, tensors, logits))
+            got = _tensors(Evaluation(program, logits).run(*tensors))
         except NOT_EXPERTS as error:
             raise NotProved(f"what it does for {TOKENS[0]} rows can not be done for {rows}: {_first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
