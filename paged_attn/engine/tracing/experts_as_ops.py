@@ -24,7 +24,7 @@ from paged_attn.backends.selection.experts import ExpertsSelection, select_exper
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.compiled.kernels_ahead import compile_experts_ahead
 from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
-from paged_attn.engine.tracing.flat_layout import FlatLayout
+from paged_attn.engine.tracing.flat_layout import FlatLayout, Operands
 from paged_attn.engine.tracing.movable_weights import MovableWeights
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts
 from paged_attn.passes.fx.row_layout import MISFITS
@@ -197,7 +197,6 @@ def _softcaps(module: nn.Module) -> list[float]:
     return sorted({float(value) for name, value in numbers if "softcap" in name and value > 0})
 
 
-Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and what the module makes of them
 
 

@@ -11,9 +11,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from paged_attn.engine.tracing.flat_layout import DTYPES, FlatLayout, flat_layouts
+from paged_attn.engine.tracing.flat_layout import DTYPES, FlatLayout, Operands, flat_layouts
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")
 OTHER_KINDS = ("has_post_expert_norm",)  # newer than transformers 5.17
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     transposed: bool
     experts: int
 
-    def operands(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def operands(self, module: nn.Module) -> Operands:
         """w1 [E, n, H] and w2 [E, H, I] as views of the module's weights, and their biases [E, n] and [E, H]."""
         w1, w2 = (getattr(module, name)[: self.experts] for name in (self.first, self.second))
         if self.transposed:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1 [E, n, H], w2 [E, H, I], b1 [E, n] and b2 [E, H]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that backends compute experts in
 
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 import types
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -24,12 +24,11 @@ from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.model.model_output import logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
-from paged_attn.engine.tracing.no_collections import no_collections
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around, on_all_tokens
 from paged_attn.engine.tracing.opaque_modules import ReadsMask, modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
-from paged_attn.engine.tracing.plain_buffers import plain_buffers
-from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, messages, no_metrics_log, not_traced
+from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced
+from paged_attn.engine.tracing.while_tracing import messages, no_collections, no_metrics_log, plain_buffers
 from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.stopwatch import part
@@ -89,9 +88,7 @@ def _capture_with_opaque_modules(
     while True:
         try:
             experts = experts_as_ops(model, options.experts_backend) if options.passes.experts else nullcontext()
-            looping: AbstractContextManager[dict[str, str]] = nullcontext({})
-            if loops:
-                looping = looping_experts_as_ops(model, inputs, options.experts_backend)
+            looping = looping_experts_as_ops(model, inputs, options.experts_backend) if loops else nullcontext(dict[str, str]())
             fakes = unknown.told() if unknown else nullcontext()
             with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes, on_all_tokens(model, on_all):
                 return _capture_all_lengths(model, options, positions)

@@ -17,16 +17,17 @@ from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart
+from paged_attn.engine.tracing.flat_layout import Operands
 from paged_attn.engine.tracing.looping.branches import refuse_other_branches
 from paged_attn.engine.tracing.looping.calls import BlockCall
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
-from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlps
+from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, expert_mlps
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
 from paged_attn.engine.tracing.looping.program import Evaluation, ExpertsSite, Program, program_of
 from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs
 from paged_attn.engine.tracing.looping.tape import Slot, Tape, mapped
-from paged_attn.engine.tracing.no_collections import no_collections
+from paged_attn.engine.tracing.while_tracing import no_collections
 from paged_attn.hashing.code_files import executed_files
 
 TOKENS = (37, 53)  # of the tapes: few other numbers are multiples of them
