@@ -28,7 +28,7 @@ from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.memory.budget import MemoryBudget
 from paged_attn.engine.memory.grouped_kv import kv_manager
-from paged_attn.engine.memory.model_limits import ModelLimits
+from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.output_processor import EngineStats, OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.requests.pooled_rows import PooledRows

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.engine.memory.model_limits import ModelLimits
+from paged_attn.engine.model.model_limits import ModelLimits
 from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, MarkedDecoder, TokenDecoder, WholeText
 from paged_attn.engine.requests.pooled_rows import Pooled
 from paged_attn.engine.requests.pooling_params import PoolingParams

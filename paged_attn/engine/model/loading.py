@@ -17,8 +17,7 @@ from paged_attn.attn_ops.install_line import install_line
 from paged_attn.backends.devices import default_device
 from paged_attn.capture.graphs.progress import asked, bar
 from paged_attn.engine.model.auto_class import auto_class
-from paged_attn.engine.model.load_options import LoadOptions
-from paged_attn.engine.model.model_path import checked_model_path
+from paged_attn.engine.model.load_options import LoadOptions, checked_model_path
 from paged_attn.engine.model.task import Task, task_of_config
 from paged_attn.engine.model.whole_checkpoint import refuse_random_weights, what_is_broken
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, embedding_defaults, has_modules

@@ -26,7 +26,7 @@ from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal
+from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal, refuse_both_directions
 from paged_attn.engine.model.model_output import check_output
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
@@ -181,12 +181,8 @@ class ModelRunner:
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
             raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
-        acausal = [spec.module for spec in self.compiled.specs if not spec.causal]
-        if acausal and not isinstance(self.model, Body):
-            raise UnsupportedError(
-                f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
-                "this model can not generate token by token"
-            )
+        if not isinstance(self.model, Body):
+            refuse_both_directions(self.compiled.specs)
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row

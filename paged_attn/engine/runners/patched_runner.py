@@ -21,7 +21,7 @@ from paged_attn.check.hooked import HookedServed, Taps
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import _check_layers
-from paged_attn.engine.model.causality import OF_ALL_TOKENS, refuse_acausal
+from paged_attn.engine.model.causality import OF_ALL_TOKENS, refuse_acausal, refuse_both_directions
 from paged_attn.engine.model.model_output import check_output
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.engine.tracing.trace_model import call_model, only_device
@@ -91,7 +91,7 @@ class PatchedRunner:
                         refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
                     raise
                 self.layers = patched.layers
-                self._refuse_acausal()
+                refuse_both_directions(patched.layers)
                 if options.self_check:
                     self._check_numbering()
                 self.takes_logits_rows = self._keeps_chosen_rows()
@@ -167,13 +167,6 @@ class PatchedRunner:
         if context.pool.layers is not self._accepted:
             _check_layers(self.layers, context.pool.layers)
             self._accepted = context.pool.layers
-
-    def _refuse_acausal(self) -> None:
-        if acausal := [spec.module for spec in self.layers if not spec.causal]:
-            raise UnsupportedError(
-                f"{acausal[0]} attends in both directions, so that a later token would change earlier ones: "
-                "this model can not generate token by token"
-            )
 
     def _check_numbering(self) -> None:
         """Called without position_ids the model means 0, 1, ..., which is what a batch has."""
