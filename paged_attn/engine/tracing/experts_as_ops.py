@@ -23,9 +23,7 @@ from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.compiled.kernels_ahead import compile_experts_ahead
-from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
-from paged_attn.engine.tracing.flat_layout import FlatLayout, Operands
-from paged_attn.engine.tracing.movable_weights import MovableWeights
+from paged_attn.engine.tracing.experts_layout import FlatLayout, Layout, MovableWeights, Operands, layouts_of
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts
 from paged_attn.passes.fx.row_layout import MISFITS
 

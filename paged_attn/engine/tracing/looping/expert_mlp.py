@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart, known_gates
-from paged_attn.engine.tracing.flat_layout import Operands
+from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.tape import Tape
 
