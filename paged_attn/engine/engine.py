@@ -373,7 +373,7 @@ class Engine:
         running, requests = self.scheduler.running, scheduled.requests
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
         checkpoints = self.kv.take_checkpoints(requests, scheduled.counts.tolist()) if self.states is not None else {}
-        parts, columns = build_step(
+        layout, columns = build_step(
             scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None, checkpoints, self.kv.frames
         )
         self.last_scheduled = requests
@@ -386,9 +386,9 @@ class Engine:
             with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
                 output = steps.run(step)
                 self.stats.model_seconds += time.perf_counter() - before_model
-                scores = PromptScores(output.logits, [tokens for _, tokens in parts.scored]) if parts.scored else None
-                pooled = PooledRows(output.logits, [part for _, part in parts.pooled]) if parts.pooled else None
-                chosen = self._choose(output, parts) if parts.sampling else None
+                scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None
+                pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
+                chosen = self._choose(output, layout) if layout.sampling else None
         except BaseException:
             with self.kv.advanced_states(requests):
                 try:
@@ -397,18 +397,18 @@ class Engine:
                     self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers), scores, pooled).begin())
+        self._in_flight.append(InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled).begin())
         if self.states is not None:
             self.kv.keep_states(requests)
         self.stats.steps += 1
-        self.stats.prompt_tokens += parts.num_of_prompts
+        self.stats.prompt_tokens += layout.num_of_prompts
         return True
 
-    def _choose(self, output: StepOutput, parts: StepLayout) -> SamplerOutput:
-        if parts.sample_rows is not None:
-            rows = on_device(parts.sample_rows.tolist(), output.logits.device)
+    def _choose(self, output: StepOutput, layout: StepLayout) -> SamplerOutput:
+        if layout.sample_rows is not None:
+            rows = on_device(layout.sample_rows.tolist(), output.logits.device)
             output = StepOutput(output.logits.index_select(0, rows), None)
-        chosen = self.sampler.choose(output.logits, parts.states, output.tail)
+        chosen = self.sampler.choose(output.logits, layout.states, output.tail)
         if chosen.tokens is not output.tail:
             self.steps.future_tokens.store(chosen.tokens)
         return chosen

@@ -80,7 +80,8 @@ class PoolingCalls:
             tokens = [pair_tokens(self.tokenizer, *pair) for pair in plan.prompts]
         else:
             tokens = [PairTokens(self._token_ids(prompt), None) for prompt in plan.prompts]
-        asked = [(ids, [plan.params if types is None else replace(plan.params, token_types=types)], {}) for ids, types in tokens]
+        params = [plan.params if types is None else replace(plan.params, token_types=types) for _, types in tokens]
+        asked = [(ids, [each], dict[str, Any]()) for (ids, _), each in zip(tokens, params, strict=True)]
         requests = self._queue(asked, namespace=namespace, priority=priority)
         self._finish(requests, progress=False)
         return plan.read(requests)
