@@ -20,7 +20,7 @@ from paged_attn.chat.several import Chats, chat_events
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.model.load_options import LoadOptions
-from paged_attn.engine.model.task import Task, checked_task, task_of_model
+from paged_attn.engine.model.task import Task, checked_task, task_of
 from paged_attn.engine.pooling.calls import PoolingCalls
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
@@ -107,7 +107,7 @@ class LLM(PoolingCalls):
                 tokenizer = load_tokenizer(own, options)
             assert isinstance(model, nn.Module)
             self.tokenizer = tokenizer
-            task = task_of_model(model) if task == "auto" else task
+            task = task_of(type(model).__name__, getattr(model, "config", None)) if task == "auto" else task
             self.engine = Engine(model if task == "generate" else Pooler.of(model, task, defaults), tokenizer, config)
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
