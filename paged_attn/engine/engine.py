@@ -252,22 +252,12 @@ class Engine:
 
     @in_plain_modes
     def load_lora(self, name: str, source: Any) -> None:
-        """Let requests choose an adapter by this name from now on; steps that run meanwhile are not held up.
-
-        Args:
-            source: the folder that `save_pretrained` of a PeftModel wrote, or a PeftModel.
-
-        Raises:
-            ValueError, UnsupportedError, TypeError: see `LoraPool.load`; or there is no room for adapters at all.
-        """
+        """As `LLM.load_lora`; steps that run meanwhile are not held up. Raises as `LoraPool.load` does, or ValueError: there is no room for
+        adapters at all."""
         self._adapters().load(name, source)
 
     def unload_lora(self, name: str) -> None:
-        """Forget an adapter; its place is free for another.
-
-        Raises:
-            ValueError: it is not loaded, or requests that have not finished use it.
-        """
+        """As `LLM.unload_lora`; its slot is free for another."""
         adapter = self._adapters().of(name)
         if users := [request.id for request in self.requests.values() if request.lora == name]:
             raise ValueError(

@@ -93,7 +93,7 @@ class OutputProcessor:
                     request.tokens.append(token_id)
                     pending((request.id, token_id))
                 else:
-                    pending(self.accept(request, known or SampledToken(token_id, None, None)))
+                    pending(self.accept(request, known or SampledToken(token_id)))
         finally:
             self.stats.new_tokens += num_plain
 

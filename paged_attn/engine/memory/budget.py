@@ -193,7 +193,7 @@ class MemoryBudget:
         kept = config.state_snapshots if config.prefix_cache else 0
         if kept is None and not chunks:
             kept = 0
-        memory, fit, full = self._bytes(), 0, 0
+        memory, full = self._bytes(), 0
         if config.num_pages is not None:
             memory = max(memory - self._configured_pages(config.num_pages) * needs.page, memory * BESIDE_PAGES)
             fit = int(memory // needs.slot)

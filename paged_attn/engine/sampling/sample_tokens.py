@@ -27,18 +27,14 @@ def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
 
 def sample_with_torch(logits: Tensor, of: SamplingTensors) -> Tensor:
     """`sample_tokens` in PyTorch's operations, with a sort where top-k or top-p is asked for."""
-    scores = at_temperature(logits.index_select(0, of.rows).float(), of.temperature)
+    scores = logits.index_select(0, of.rows).float() / of.temperature.unsqueeze(-1)
+    scores.clamp_(max=torch.finfo(torch.float32).max)  # finite where the logits are
     if of.first_limited < len(scores):
         forbid_unlikely(scores[of.first_limited :], of)
     if of.min_p is not None:
         shares = scores.softmax(-1)
         scores.masked_fill_(shares < of.min_p.unsqueeze(-1) * shares.amax(-1, keepdim=True), -torch.inf)
     return sample_from_all(scores, of.uniform)
-
-
-def at_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
-    """scores [N, V] float32, temperature [N] -> [N, V], finite where scores are."""
-    return (scores / temperature.unsqueeze(-1)).clamp_(max=torch.finfo(torch.float32).max)
 
 
 def forbid_unlikely(scores: Tensor, of: SamplingTensors) -> None:

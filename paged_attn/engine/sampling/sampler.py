@@ -80,7 +80,9 @@ class Sampler:
         rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn, drawn from the likely ones
         states = [all_states[row] for row in rows]
         counting = [number for number, state in enumerate(states) if state.counts_tokens]
-        count_rows = self._counts_for(logits).rows_of([states[number] for number in counting]) if counting else []
+        if counting and self._counts is None:
+            self._counts = TokenCounts(logits.shape[-1], logits.device)
+        count_rows = self._counts.rows_of([states[number] for number in counting]) if self._counts is not None else []
         edited = any(state.edits_logits for state in states)
         numbers = _Numbers.of(rows, states, counting, count_rows, edited, logits)
         source, most_likely = logits, best
@@ -118,11 +120,6 @@ class Sampler:
         if guided:
             forbid_others(scores, guided)
         return scores
-
-    def _counts_for(self, logits: Tensor) -> TokenCounts:
-        if self._counts is None:
-            self._counts = TokenCounts(logits.shape[-1], logits.device)
-        return self._counts
 
 
 def greedy_sample(logits: Tensor) -> Tensor:

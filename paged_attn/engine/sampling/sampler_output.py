@@ -19,8 +19,8 @@ class SampledToken(NamedTuple):
     """
 
     token_id: int
-    logprob: float | None
-    top_logprobs: tuple[tuple[int, float], ...] | None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
 
 
 class ChosenTokens(NamedTuple):

@@ -103,7 +103,7 @@ def layouts_of(module: nn.Module) -> Sequence[Layout | FlatLayout]:
         return []
     if all(hasattr(module, flag) for flag in FLAGS):
         return _by_flags(module)
-    return (_by_shapes(module) or _by_matrices(module)) if _num_arguments(module) == 3 else []
+    return (_by_shapes(module) or _by_matrices(module)) if len(inspect.signature(module.forward).parameters) == 3 else []
 
 
 def _by_flags(module: Any) -> list[Layout]:
@@ -137,10 +137,6 @@ def _by_shapes(module: nn.Module) -> list[Layout]:
 def is_stacked(weight: Any) -> bool:
     """Whether it is a dense parameter with a matrix for each expert, in a type that backends compute in."""
     return type(weight) is nn.Parameter and weight.dim() == 3 and weight.is_floating_point() and weight.dtype in DTYPES
-
-
-def _num_arguments(module: nn.Module) -> int:
-    return len(inspect.signature(module.forward).parameters)
 
 
 def _by_matrices(module: nn.Module) -> list[FlatLayout]:

@@ -88,10 +88,7 @@ class TwoTapes:
     def _same_slot(self, one: Slot, two: Slot) -> Slot:
         """Of one name, or made by steps that are as far from the start, or from the end."""
         origins = [tape.origin[slot.index] for tape, slot in zip(self.tapes, (one, two), strict=True)]
-        from_end = [self._from_end(tape, origin) for tape, origin in enumerate(origins)]
+        from_end = [(len(tape.steps) - o[0], o[1]) if isinstance(o, tuple) else None for tape, o in zip(self.tapes, origins, strict=True)]
         if origins[0] == origins[1] or (from_end[0] is not None and from_end[0] == from_end[1]):
             return one
         raise _Differs(f"{origins[0]} and {origins[1]}")
-
-    def _from_end(self, tape: int, origin: str | tuple[int, int] | None) -> tuple[int, int] | None:
-        return (len(self.tapes[tape].steps) - origin[0], origin[1]) if isinstance(origin, tuple) else None
