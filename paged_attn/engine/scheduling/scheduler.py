@@ -254,7 +254,7 @@ class Scheduler:
         self._stop(request, share=request.num_sampled > 0)
         request.take_length()
         self.running.remove(request)
-        self.waiting.append_preempted(request)
+        self.waiting.append(request, ran_before=True)
 
     def remove(self, request: Request, *, share: bool) -> None:
         """Forget a request, running or waiting, and free what it holds."""

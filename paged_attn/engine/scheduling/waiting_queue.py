@@ -102,15 +102,9 @@ class WaitingQueue:
         """The priority of `next`; None if nobody can be next."""
         return self._priorities[0] if self._priorities else None
 
-    def append(self, request: Request) -> None:
-        """Add a new request."""
-        self._since[request] = time.perf_counter()
-        self.count_of[request.tenant] += 1
-        self._enter(request)
-
-    def append_preempted(self, request: Request) -> None:
-        """Add a request that ran: it goes before all others of its priority that did not."""
-        self._since[request] = None
+    def append(self, request: Request, *, ran_before: bool = False) -> None:
+        """Add a request; one that ran before goes before all others of its priority that did not."""
+        self._since[request] = None if ran_before else time.perf_counter()
         self.count_of[request.tenant] += 1
         self._enter(request)
 

@@ -67,6 +67,9 @@ class StepRunner:
     Captured steps read their inputs from `buffers`; logits of a captured step are overwritten by the next one.
     """
 
+    pool: KVPool  # that of the last `use`, which comes before any step or capture
+    backend: AttentionBackend
+
     def __init__(
         self,
         runner: Runner,
@@ -90,8 +93,6 @@ class StepRunner:
         self.page_size = page_size
         self.future_tokens = future_tokens or FutureTokens(max(settings.max_requests, MIN_ROWS), runner.device)
         self.one_row, self.lora_slots = one_row or OneRowCheck(runner), lora_slots
-        self.pool: KVPool | None = None
-        self.backend: AttentionBackend | None = None
         self.graphs: GraphSet | None = None
         self.buffers: StepBuffers | None = None
         self._pointer_check: PointerCheck | None = None
@@ -161,7 +162,7 @@ class StepRunner:
 
     def _prepared(self, requests: RequestColumns, num_logits: int) -> Step | None:
         """The step for a captured shape, or None if none holds it."""
-        assert self.graphs is not None and self.backend is not None and self.pool is not None
+        assert self.graphs is not None
         device = self.runner.device
         size = self._full.fit(len(requests))
         if size is not None and requests.all_decode:
@@ -203,14 +204,13 @@ class StepRunner:
             self.graphs.clear()
 
     def _capture_specs(self) -> CaptureSpecs:
-        assert self.pool is not None and self.backend is not None and self.buffers is not None
+        assert self.buffers is not None
         return CaptureSpecs(
             self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.future_tokens,
             self.one_row, self.lora_slots,
         )  # fmt: skip
 
     def _replay(self, batch: Batch, captured: Captured) -> Output:
-        assert self.pool is not None and self.backend is not None
         segments, backend, plan = captured.segments, self.backend, None
         if captured.key.mode == "full":
             backend, plan = captured.state.backend, captured.state.plan
@@ -225,7 +225,6 @@ class StepRunner:
         return output
 
     def _uncaptured(self, batch: Batch) -> Output:
-        assert self.pool is not None and self.backend is not None
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
             return forward(self.runner, batch, self.tail, self.future_tokens)
 
