@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -178,16 +179,16 @@ def ready_to_step(
     max_pages = _max_pages(runner, config, num_pages, groups)
     longest = runner.max_positions or max_pages * config.page_size
     settings = capture_settings(config, runner.one_row, longest)
-    num_groups = max(len(groups), 1)
-    steps = StepRunner(runner, settings, recorder, config.page_size, max_pages, recurrent, tail, num_groups=num_groups)
+    step_runner = partial(
+        StepRunner, recorder=recorder, page_size=config.page_size, max_pages=max_pages, recurrent=recurrent, tail=tail,
+        num_groups=max(len(groups), 1),
+    )  # fmt: skip
+    steps = step_runner(runner, settings)
     lora_steps = None
     if with_adapters is not None:
         settings = capture_settings(config, with_adapters.one_row, longest)
         slots = LoraSlots(max(settings.max_rows, settings.max_requests), settings.max_requests, runner.device)
-        lora_steps = StepRunner(
-            with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, steps.one_row, slots,
-            num_groups,
-        )  # fmt: skip
+        lora_steps = step_runner(with_adapters, settings, future_tokens=steps.future_tokens, one_row=steps.one_row, lora_slots=slots)
     both = [steps] if lora_steps is None else [steps, lora_steps]
     kept_free = 0
     for each in both:
