@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paged_attn.engine.requests.marked_decoder import special_ids
+from paged_attn.engine.requests.detokenizer import special_ids
 
 
 def overlap(text: str, marks: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from paged_attn.chat.marks import kept_ids
 from paged_attn.chat.messages import plain_messages
 from paged_attn.chat.template import reads_tools, rendered, template_text
 from paged_attn.chat.tools import Tool, ToolChoice, checked_choice, checked_tools
-from paged_attn.engine.requests.marked_decoder import special_ids
+from paged_attn.engine.requests.detokenizer import special_ids
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -34,8 +35,7 @@ from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.runners.patched_runner import PatchedRunner
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.sampling.sampler import greedy_sample
-from paged_attn.engine.steps.capture_progress import show_progress
-from paged_attn.engine.steps.capture_settings import CaptureSettings
+from paged_attn.engine.steps.capture_specs import CaptureSettings
 from paged_attn.engine.steps.step_runner import StepRunner
 from paged_attn.engine.tracing.trace_model import only_device
 from paged_attn.parallel.local_model import is_cut, served_locally
@@ -102,16 +102,16 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
 def refuse_for_pooling(runner: Runner, pooler: Pooler, config: EngineConfig) -> None:
     """Raises UnsupportedError where models that embed are not known to run."""
     if runner.ranks is not None:
-        runner.close()
-        raise UnsupportedError(
-            f"{pooler.body.name} is sharded over {runner.ranks.size} ranks; models that embed or classify run whole on each device"
-        )
-    if config.max_loras:
-        runner.close()
-        raise UnsupportedError(
+        why = f"{pooler.body.name} is sharded over {runner.ranks.size} ranks; models that embed or classify run whole on each device"
+    elif config.max_loras:
+        why = (
             f"max_loras={config.max_loras}: {pooler.body.name} embeds or classifies, and adapters by request are for models "
             "that generate; leave max_loras and loras out, or merge one into the weights (model.merge_and_unload())"
         )
+    else:
+        return
+    runner.close()
+    raise UnsupportedError(why)
 
 
 def _refuse_adapters(model: nn.Module, config: EngineConfig, is_sharded: bool) -> None:
@@ -179,23 +179,23 @@ def ready_to_step(
     max_pages = _max_pages(runner, config, num_pages, groups)
     longest = runner.max_positions or max_pages * config.page_size
     settings = capture_settings(config, runner.one_row, longest)
-    num_groups = max(len(groups), 1)
-    steps = StepRunner(runner, settings, recorder, config.page_size, max_pages, recurrent, tail, num_groups=num_groups)
+    step_runner = partial(
+        StepRunner, recorder=recorder, page_size=config.page_size, max_pages=max_pages, recurrent=recurrent, tail=tail,
+        num_groups=max(len(groups), 1),
+    )  # fmt: skip
+    steps = step_runner(runner, settings)
     lora_steps = None
     if with_adapters is not None:
         settings = capture_settings(config, with_adapters.one_row, longest)
         slots = LoraSlots(max(settings.max_rows, settings.max_requests), settings.max_requests, runner.device)
-        lora_steps = StepRunner(
-            with_adapters, settings, recorder, config.page_size, max_pages, recurrent, tail, steps.future_tokens, steps.one_row, slots,
-            num_groups,
-        )  # fmt: skip
+        lora_steps = step_runner(with_adapters, settings, future_tokens=steps.future_tokens, one_row=steps.one_row, lora_slots=slots)
     both = [steps] if lora_steps is None else [steps, lora_steps]
     kept_free = 0
     for each in both:
         if each.graphs is not None:
             scratch = make_pool(SCRATCH_PAGES)
             each.use(scratch, select(scratch).backend)
-            each.capture_pieces(show_progress(each.graphs, "piecewise" if each is steps else "piecewise, with adapters"))
+            each.capture_pieces()
             kept_free += each.full_bytes()
     pool = make_pool(num_pages(kept_free))
     selection = select(pool)
@@ -204,7 +204,7 @@ def ready_to_step(
     for each in both:
         each.use(pool, selection.backend)
         if each.graphs is not None:
-            each.capture_full(show_progress(each.graphs, "decode steps" if each is steps else "decode steps, with adapters"))
+            each.capture_full()
             for line in each.report().lines():
                 logger.info("%s", line.strip())
     return steps, lora_steps, pool, selection

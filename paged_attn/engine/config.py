@@ -19,7 +19,7 @@ from paged_attn.engine.setting_names import (
     SAME_SETTING,
     renamed,
     warn_of_unknown_variables,
-    what_instead,
+    with_hint,
 )
 from paged_attn.passes.optional import check_disabled
 
@@ -231,9 +231,8 @@ def _with_old_names_too(self: EngineConfig, *args: Any, **given: Any) -> None:
     settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in renamed(given).items()}
     known = [setting.name for setting in fields(EngineConfig)]
     if unknown := sorted(settings.keys() - set(known)):
-        hints = [what_instead(name, [*known, *SAME_SETTING, *OF_LLM], {**INTO_PARAMS, **OTHER_SETTING}) for name in unknown]
-        names = ", ".join(f"{name!r} ({hint})" if hint else repr(name) for name, hint in zip(unknown, hints, strict=True))
-        raise ValueError(f"unknown engine setting {names}; known: {', '.join(known)}")
+        names = [with_hint(name, [*known, *SAME_SETTING, *OF_LLM], {**INTO_PARAMS, **OTHER_SETTING}) for name in unknown]
+        raise ValueError(f"unknown engine setting {', '.join(names)}; known: {', '.join(known)}")
     _with_new_names(self, *args, **settings)
 
 

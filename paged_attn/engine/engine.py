@@ -23,14 +23,13 @@ from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.build_runtime import lora_runner, make_runner, ready_to_step, refuse_for_pooling
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.generation_config import default_params
 from paged_attn.engine.input_processor import InputProcessor
 from paged_attn.engine.lora.lora_pool import LoraPool
 from paged_attn.engine.memory.budget import MemoryBudget
 from paged_attn.engine.memory.grouped_kv import kv_manager
-from paged_attn.engine.memory.model_limits import ModelLimits
-from paged_attn.engine.output_processor import OutputProcessor
+from paged_attn.engine.model.model_limits import ModelLimits
+from paged_attn.engine.output_processor import EngineStats, OutputProcessor
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.requests.pooled_rows import PooledRows
 from paged_attn.engine.requests.pooling_params import PoolingParams
@@ -253,22 +252,12 @@ class Engine:
 
     @in_plain_modes
     def load_lora(self, name: str, source: Any) -> None:
-        """Let requests choose an adapter by this name from now on; steps that run meanwhile are not held up.
-
-        Args:
-            source: the folder that `save_pretrained` of a PeftModel wrote, or a PeftModel.
-
-        Raises:
-            ValueError, UnsupportedError, TypeError: see `LoraPool.load`; or there is no room for adapters at all.
-        """
+        """As `LLM.load_lora`; steps that run meanwhile are not held up. Raises as `LoraPool.load` does, or ValueError: there is no room for
+        adapters at all."""
         self._adapters().load(name, source)
 
     def unload_lora(self, name: str) -> None:
-        """Forget an adapter; its place is free for another.
-
-        Raises:
-            ValueError: it is not loaded, or requests that have not finished use it.
-        """
+        """As `LLM.unload_lora`; its slot is free for another."""
         adapter = self._adapters().of(name)
         if users := [request.id for request in self.requests.values() if request.lora == name]:
             raise ValueError(
@@ -374,7 +363,7 @@ class Engine:
         running, requests = self.scheduler.running, scheduled.requests
         under_way = self._in_flight[-1].number if self._in_flight else NONE_UNDER_WAY
         checkpoints = self.kv.take_checkpoints(requests, scheduled.counts.tolist()) if self.states is not None else {}
-        parts, columns = build_step(
+        layout, columns = build_step(
             scheduled, running.rows, running.indices(requests), under_way, self.pooler is not None, checkpoints, self.kv.frames
         )
         self.last_scheduled = requests
@@ -387,9 +376,9 @@ class Engine:
             with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
                 output = steps.run(step)
                 self.stats.model_seconds += time.perf_counter() - before_model
-                scores = PromptScores(output.logits, [tokens for _, tokens in parts.scored]) if parts.scored else None
-                pooled = PooledRows(output.logits, [part for _, part in parts.pooled]) if parts.pooled else None
-                chosen = self._choose(output, parts) if parts.sampling else None
+                scores = PromptScores(output.logits, [tokens for _, tokens in layout.scored]) if layout.scored else None
+                pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
+                chosen = self._choose(output, layout) if layout.sampling else None
         except BaseException:
             with self.kv.advanced_states(requests):
                 try:
@@ -398,18 +387,18 @@ class Engine:
                     self._restart([request for request in requests if request.finish_reason is None])
             self.last_scheduled = requests
             raise
-        self._in_flight.append(InFlightStep(parts, chosen, next(self._step_numbers), scores, pooled).begin())
+        self._in_flight.append(InFlightStep(layout, chosen, next(self._step_numbers), scores, pooled).begin())
         if self.states is not None:
             self.kv.keep_states(requests)
         self.stats.steps += 1
-        self.stats.prompt_tokens += parts.num_of_prompts
+        self.stats.prompt_tokens += layout.num_of_prompts
         return True
 
-    def _choose(self, output: StepOutput, parts: StepLayout) -> SamplerOutput:
-        if parts.sample_rows is not None:
-            rows = on_device(parts.sample_rows.tolist(), output.logits.device)
+    def _choose(self, output: StepOutput, layout: StepLayout) -> SamplerOutput:
+        if layout.sample_rows is not None:
+            rows = on_device(layout.sample_rows.tolist(), output.logits.device)
             output = StepOutput(output.logits.index_select(0, rows), None)
-        chosen = self.sampler.choose(output.logits, parts.states, output.tail)
+        chosen = self.sampler.choose(output.logits, layout.states, output.tail)
         if chosen.tokens is not output.tail:
             self.steps.future_tokens.store(chosen.tokens)
         return chosen

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.engine.memory.model_limits import ModelLimits
-from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, TokenDecoder, WholeText
-from paged_attn.engine.requests.marked_decoder import MarkedDecoder
+from paged_attn.engine.model.model_limits import ModelLimits
+from paged_attn.engine.requests.detokenizer import IncrementalDetokenizer, MarkedDecoder, WholeText
 from paged_attn.engine.requests.pooled_rows import Pooled
 from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Request
@@ -94,7 +93,11 @@ class InputProcessor:
         forbidden = Forbidden(stop, params.min_tokens, words) if params.min_tokens or words else None
         decoder = MarkedDecoder(self.tokenizer, kept_tokens) if kept_tokens else self.tokenizer
         text_at_end = not params.stop and (text_at_end or decoder is None)
-        text = WholeText(decoder, tokens, params.skip_special_tokens) if text_at_end else _detokenizer(decoder, params)
+        skip = params.skip_special_tokens
+        text: WholeText | IncrementalDetokenizer = WholeText(decoder, tokens, skip)
+        if not text_at_end:
+            include_stop = params.include_stop_str_in_output
+            text = IncrementalDetokenizer(decoder, params.stop, skip, include_stop=include_stop, min_tokens=params.min_tokens)
         request = Request(
             id=request_id, prompt_token_ids=ids, params=params, stop_token_ids=stop, max_new_tokens=max_new, tokens=tokens,
             sampling=SamplingState(params, tokens, guide, forbidden), detokenizer=text, arrival=arrival, namespace=namespace, tenant=tenant,
@@ -132,9 +135,3 @@ class InputProcessor:
 def _union(ids: tuple[int, ...], more: frozenset[int]) -> frozenset[int]:
     """One for all requests that want the same."""
     return more.union(ids)
-
-
-def _detokenizer(decoder: TokenDecoder | None, params: SamplingParams) -> IncrementalDetokenizer:
-    return IncrementalDetokenizer(
-        decoder, params.stop, params.skip_special_tokens, include_stop=params.include_stop_str_in_output, min_tokens=params.min_tokens
-    )

@@ -6,9 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,23 +19,18 @@ from paged_attn.chat.completion import ChatCompletion, ChatEvent
 from paged_attn.chat.several import Chats, chat_events
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.generation_config import as_params
 from paged_attn.engine.model.load_options import LoadOptions
-from paged_attn.engine.model.task import Task, checked_task, task_of_model
+from paged_attn.engine.model.task import Task, checked_task, task_of
 from paged_attn.engine.pooling.calls import PoolingCalls
 from paged_attn.engine.pooling.pooler import Pooler
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
+from paged_attn.engine.prompts import Loras, Params, Prompt, as_list, loras_of_each, one_of, params_of_each
+from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Completion, FinishReason, Request, TokenEvent
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import tells_names
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
-Prompt = str | Sequence[int]
 LORAS = 8  # room for adapters where some are given and max_loras is not
-Params: TypeAlias = "SamplingParams | GenerationConfig"
-Loras: TypeAlias = "str | Sequence[str | None] | None"
 
 
 class LLM(PoolingCalls):
@@ -62,6 +56,8 @@ class LLM(PoolingCalls):
 
     Calls may come from several threads; they share the engine's batches.
     """
+
+    engine: Engine
 
     def __init__(
         self,
@@ -111,7 +107,7 @@ class LLM(PoolingCalls):
                 tokenizer = load_tokenizer(own, options)
             assert isinstance(model, nn.Module)
             self.tokenizer = tokenizer
-            task = task_of_model(model) if task == "auto" else task
+            task = task_of(type(model).__name__, getattr(model, "config", None)) if task == "auto" else task
             self.engine = Engine(model if task == "generate" else Pooler.of(model, task, defaults), tokenizer, config)
         self._lock = threading.RLock()
         self._inboxes: dict[str, deque[TokenEvent]] = {}
@@ -146,7 +142,8 @@ class LLM(PoolingCalls):
                 finite (then the others of this call are cancelled).
         """
         requests = self._add(prompts, one_of(params, sampling_params), namespace, priority, streamed=False, lora=lora)
-        return self._completions(requests, progress)
+        self._finish(requests, progress)
+        return [Completion.of(request) for request in requests]
 
     def chat(
         self,
@@ -187,8 +184,8 @@ class LLM(PoolingCalls):
         }  # fmt: skip
         chats = self._chats(messages, settings, one_of(params, sampling_params))
         requests = self._add(chats.texts, chats.params, namespace, priority, streamed=False, forms=chats.forms, lora=lora)
-        completions = self._completions(requests, progress)
-        return [ChatCompletion.read(completion, chats.forms[completion.index]) for completion in completions]
+        self._finish(requests, progress)
+        return [ChatCompletion.read(Completion.of(request), chats.forms[request.index]) for request in requests]
 
     def stream_chat(
         self,
@@ -213,8 +210,8 @@ class LLM(PoolingCalls):
     def _chats(self, messages: Sequence[Any], settings: Mapping[str, Any], params: Any) -> Chats:
         return Chats.of(self.tokenizer, messages, settings, lambda count: self._params(params, count))
 
-    def _completions(self, requests: list[Request], progress: bool | None) -> list[Completion]:
-        """Of requests that were added, when all of them have ended; raises as `generate` does."""
+    def _finish(self, requests: list[Request], progress: bool | None) -> None:
+        """Step until requests that were queued have ended; raises as `generate` does."""
         try:
             with showing(progress), bar(total=len(requests), what="prompts", unit="prompt", delay=0.0 if progress else 1.0) as shown:
                 while any(r.finish_reason is None for r in requests):
@@ -225,7 +222,6 @@ class LLM(PoolingCalls):
             self._raise_errors(requests)  # another thread may have run the last step
         finally:
             self._drop(requests)
-        return [Completion.of(request) for request in requests]
 
     @tells_names("LLM.stream", INTO_PARAMS)
     def stream(
@@ -365,21 +361,32 @@ class LLM(PoolingCalls):
         ids = [self._token_ids(prompt, is_chat=forms is not None) for prompt in listed]
         loras = loras_of_each(lora, len(listed))
         kept = [frozenset[int]()] * len(listed) if forms is None else [form.kept for form in forms]
+        own = [
+            {"prompt": prompt if isinstance(prompt, str) else None, "kept_tokens": tokens, "lora": name}
+            for prompt, tokens, name in zip(listed, kept, loras, strict=True)
+        ]
+        asked = list(zip(ids, [each.answers() for each in taken], own, strict=True))
+        return self._queue(asked, streamed, namespace=namespace, priority=priority)
+
+    def _queue(
+        self,
+        asked: Sequence[tuple[Sequence[int], Sequence[SamplingParams | PoolingParams], Mapping[str, Any]]],
+        streamed: bool = False,
+        **of_all: Any,
+    ) -> list[Request]:
+        """Add requests to the engine, all or none: of each prompt its tokens, the params of each answer to it, and what else
+        `Engine.add_request` takes, as `of_all` is for all of them."""
         requests: list[Request] = []
         with self._lock, ExitStack() as undo:
             undo.callback(self._drop, requests)
             try:
-                for index, (prompt, tokens, each, kept_tokens, name) in enumerate(zip(listed, ids, taken, kept, loras, strict=True)):
-                    text = prompt if isinstance(prompt, str) else None
-                    for number, answer in enumerate(each.answers()):
-                        added = self.engine.add_request(
-                            tokens, answer, namespace=namespace, prompt=text, priority=priority, text_at_end=not streamed,
-                            kept_tokens=kept_tokens, lora=name,
-                        )  # fmt: skip
+                for index, (tokens, answers, own) in enumerate(asked):
+                    for number, params in enumerate(answers):
+                        added = self.engine.add_request(tokens, params, text_at_end=not streamed, **own, **of_all)
                         added.index, added.answer = index, number
                         requests.append(added)
             except (ValueError, TypeError) as error:
-                error.add_note(f"(prompt {index} of {len(listed)})")
+                error.add_note(f"(prompt {index} of {len(asked)})")
                 raise
             if streamed:
                 self._inboxes.update({request.id: deque() for request in requests})
@@ -417,10 +424,6 @@ class LLM(PoolingCalls):
                 self._inboxes.pop(request.id, None)
 
     @staticmethod
-    def _listed(prompts: Any) -> list[Prompt]:
-        return as_list(prompts)
-
-    @staticmethod
     def _raise_errors(requests: list[Request]) -> None:
         for request in requests:
             if request.error is not None:
@@ -431,67 +434,3 @@ def _show(shown: Any, requests: Sequence[Request]) -> None:
     """Finished prompts and new tokens, on a tqdm bar."""
     shown.set_postfix_str(f"{sum(r.num_sampled for r in requests):,} tokens", refresh=False)
     shown.update(sum(r.finish_reason is not None for r in requests) - shown.n)
-
-
-def params_of_each(
-    params: Params | Sequence[Params] | None, count: int, defaults: SamplingParams, has_tokenizer: bool, streamed: bool
-) -> list[SamplingParams]:
-    """Checked, one for each of so many prompts.
-
-    Raises:
-        ValueError: another number of them, or one that asks for what there is not; TypeError: none of `Params`.
-    """
-    chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
-    if len(chosen) != count:
-        raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
-    taken = [as_params(each, defaults) for each in chosen]
-    if not has_tokenizer and any(each.stop for each in taken):
-        raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
-    if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):
-        raise ValueError(f"prompt_logprobs is {scores[0]} in a stream, whose events are of new tokens; use generate")
-    return taken
-
-
-def loras_of_each(lora: Loras, count: int) -> list[str | None]:
-    """Names of adapters, one for each of so many prompts; raises ValueError for another number of them."""
-    names = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
-    if len(names) != count:
-        raise ValueError(f"{len(names)} names of adapters in lora for {count} prompts; give one for all or one for each")
-    return names
-
-
-def one_of(params: Any, sampling_params: Any) -> Any:
-    """The one that is given; raises TypeError if both are."""
-    if params is not None and sampling_params is not None:
-        raise TypeError("params and sampling_params are the same, and both are given; leave one out")
-    return sampling_params if params is None else params
-
-
-def as_list(prompts: Any) -> list[Prompt]:
-    """Prompts as `generate` takes them, one by one; raises TypeError for anything else."""
-    if isinstance(prompts, Mapping):
-        return _of_mapping(prompts)
-    if hasattr(prompts, "tolist"):  # a tensor or an array
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
-        raise TypeError(f"prompts is a {type(prompts).__name__}; allowed are a text, a list of token ids, or a list of those")
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
-        return [prompts]
-    return [one for each in prompts for one in (_of_mapping(each) if isinstance(each, Mapping) else [each])]
-
-
-def _of_mapping(prompt: Mapping[str, Any]) -> list[Prompt]:
-    """What {"prompt": text}, {"prompt_token_ids": ids} or a tokenizer's {"input_ids": ..., "attention_mask": ...} stands for."""
-    for name in ("prompt_token_ids", "prompt"):
-        if prompt.get(name) is not None:
-            return [prompt[name]]
-    if "input_ids" not in prompt:
-        raise TypeError(f"a prompt is a mapping of {', '.join(map(repr, prompt))}; allowed are 'prompt', 'prompt_token_ids' or 'input_ids'")
-    rows, mask = _rows(prompt["input_ids"]), prompt.get("attention_mask")
-    kept = [[1] * len(row) for row in rows] if mask is None else _rows(mask)
-    return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]
-
-
-def _rows(values: Any) -> list[list[int]]:
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    return [values] if not values or isinstance(values[0], Integral) else values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paged_attn.engine.engine_stats import EngineStats
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampling.sampler import Sampler
@@ -13,6 +12,22 @@ from paged_attn.engine.sampling.structured.guides import GuideError
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.token_events import TokenEvents
+
+
+@dataclass
+class EngineStats:
+    """Counters; seconds are wall time: in the model or waiting for it, and all else in `step`."""
+
+    steps: int = 0
+    model_seconds: float = 0.0
+    host_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+
+    def reset(self) -> None:
+        """Count from nothing again."""
+        vars(self).update(vars(EngineStats()))
 
 
 @dataclass
@@ -78,7 +93,7 @@ class OutputProcessor:
                     request.tokens.append(token_id)
                     pending((request.id, token_id))
                 else:
-                    pending(self.accept(request, known or SampledToken(token_id, None, None)))
+                    pending(self.accept(request, known or SampledToken(token_id)))
         finally:
             self.stats.new_tokens += num_plain
 

@@ -12,7 +12,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
-from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM, familiar, what_instead
+from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM, familiar, with_hint
 from paged_attn.shown import shown
 
 LogitsProcessor = Callable[[Any, Any], Any]  # (input_ids [1, T], scores [1, V]) -> scores; tensors
@@ -220,8 +220,8 @@ def _by_familiar_names_too(self: SamplingParams, *args: Any, **given: Any) -> No
         given = familiar(given, SAME_PARAM)
         for name in given:
             if name not in _NAMES:
-                hint = what_instead(name, [*_NAMES, *SAME_PARAM], OTHER_PARAM)
-                raise TypeError(f"SamplingParams has no {name!r}{f' ({hint})' if hint else ''}; known: {', '.join(_NAMES)}")
+                named = with_hint(name, [*_NAMES, *SAME_PARAM], OTHER_PARAM)
+                raise TypeError(f"SamplingParams has no {named}; known: {', '.join(_NAMES)}")
     object.__setattr__(self, "_stated", frozenset(given).union(islice(_NAMES, len(args))))
     _by_its_own_names(self, *args, **given)
 

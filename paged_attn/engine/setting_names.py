@@ -79,12 +79,11 @@ def familiar(given: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any
     return {same.get(name, name): value for name, value in given.items()}
 
 
-def what_instead(name: str, known: Collection[str], other: Mapping[str, str]) -> str:
-    """Of a name that nobody knows here: what does that, or which name is near; "" if nothing comes near."""
-    if name in other:
-        return other[name]
+def with_hint(name: str, known: Collection[str], other: Mapping[str, str]) -> str:
+    """A name that nobody knows here, in quotes, and what does that, or which name is near, if any comes near."""
     near = difflib.get_close_matches(name, [*known, *other], n=1)
-    return f"did you mean {near[0]}?" if near else ""
+    hint = other.get(name) or (f"did you mean {near[0]}?" if near else "")
+    return f"{name!r} ({hint})" if hint else repr(name)
 
 
 def tells_names(what: str, elsewhere: Mapping[str, str]) -> Callable[[F], F]:
@@ -101,8 +100,7 @@ def tells_names(what: str, elsewhere: Mapping[str, str]) -> Callable[[F], F]:
         def checked(*args: Any, **given: Any) -> Any:
             if not given.keys() <= set(known):
                 name = next(name for name in given if name not in known)
-                hint = what_instead(name, known, elsewhere)
-                raise TypeError(f"{what} has no {name!r}{f' ({hint})' if hint else ''}; known: {', '.join(known)}")
+                raise TypeError(f"{what} has no {with_hint(name, known, elsewhere)}; known: {', '.join(known)}")
             return function(*args, **given)
 
         return checked  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from paged_attn.chat.parts import ChatMessage, ToolCall
 from paged_attn.chat.request import ChatPrompt, ChatRequest
 from paged_attn.chat.template import read_template
 from paged_attn.chat.tools import checked_tools
-from paged_attn.engine.requests.marked_decoder import MarkedDecoder
+from paged_attn.engine.requests.detokenizer import MarkedDecoder
 from paged_attn.engine.sampling.structured.guides import Guides
 from tests.engine.models import make_llm
 from tests.server.serving import TEMPLATE, chat_tokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.engine_stats import EngineStats
+from paged_attn.engine.output_processor import EngineStats
 from tests.engine.models import assert_idle, make_engine, make_llm, oracle, random_prompts, run_all, tiny, tokenizer
 
 PROMPTS = random_prompts(0, 6, 19, 11, 3)

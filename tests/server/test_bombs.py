@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.engine.sampling.structured.limits import MAX_DEFINITIONS
+from paged_attn.engine.sampling.structured.trials import MAX_DEFINITIONS
 from paged_attn.server.http.body_budget import BodyBudget
 from paged_attn.server.http.body_shape import MAX_DEPTH, MAX_VALUES, BodyShape
 from paged_attn.server.http.errors import MAX_MESSAGE, ApiError

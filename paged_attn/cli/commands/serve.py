@@ -24,7 +24,7 @@ from paged_attn.cli.options import (
     use_template,
 )
 from paged_attn.cli.serve_options import add_server_options, server_settings
-from paged_attn.engine.model.model_path import checked_model_path
+from paged_attn.engine.model.load_options import checked_model_path
 from paged_attn.engine.model.task import TASKS
 from paged_attn.parallel.torchrun import is_first, num_processes
 

@@ -103,12 +103,9 @@ def _from_model(model: Any, name: str) -> Adapter:
 
 def _check(config: Mapping[str, Any], source: str) -> None:
     """Raises UnsupportedError, which names a setting that changes what is computed in a way that is not served."""
-    for setting, got, allowed in (
-        ("peft_type", config.get("peft_type"), "'LORA'"),
-        ("bias", config.get("bias", "none"), "'none'"),
-    ):
-        if repr(got) != allowed:
-            raise UnsupportedError(f"{source}: {setting} is {got!r}; allowed: {allowed}. {ALONE}")
+    for setting, allowed in (("peft_type", "LORA"), ("bias", "none")):
+        if (got := {"bias": "none", **config}.get(setting)) != allowed:
+            raise UnsupportedError(f"{source}: {setting} is {got!r}; allowed: {allowed!r}. {ALONE}")
     if (start := config.get("init_lora_weights", True)) not in _PLAIN_STARTS:
         raise UnsupportedError(
             f"{source}: init_lora_weights is {start!r}, which changes the model's own weights; convert the adapter with peft's "

@@ -149,8 +149,9 @@ class LoraPool:
                 f"{adapter.source} changes {', '.join(unknown[:NAMED])}{more}, where the graph of this model has no linear layer of its "
                 f"own that adapters can be added to; those that it has are named {kinds}{hint if linears.issuperset(unknown) else ''}"
             )
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, carried in adapter.carried.items():
-            mine = self._parameters().get(name)
+            mine = parameters.get(name)
             if mine is None or mine.shape != carried.shape or not torch.equal(mine, carried.to(mine.device, mine.dtype)):
                 raise UnsupportedError(
                     f"{adapter.source} brings {name} {list(carried.shape)} of its own (modules_to_save, or embeddings that were trained or "
@@ -172,9 +173,6 @@ class LoraPool:
                     f"{adapter.source}: factors of {module} are infinite or no numbers in {site.dtype}, and would reach requests of "
                     "others; save the adapter anew"
                 )
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._model.named_parameters(remove_duplicate=False))
 
     def write(self, slot: int, module: str, factors: Factors) -> None:
         """Put the factors of a linear layer into a slot, wherever the graph has that layer."""

@@ -95,7 +95,12 @@ class Needs:
 def _pages_of(groups: Sequence[LayerGroup], num_tokens: int, config: EngineConfig) -> int:
     if not groups:
         return -(-num_tokens // config.page_size)
-    return sum(group.keeps.pages(num_tokens, config.page_size, config.step_tokens) for group in groups)
+    return frames_of_request(groups, num_tokens, config.page_size, config.step_tokens)
+
+
+def frames_of_request(groups: Sequence[LayerGroup], num_tokens: int, page_size: int, step: int = 1) -> int:
+    """Frames that a request of so many tokens takes at most, while its steps compute `step` tokens."""
+    return sum(group.keeps.pages(num_tokens, page_size, step) for group in groups)
 
 
 class MemoryBudget:
@@ -188,7 +193,7 @@ class MemoryBudget:
         kept = config.state_snapshots if config.prefix_cache else 0
         if kept is None and not chunks:
             kept = 0
-        memory, fit, full = self._bytes(), 0, 0
+        memory, full = self._bytes(), 0
         if config.num_pages is not None:
             memory = max(memory - self._configured_pages(config.num_pages) * needs.page, memory * BESIDE_PAGES)
             fit = int(memory // needs.slot)

@@ -17,7 +17,7 @@ from paged_attn.attn_ops.kv.radix_cache import Match
 from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.memory.budget import NO_STATE, StateSlots
+from paged_attn.engine.memory.budget import NO_STATE, StateSlots, frames_of_request
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
@@ -30,11 +30,6 @@ UNDER_WAY = 2  # tokens by which `num_cached` may be ahead of what the host know
 def num_page_ids(groups: Sequence[LayerGroup], num_frames: int) -> int:
     """Ids of pages for a pool of so many frames, both with the reserved one."""
     return num_frames if any(group.keeps.keeps_all for group in groups) else IDS_PER_FRAME * num_frames
-
-
-def frames_of_request(groups: Sequence[LayerGroup], num_tokens: int, page_size: int, step: int = 1) -> int:
-    """Frames that a request of so many tokens takes at most, while its steps compute `step` tokens."""
-    return sum(group.keeps.pages(num_tokens, page_size, step) for group in groups)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.attn_ops.kv.radix_cache import Match, RadixCache
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
 from paged_attn.engine.memory.budget import NO_STATE, StateSlots
-from paged_attn.engine.memory.snapshot_points import SnapshotPoints
-from paged_attn.engine.memory.state_snapshots import StateSnapshots
+from paged_attn.engine.memory.state_snapshots import SnapshotPoints, StateSnapshots
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
 

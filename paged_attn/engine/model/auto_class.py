@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.engine.model.task import is_encoder
 from paged_attn.passes.fx.model_facts import text_config
 
 ENCODER_DECODER = "is an encoder-decoder: what it says next depends on states of another text, which no page of this one's KV holds"
@@ -62,10 +63,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
         raise UnsupportedError(f"{name} {READS_BOTH_WAYS}. {OTHER_WAYS}")
     from transformers.models.auto import modeling_auto as known
 
-    if model_type not in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES or getattr(config, "is_decoder", False):
-        return
-    heads = (known.MODEL_FOR_MASKED_LM_MAPPING_NAMES[model_type], known.MODEL_MAPPING_NAMES.get(model_type))
-    if name in heads and name != known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type):
+    if is_encoder(name, config) and name != known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type):
         raise UnsupportedError(f"{name} {ENCODER}")
 
 

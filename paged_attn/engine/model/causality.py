@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
+from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.engine.model.model_output import logits_in
@@ -16,6 +19,15 @@ from paged_attn.tolerances import LOGITS, LOGITS_16_BIT, row_errors, typical
 SEEDS, MORE, MOST_MORE = 3, 24, 256  # tokens behind the first row that is compared
 OF_ALL_TOKENS = "something is computed from all tokens of a call at once, such as the scale of numbers that are quantised as it runs"
 OF_CHOICES = "of more than {0} keys, which {0} a query takes changes with the number of tokens, as among equal scores"
+
+
+def refuse_both_directions(layers: Sequence[AttentionSpec]) -> None:
+    """Raises UnsupportedError for layers that attend in both directions."""
+    if acausal := [spec.module for spec in layers if not spec.causal]:
+        raise UnsupportedError(
+            f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
+            "this model can not generate token by token"
+        )
 
 
 def refuse_acausal(model: nn.Module, start: int, num_ids: int, because: str) -> None:

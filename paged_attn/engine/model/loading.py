@@ -17,9 +17,8 @@ from paged_attn.attn_ops.install_line import install_line
 from paged_attn.backends.devices import default_device
 from paged_attn.capture.graphs.progress import asked, bar
 from paged_attn.engine.model.auto_class import auto_class
-from paged_attn.engine.model.load_options import LoadOptions
-from paged_attn.engine.model.model_path import checked_model_path, split_gguf
-from paged_attn.engine.model.task import Task, task_of_config
+from paged_attn.engine.model.load_options import LoadOptions, checked_model_path
+from paged_attn.engine.model.task import Task, task_of
 from paged_attn.engine.model.whole_checkpoint import refuse_random_weights, what_is_broken
 from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, embedding_defaults, has_modules
 from paged_attn.parallel.distributed_config import distributed_config
@@ -52,8 +51,7 @@ def load_model(
     """
     if options.expert_parallel and not sharded:
         raise ValueError("expert parallelism is over several processes, and this is one; run the command under torchrun, or leave it out")
-    path, gguf = split_gguf(path, options.gguf_file)
-    name = checked_model_path(path, gguf)
+    name, gguf = checked_model_path(path, options.gguf_file)
     device = default_device() if device is None else torch.device(device)
     with bar(total=3, what=f"loading {Path(gguf or name).name}", unit="part") as shown:
         shown.set_postfix_str("weights")
@@ -91,7 +89,7 @@ def load_tokenizer(path: str | Path, options: LoadOptions = PLAIN) -> Any:
 def _model(
     name: str, gguf: str | None, dtype: torch.dtype | None, device: torch.device, sharded: bool, options: LoadOptions, task: Task
 ) -> Any:
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
     where = _where(gguf, options)
     more: dict[str, Any] = {"distributed_config": _own_shards(options.expert_parallel)} if sharded else {}
@@ -101,7 +99,8 @@ def _model(
     try:
         with _their_bars():
             config = AutoConfig.from_pretrained(name, **where)
-            auto = auto_class(config, name) if task == "generate" else _auto_class_of(task)
+            other: Any = AutoModel if task == "embed" else AutoModelForSequenceClassification
+            auto = auto_class(config, name) if task == "generate" else other
             model, info = auto.from_pretrained(name, dtype=dtype or "auto", output_loading_info=True, **where, **more)
             refuse_random_weights(model, info["missing_keys"], config, name, task)
             return model
@@ -127,8 +126,7 @@ def checkpoint_task(path: str | Path, task: Task, options: LoadOptions = PLAIN) 
         ValueError: nothing loadable is there.
         UnsupportedError: it embeds in a way that is not known.
     """
-    path, gguf = split_gguf(path, options.gguf_file)
-    name = checked_model_path(path, gguf)
+    name, gguf = checked_model_path(path, options.gguf_file)
     if task in ("generate", "classify") or gguf is not None:
         return ("generate" if task == "auto" else task), None
     from transformers import AutoConfig
@@ -137,14 +135,9 @@ def checkpoint_task(path: str | Path, task: Task, options: LoadOptions = PLAIN) 
         config = AutoConfig.from_pretrained(name, **_where(gguf, options))
     except (OSError, ValueError, ImportError):
         return ("generate" if task == "auto" else task), None  # `load_model` says what is wrong
-    found = task_of_config(config, has_modules(name, options.revision)) if task == "auto" else task
+    architecture = str((getattr(config, "architectures", None) or [""])[0])
+    found = task_of(architecture, config, has_modules(name, options.revision)) if task == "auto" else task
     return found, embedding_defaults(name, options.revision) if found == "embed" else None
-
-
-def _auto_class_of(task: Task) -> Any:
-    import transformers
-
-    return transformers.AutoModel if task == "embed" else transformers.AutoModelForSequenceClassification
 
 
 def _where(gguf: str | None, options: LoadOptions) -> dict[str, Any]:

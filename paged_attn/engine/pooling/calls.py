@@ -7,22 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 from paged_attn.engine.pooling.outputs import ClassValues, EmbeddingValues, PoolingOutput, ScoreValues
-from paged_attn.engine.pooling.plans import PoolingPlan, classify_plan, embed_plan, score_plan
+from paged_attn.engine.pooling.plans import OwnEngine, PoolingPlan, classify_plan, embed_plan, score_plan
 from paged_attn.engine.pooling.texts import PairTokens, Text, pair_tokens
+from paged_attn.engine.prompts import as_list
 from paged_attn.engine.requests.pooling_params import PoolingKind
 from paged_attn.engine.requests.request import Request
 
 
 class PoolingCalls:
-    """Mixed into `LLM`, which has the engine."""
+    """Mixed into `LLM`, which has all these."""
 
     tokenizer: Any
-    _lock: Any
-    _step: Callable[[], None]
+    engine: OwnEngine
     _token_ids: Callable[[Any], Sequence[int]]
-    _listed: Callable[[Any], list[Any]]
-    _drop: Callable[[list[Request]], None]
-    _raise_errors: Callable[[list[Request]], None]
+    _queue: Callable[..., list[Request]]
+    _finish: Callable[..., None]
 
     def embed(
         self,
@@ -48,7 +47,7 @@ class PoolingCalls:
             UnsupportedError: this LLM generates or classifies (see `task`).
             ValueError, TypeError: another pooling, dimensions that there are not, or a prompt that `Engine.add_request` refuses.
         """
-        return self._pool(embed_plan(self._own_engine, self._listed(prompts), pooling, normalize, dimensions), namespace, priority)
+        return self._pool(embed_plan(self.engine, as_list(prompts), pooling, normalize, dimensions), namespace, priority)
 
     def classify(self, prompts: Text | Sequence[Text], *, namespace: Any = None, priority: int = 0) -> list[PoolingOutput[ClassValues]]:
         """The probability of each label, `.outputs.probs`, of each text; `logits` are those of the model's own call.
@@ -60,7 +59,7 @@ class PoolingCalls:
             UnsupportedError: this LLM is no classifier (see `task`).
             ValueError, TypeError: a prompt that `Engine.add_request` refuses.
         """
-        return self._pool(classify_plan(self._own_engine, self._listed(prompts)), namespace, priority)
+        return self._pool(classify_plan(self.engine, as_list(prompts)), namespace, priority)
 
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, namespace: Any = None, priority: int = 0
@@ -74,31 +73,15 @@ class PoolingCalls:
             UnsupportedError: this LLM generates, or its classifier has several labels.
             ValueError, TypeError: texts that do not pair, or a prompt that `Engine.add_request` refuses.
         """
-        return self._pool(score_plan(self._own_engine, text_1, text_2), namespace, priority)
-
-    @property
-    def _own_engine(self) -> Any:
-        return vars(self)["engine"]
+        return self._pool(score_plan(self.engine, text_1, text_2), namespace, priority)
 
     def _pool(self, plan: PoolingPlan, namespace: Any, priority: int) -> list[PoolingOutput[Any]]:
         if plan.pairs:
             tokens = [pair_tokens(self.tokenizer, *pair) for pair in plan.prompts]
         else:
             tokens = [PairTokens(self._token_ids(prompt), None) for prompt in plan.prompts]
-        requests: list[Request] = []
-        try:
-            with self._lock:
-                for index, (ids, types) in enumerate(tokens):
-                    params = plan.params if types is None else replace(plan.params, token_types=types)
-                    try:
-                        requests.append(self._own_engine.add_request(ids, params, namespace=namespace, priority=priority, text_at_end=True))
-                    except (ValueError, TypeError) as error:
-                        error.add_note(f"(prompt {index} of {len(tokens)})")
-                        raise
-            while any(request.finish_reason is None for request in requests):
-                self._step()
-                self._raise_errors(requests)
-            self._raise_errors(requests)  # another thread may have run the last step
-            return plan.read(requests)
-        finally:
-            self._drop(requests)
+        params = [plan.params if types is None else replace(plan.params, token_types=types) for _, types in tokens]
+        asked = [(ids, [each], dict[str, Any]()) for (ids, _), each in zip(tokens, params, strict=True)]
+        requests = self._queue(asked, namespace=namespace, priority=priority)
+        self._finish(requests, progress=False)
+        return plan.read(requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,8 +54,8 @@ def embed_plan(
     pooler.check_dimensions(dimensions)
 
     def read(requests: Sequence[Request]) -> list[PoolingOutput[Any]]:
-        rows = [pooler.embedding(request.pooled_row(), normalize, dimensions) for request in requests]
-        return [_output(i, EmbeddingValues(row.tolist()), request) for i, (row, request) in enumerate(zip(rows, requests, strict=True))]
+        rows = [pooler.embedding(request.pooled_row(), normalize, dimensions).tolist() for request in requests]
+        return _outputs(map(EmbeddingValues, rows), requests)
 
     return PoolingPlan(prompts, False, pooler.params(engine.is_causal, pooling), read)
 
@@ -66,8 +66,7 @@ def classify_plan(engine: OwnEngine, prompts: Sequence[Text]) -> PoolingPlan:
 
     def read(requests: Sequence[Request]) -> list[PoolingOutput[Any]]:
         logits = pooler.logits([request.pooled_row() for request in requests])
-        values = map(ClassValues, pooler.probs(logits).tolist(), logits.tolist())
-        return [_output(i, value, request) for i, (value, request) in enumerate(zip(values, requests, strict=True))]
+        return _outputs(map(ClassValues, pooler.probs(logits).tolist(), logits.tolist()), requests)
 
     return PoolingPlan(prompts, False, pooler.params(engine.is_causal), read)
 
@@ -84,7 +83,7 @@ def score_plan(engine: OwnEngine, text_1: str | Sequence[str], text_2: str | Seq
 
     def read(requests: Sequence[Request]) -> list[PoolingOutput[Any]]:
         scores = pooler.scores(pooler.logits([request.pooled_row() for request in requests])).tolist()
-        return [_output(i, ScoreValues(score), request) for i, (score, request) in enumerate(zip(scores, requests, strict=True))]
+        return _outputs(map(ScoreValues, scores), requests)
 
     return PoolingPlan(pairs, True, params, read)
 
@@ -116,5 +115,8 @@ def _pooler_of(engine: OwnEngine, call: str, heads: bool | None) -> Pooler:
     return pooler
 
 
-def _output(index: int, values: Any, request: Request) -> PoolingOutput[Any]:
-    return PoolingOutput(index, values, list(request.prompt_token_ids), request.cached_tokens)
+def _outputs(values: Iterable[Any], requests: Sequence[Request]) -> list[PoolingOutput[Any]]:
+    return [
+        PoolingOutput(index, value, list(request.prompt_token_ids), request.cached_tokens)
+        for index, (value, request) in enumerate(zip(values, requests, strict=True))
+    ]

@@ -58,11 +58,11 @@ class Pooler:
         padding = {self.body.padding_id, None if self.head is None else self.head.padding_id}
         return next(token for token in range(self.body.vocab_size) if token not in padding)
 
-    def params(self, is_causal: bool, pooling: PoolingKind | None = None, token_types: Sequence[int] | None = None) -> PoolingParams:
+    def params(self, is_causal: bool, pooling: PoolingKind | None = None) -> PoolingParams:
         """Of a request, where `pooling` is what the caller wants."""
         if self.head is not None:
-            return PoolingParams(self.head.pooling, token_types)
-        return PoolingParams(pooling or self.defaults.pooling or ("last" if is_causal else "mean"), token_types)
+            return PoolingParams(self.head.pooling)
+        return PoolingParams(pooling or self.defaults.pooling or ("last" if is_causal else "mean"))
 
     def check(self, ids: Sequence[int], pooling: PoolingKind) -> None:
         """Raises ValueError for padding where the model would not count it: its own answer would be that of another text."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.engine.requests.pooling_params import PoolingKind, PoolingParams
+from paged_attn.engine.sampling.sampler_output import HostCopies
 
 
 class PooledPart(NamedTuple):
@@ -30,18 +31,11 @@ class PooledRows:
 
     def __init__(self, rows: Tensor, parts: Sequence[PooledPart]) -> None:
         self._parts = parts
-        pooled = torch.stack([_pooled(rows.detach(), part) for part in parts])
-        self._host = torch.empty(pooled.shape, dtype=pooled.dtype, pin_memory=pooled.is_cuda).copy_(pooled, non_blocking=True)
-        self._event = None
-        if pooled.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._copies = HostCopies([torch.stack([_pooled(rows.detach(), part) for part in parts])])
 
     def wait(self) -> list[tuple[PooledPart, Tensor]]:
         """Each part with its row [W] float32."""
-        if self._event is not None:
-            self._event.synchronize()
-        return list(zip(self._parts, self._host.unbind(), strict=True))
+        return list(zip(self._parts, self._copies.wait()[0].unbind(), strict=True))
 
 
 def _pooled(rows: Tensor, part: PooledPart) -> Tensor:

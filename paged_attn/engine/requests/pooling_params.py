@@ -30,8 +30,3 @@ class PoolingParams:
     def __post_init__(self) -> None:
         if self.pooling not in KINDS:
             raise ValueError(f"pooling: got {shown(self.pooling)}; allowed: {', '.join(map(repr, KINDS))}")
-
-    @property
-    def wants_all_rows(self) -> bool:
-        """Whether rows before the last one are needed, which the prefix cache does not have."""
-        return self.pooling != "last"

@@ -134,8 +134,8 @@ class Request:
         self.num_tokens = self.num_prompt = len(self.tokens)
         self.is_argmax_only = int(self.sampling.is_argmax_only)
         self.scores_from = NO_SCORES
-        if self.pooled is not None and self.pooled.params.wants_all_rows:
-            self.scores_from = 0
+        if self.pooled is not None and self.pooled.params.pooling != "last":
+            self.scores_from = 0  # rows before the last one are needed, which the prefix cache does not have
         else:
             self.add_scores(())
         self.take_length()

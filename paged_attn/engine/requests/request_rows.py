@@ -7,11 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-NAMES = (
-    "num_cached", "num_tokens", "num_prompt", "token_limit", "num_pages", "future_row", "produced_by", "state_slot", 
-    "skips_host_work", "is_argmax_only", "scores_from", "adapter", "longest_cached",
-)  # fmt: skip
-
 
 class RequestRows:
     """Columns [rows] int64 and pages [rows, width] int32, zeros past a row's `num_pages`; a row that nobody has is all zeros.
@@ -34,8 +29,9 @@ class RequestRows:
     longest_cached: NDArray[np.int64]
 
     def __init__(self, rows: int) -> None:
-        self._numbers = np.zeros((len(NAMES), rows), np.int64)
-        for name, column in zip(NAMES, self._numbers, strict=True):
+        names = RequestRows.__annotations__  # the columns above
+        self._numbers = np.zeros((len(names), rows), np.int64)
+        for name, column in zip(names, self._numbers, strict=True):
             setattr(self, name, column)
         self.pages = np.zeros((rows, 0), np.int32)  # made anew when it grows: keep no views
         self._free = list(range(rows - 1, -1, -1))

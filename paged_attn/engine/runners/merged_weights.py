@@ -60,9 +60,8 @@ def with_spare_rows(bound: Tensor, merge: Merge) -> Tensor:
 
 def _move_together(parameters: Sequence[nn.Parameter], spare: int) -> None:
     first, sizes = parameters[0].data, [len(parameter) for parameter in parameters]
-    behind = [first.new_zeros((spare, *first.shape[1:]))] if spare else []
-    merged = torch.cat([*(parameter.data for parameter in parameters), *behind])
-    for parameter, part in zip(parameters, merged.split([*sizes, *([spare] if spare else [])]), strict=False):
+    merged = torch.cat([*(parameter.data for parameter in parameters), first.new_zeros((spare, *first.shape[1:]))])
+    for parameter, part in zip(parameters, merged[: sum(sizes)].split(sizes), strict=True):
         parameter.data = part
 
 

@@ -26,13 +26,13 @@ from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.options import CompileOptions
-from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal
+from paged_attn.engine.model.causality import OF_ALL_TOKENS, OF_CHOICES, refuse_acausal, refuse_both_directions
 from paged_attn.engine.model.model_output import check_output
 from paged_attn.engine.runners.merged_weights import bind_merged
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.engine.tracing.trace_failure import NotTraced, with_advice
-from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, _trace_inputs, call_model, only_device, trace_model
+from paged_attn.engine.tracing.trace_model import TRACE_TOKENS, call_model, only_device, trace_inputs, trace_model
 from paged_attn.graph_cache.cached_graphs import CachedGraphs
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import model_dtype
@@ -112,20 +112,18 @@ class ModelRunner:
             self._capture_as_it_counts(options)
         except UnsupportedError as refusal:
             with as_served(self.model):
-                where = state_outside_layers(self.model, lambda length: _trace_inputs(self.model, length, True))
+                where = state_outside_layers(self.model, lambda length: trace_inputs(self.model, length, True))
             if where.startswith("the attribute") and not self.state_in_attributes:
                 self.state_in_attributes = True
                 self._capture_as_it_counts(options)
                 return
-            self._refuse_state_outside_layers(where, refusal)
+            if where and not self.recurrent:
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, "
+                    "in attributes, and those that a module is given and gives back: these can be kept for each request. Nothing was "
+                    "generated."
+                ) from refusal
             raise
-
-    def _refuse_state_outside_layers(self, where: str, refusal: UnsupportedError) -> None:
-        if where and not self.recurrent:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} keeps recurrent state in {where}; known are states in the cache of transformers, "
-                "in attributes, and those that a module is given and gives back: these can be kept for each request. Nothing was generated."
-            ) from refusal
 
     def _refuse_choices(self, num_ids: int) -> None:
         """A choice of the best keys is one of the tokens alone, unless equal scores are told apart by how many there are."""
@@ -135,19 +133,21 @@ class ModelRunner:
             refuse_acausal(self.model, min(counts), num_ids, OF_CHOICES.format(min(counts)))
 
     def _capture(self, options: CompileOptions, positions: bool) -> None:
+        def inputs_of(length: int) -> dict[str, Any]:
+            return trace_inputs(self.model, length, positions)
+
         with as_served(self.model):
-            self.recurrent, on_all = self._find_recurrent(lambda length: _trace_inputs(self.model, length, positions))
+            self.recurrent, on_all = self._find_recurrent(inputs_of)
             if options.passes.scans:
                 self.recurrent = with_ops(self.recurrent, options.scans_backend)
             self.recurrent = with_state_dtype(self.recurrent, options.state_dtype)
             if self.state_in_attributes:
-                self.recurrent += find_attribute_layers(self.model, lambda length: _trace_inputs(self.model, length, positions))
+                self.recurrent += find_attribute_layers(self.model, inputs_of)
             self.recurrent = with_graphs(self.recurrent)
         with as_served(self.model):
             # A graph from disk has no example values, from which its variant with adapters is made.
-            kept = (
-                None if options.max_loras or self.state_in_attributes else CachedGraphs.of(self.model, options, positions, self.recurrent)
-            )
+            no_disk = options.max_loras or self.state_in_attributes
+            kept = None if no_disk else CachedGraphs.of(self.model, options, positions, self.recurrent)
         found = None if kept is None else kept.find()
         if self.ranks is not None and not self.ranks.all_say(found is not None):
             found = None  # ranks trace together, or none does
@@ -181,12 +181,8 @@ class ModelRunner:
         self.compiled.recurrent = self.recurrent
         if self.compiled.split is None:
             raise UnsupportedError(f"{type(self.model).__name__} can not run paged batches: {self.compiled.rewrite.not_paged}")
-        acausal = [spec.module for spec in self.compiled.specs if not spec.causal]
-        if acausal and not isinstance(self.model, Body):
-            raise UnsupportedError(
-                f"{acausal[0] or 'the model'} attends in both directions, so that a later token would change earlier ones: "
-                "this model can not generate token by token"
-            )
+        if not isinstance(self.model, Body):
+            refuse_both_directions(self.compiled.specs)
         self.inputs = GraphInputs(self.compiled.roles, args)
         self.takes_logits_rows = self.inputs.takes_logits_rows
         self.max_rows = self.compiled.rewrite.form.max_tokens  # what was traced was not seen in a longer row

@@ -55,17 +55,14 @@ class ModelWatch:
         return stale
 
     def _refuse(self, found: Difference) -> None:
-        lasting = found.replaced + [f"{name} lies at another address" for name in found.moved if not self._reads(name)]
+        followed = [name for name in found.moved if not self.captured and self.runner.reads(name)]  # calls find them wherever they lie
+        lasting = found.replaced + [f"{name} lies at another address" for name in found.moved if name not in followed]
         if lasting:
             raise _refusal(lasting, "and the engine goes on with what was there before")
         if found.altered and not self.runner.computes_the_same():
             raise _refusal(found.altered, "and the model gives other logits than the engine's graph of it")
         if found.altered:
             logger.info("changed, and the model gives the logits of its graph nevertheless: %s", _named(found.altered))
-
-    def _reads(self, name: str) -> bool:
-        """Whether calls find this tensor wherever it lies."""
-        return not self.captured and self.runner.reads(name)
 
 
 def _refusal(changes: list[str], then: str) -> ModelChangedError:

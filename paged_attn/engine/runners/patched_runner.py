@@ -21,7 +21,7 @@ from paged_attn.check.hooked import HookedServed, Taps
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import _check_layers
-from paged_attn.engine.model.causality import OF_ALL_TOKENS, refuse_acausal
+from paged_attn.engine.model.causality import OF_ALL_TOKENS, refuse_acausal, refuse_both_directions
 from paged_attn.engine.model.model_output import check_output
 from paged_attn.engine.tracing.ropes_by_length import RopesByLength
 from paged_attn.engine.tracing.trace_model import call_model, only_device
@@ -47,13 +47,7 @@ class PatchedRunner:
         follow_generate: what the model computes with position_ids 0, 1, ... is the truth, and not what it computes without any.
         probe: with which backend and pages the self-check runs.
 
-    Attributes:
-        layers: what each attention layer computes, for a KVPool.
-        max_positions: the longest sequence, as the model's config says; None if it does not.
-        length_borders: see `Runner`.
-        max_rows: None; a batch may have any number of rows.
-        runs_as: for people: how the model is called.
-        one_row: False; its matrix products are the model's own.
+    Attributes, besides those of `Runner`:
         takes_logits_rows: the model computes the wanted rows of logits alone; otherwise it computes all, and `forward` picks.
 
     Raises (the model is then as it was):
@@ -97,7 +91,7 @@ class PatchedRunner:
                         refuse_acausal(model, 0, num_ids, OF_ALL_TOKENS)
                     raise
                 self.layers = patched.layers
-                self._refuse_acausal()
+                refuse_both_directions(patched.layers)
                 if options.self_check:
                     self._check_numbering()
                 self.takes_logits_rows = self._keeps_chosen_rows()
@@ -173,13 +167,6 @@ class PatchedRunner:
         if context.pool.layers is not self._accepted:
             _check_layers(self.layers, context.pool.layers)
             self._accepted = context.pool.layers
-
-    def _refuse_acausal(self) -> None:
-        if acausal := [spec.module for spec in self.layers if not spec.causal]:
-            raise UnsupportedError(
-                f"{acausal[0]} attends in both directions, so that a later token would change earlier ones: "
-                "this model can not generate token by token"
-            )
 
     def _check_numbering(self) -> None:
         """Called without position_ids the model means 0, 1, ..., which is what a batch has."""

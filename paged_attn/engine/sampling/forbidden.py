@@ -11,8 +11,6 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
 
-NEG_INF = float("-inf")
-
 
 class NotNext(NamedTuple):
     """What may not come next: tokens; and pairs (before, token) of a token that may not come if the one that is under way is `before`."""
@@ -118,8 +116,8 @@ def forbid(scores: Tensor, rows: Mapping[int, NotNext], last: Tensor | None, las
         memory[:] = values
     everywhere, elements, rows_of_last, before_on = packed.to_device()
     flat = scores.view(-1)
-    flat.index_fill_(0, everywhere, NEG_INF)
+    flat.index_fill_(0, everywhere, -torch.inf)
     if follows:
         assert last is not None
         is_that = last.index_select(0, rows_of_last) == before_on
-        flat.index_add_(0, elements, torch.zeros_like(elements, dtype=flat.dtype).masked_fill_(is_that, NEG_INF))  # elements may repeat
+        flat.index_add_(0, elements, torch.zeros_like(elements, dtype=flat.dtype).masked_fill_(is_that, -torch.inf))  # elements may repeat

@@ -8,8 +8,6 @@ from torch import Tensor
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
-NEG_INF = float("-inf")
-
 
 def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
     """logits [M, V], any floating dtype, left untouched; best [M] int64, their most likely tokens -> [N] int64, one for each of `of.rows`.
@@ -29,18 +27,14 @@ def sample_tokens(logits: Tensor, best: Tensor, of: SamplingTensors) -> Tensor:
 
 def sample_with_torch(logits: Tensor, of: SamplingTensors) -> Tensor:
     """`sample_tokens` in PyTorch's operations, with a sort where top-k or top-p is asked for."""
-    scores = at_temperature(logits.index_select(0, of.rows).float(), of.temperature)
+    scores = logits.index_select(0, of.rows).float() / of.temperature.unsqueeze(-1)
+    scores.clamp_(max=torch.finfo(torch.float32).max)  # finite where the logits are
     if of.first_limited < len(scores):
         forbid_unlikely(scores[of.first_limited :], of)
     if of.min_p is not None:
         shares = scores.softmax(-1)
-        scores.masked_fill_(shares < of.min_p.unsqueeze(-1) * shares.amax(-1, keepdim=True), NEG_INF)
+        scores.masked_fill_(shares < of.min_p.unsqueeze(-1) * shares.amax(-1, keepdim=True), -torch.inf)
     return sample_from_all(scores, of.uniform)
-
-
-def at_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
-    """scores [N, V] float32, temperature [N] -> [N, V], finite where scores are."""
-    return (scores / temperature.unsqueeze(-1)).clamp_(max=torch.finfo(torch.float32).max)
 
 
 def forbid_unlikely(scores: Tensor, of: SamplingTensors) -> None:
@@ -50,13 +44,13 @@ def forbid_unlikely(scores: Tensor, of: SamplingTensors) -> None:
     dropped = torch.zeros_like(scores, dtype=torch.bool)
     if of.lowest is not None:
         dropped = values < values.gather(-1, of.lowest[of.first_limited :].unsqueeze(-1))
-        values.masked_fill_(dropped, NEG_INF)
+        values.masked_fill_(dropped, -torch.inf)
     if of.tail is not None:
         # float64, whose sums hardly depend on the order
         cumulative = values.softmax(-1).cumsum(-1, dtype=torch.float64)
         below = cumulative <= of.tail[of.first_limited :].unsqueeze(-1) * cumulative[:, -1:]
         dropped |= below & (ranks < len(ranks) - 1)
-    scores.masked_fill_(torch.zeros_like(dropped).scatter_(-1, order, dropped), NEG_INF)
+    scores.masked_fill_(torch.zeros_like(dropped).scatter_(-1, order, dropped), -torch.inf)
 
 
 def sample_from_all(scores: Tensor, uniform: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.backends.kv_write.store import has_triton
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine.sampling.forbidden import forbid
-from paged_attn.engine.sampling.logit_bias import add_biases
 from paged_attn.engine.sampling.sample_tokens import sample_tokens
 from paged_attn.engine.sampling.sampler_output import SamplerOutput, logprobs_of
 from paged_attn.engine.sampling.sampling_state import SamplingState
@@ -81,7 +80,9 @@ class Sampler:
         rows = sorted(rows, key=lambda row: _kind(all_states[row]))  # stable: greedy, drawn, drawn from the likely ones
         states = [all_states[row] for row in rows]
         counting = [number for number, state in enumerate(states) if state.counts_tokens]
-        count_rows = self._counts_for(logits).rows_of([states[number] for number in counting]) if counting else []
+        if counting and self._counts is None:
+            self._counts = TokenCounts(logits.shape[-1], logits.device)
+        count_rows = self._counts.rows_of([states[number] for number in counting]) if self._counts is not None else []
         edited = any(state.edits_logits for state in states)
         numbers = _Numbers.of(rows, states, counting, count_rows, edited, logits)
         source, most_likely = logits, best
@@ -120,11 +121,6 @@ class Sampler:
             forbid_others(scores, guided)
         return scores
 
-    def _counts_for(self, logits: Tensor) -> TokenCounts:
-        if self._counts is None:
-            self._counts = TokenCounts(logits.shape[-1], logits.device)
-        return self._counts
-
 
 def greedy_sample(logits: Tensor) -> Tensor:
     """logits [N, V] -> [N] int64: the most likely token of each row, -1 where the row is not finite. Nothing waits for the device."""
@@ -135,6 +131,27 @@ def greedy_sample(logits: Tensor) -> Tensor:
             return greedy.greedy_sample(logits)
     best = logits.argmax(-1, keepdim=True)  # NaN counts as the largest, so the largest value tells of every bad row
     return torch.where(logits.gather(-1, best).isfinite(), best, -1).squeeze(-1)
+
+
+def add_biases(scores: Tensor, biases: Sequence[Sequence[tuple[int, float]]]) -> None:
+    """Add to scores [N, V] float32, in place, for each row its (token, bias) pairs; each token once in a row.
+
+    Raises:
+        ValueError: a token that the vocabulary does not have.
+    """
+    sizes = [len(each) for each in biases]
+    total = sum(sizes)
+    if not total:
+        return
+    pairs = [pair for each in biases for pair in each]
+    if wrong := [token for token, _ in pairs if token >= scores.shape[-1]]:
+        raise ValueError(f"logit_bias: got token id {wrong[0]}; allowed: 0 to {scores.shape[-1] - 1}, what the model's logits are of")
+    packed = PackedInts((total,), (total,), scores.device)
+    packed.host[0][:] = np.arange(len(biases)).repeat(sizes) * scores.shape[-1] + [token for token, _ in pairs]
+    packed.host[1].view(np.float32)[:] = [bias for _, bias in pairs]
+    elements, values = packed.to_device()
+    flat = scores.view(-1)
+    flat[elements] = flat[elements] + values.view(torch.float32)
 
 
 class _Numbers(NamedTuple):

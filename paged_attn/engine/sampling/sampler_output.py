@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-NEG_INF = float("-inf")
 LOW_BITS = 0xFFFFFFFF
 
 
@@ -19,8 +19,8 @@ class SampledToken(NamedTuple):
     """
 
     token_id: int
-    logprob: float | None
-    top_logprobs: tuple[tuple[int, float], ...] | None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
 
 
 class ChosenTokens(NamedTuple):
@@ -40,6 +40,23 @@ class Logprobs(NamedTuple):
     top: Tensor
 
 
+class HostCopies:
+    """Copies of tensors of one device on the host, which start at once; on the CPU, too, as a captured step's memory is the next one's."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        hosts = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors]
+        self._copies = [host.copy_(tensor, non_blocking=True) for host, tensor in zip(hosts, tensors, strict=True)]
+        self._event = None
+        if tensors[0].is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
+
+
 class SamplerOutput:
     """Tokens [N] int64 of one step, -1 where logits were not finite, and log-probabilities. The copy to the host starts at once.
 
@@ -47,34 +64,22 @@ class SamplerOutput:
     """
 
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
-        tensors = [tokens] if logprobs is None else [tokens, logprobs.own, logprobs.top_ids, logprobs.top]
         self.tokens = tokens
         self._logprobs = logprobs
-        self._copies = [_host_copy(tensor) for tensor in tensors]
-        self._event = None
-        if tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._copies = HostCopies([tokens] if logprobs is None else [tokens, logprobs.own, logprobs.top_ids, logprobs.top])
 
     def wait(self) -> ChosenTokens:
         """Until the copies are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        ids: list[int] = self._copies[0].tolist()
+        tokens, *about = self._copies.wait()
+        ids: list[int] = tokens.tolist()
         chosen = ChosenTokens(ids, [None] * len(ids))
         if self._logprobs is not None:
             rows, counts = self._logprobs.rows, self._logprobs.counts
-            for row, count, own, top_ids, values in zip(rows, counts, *(copy.tolist() for copy in self._copies[1:]), strict=True):
+            for row, count, own, top_ids, values in zip(rows, counts, *(copy.tolist() for copy in about), strict=True):
                 if ids[row] >= 0:
-                    top = tuple((i, value) for i, value in zip(top_ids[:count], values[:count], strict=True) if value > NEG_INF)
+                    top = tuple((i, value) for i, value in zip(top_ids[:count], values[:count], strict=True) if value > -math.inf)
                     chosen.known[row] = SampledToken(ids[row], own, top)
         return chosen
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy that nothing waits for; on the CPU, too, as a captured step's memory is the next one's."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, wanted: Mapping[int, int], rows_on_device: Tensor) -> Logprobs:

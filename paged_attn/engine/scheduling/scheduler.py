@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import NO_SCORES, Request
 from paged_attn.engine.scheduling.queue_policy import policy_maker
 from paged_attn.engine.scheduling.running_set import RunningSet
-from paged_attn.engine.scheduling.scheduler_stats import SchedulerStats
 from paged_attn.engine.scheduling.shared_prefills import SharedPrefills
 from paged_attn.engine.scheduling.step_plan import ScheduledStep, StepPlan
 from paged_attn.engine.scheduling.waiting_queue import WaitingQueue
 
 HELD_PER_STEP = 32  # requests that one step sets aside at most, so that a flood of equal prompts does not hold it up
+
+
+@dataclass
+class SchedulerStats:
+    """Counters since the engine was made.
+
+    Attributes:
+        admitted: requests that began to run, each once.
+        queue_seconds, longest_queue_seconds: wall time that those waited before: the sum, and the longest.
+        prompt_tokens: of those.
+        prompt_tokens_cached: of these, how many came from the prefix cache.
+        prompt_tokens_without_state: how many the prefix cache had besides, of no use as no recurrent state was kept there.
+        preemptions: how often a running request lost its pages and had to wait again.
+        held_back: how often a request was made to wait for another that computes the same prefix.
+    """
+
+    admitted: int = 0
+    queue_seconds: float = 0.0
+    longest_queue_seconds: float = 0.0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_without_state: int = 0
+    preemptions: int = 0
+    held_back: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that came from the prefix cache; 0 before any prompt."""
+        return self.prompt_tokens_cached / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def count_admission(self, waited: float, prompt_tokens: int, cached: int, without_state: int) -> None:
+        self.admitted += 1
+        self.queue_seconds += waited
+        self.longest_queue_seconds = max(self.longest_queue_seconds, waited)
+        self.prompt_tokens += prompt_tokens
+        self.prompt_tokens_cached += cached
+        self.prompt_tokens_without_state += without_state
 
 
 class Scheduler:
@@ -216,7 +254,7 @@ class Scheduler:
         self._stop(request, share=request.num_sampled > 0)
         request.take_length()
         self.running.remove(request)
-        self.waiting.append_preempted(request)
+        self.waiting.append(request, ran_before=True)
 
     def remove(self, request: Request, *, share: bool) -> None:
         """Forget a request, running or waiting, and free what it holds."""

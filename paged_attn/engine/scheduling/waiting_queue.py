@@ -4,12 +4,48 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.scheduling.queue_policy import ArrivalOrder, QueuePolicy
-from paged_attn.engine.scheduling.round_robin import RoundRobin
+
+
+class RoundRobin:
+    """A queue that is made of queues, one for each key, which have one turn each. What it is made of may be `RoundRobin` again.
+
+    Args:
+        key: whose line a request belongs to.
+        make_policy: makes a line of its own for a key; a line that is empty is forgotten.
+    """
+
+    def __init__(self, key: Callable[[Request], Hashable], make_policy: Callable[[], QueuePolicy]) -> None:
+        self._key, self._make_policy = key, make_policy
+        self._lines: OrderedDict[Hashable, QueuePolicy] = OrderedDict()  # whose turn it is first
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def push(self, request: Request) -> None:
+        key = self._key(request)
+        if key not in self._lines:
+            self._lines[key] = self._make_policy()
+        self._lines[key].push(request)
+
+    def next(self) -> Request:
+        return next(iter(self._lines.values())).next()
+
+    def remove(self, request: Request, had_turn: bool = False) -> None:
+        """Forget a request; if it had its turn, the next key is next."""
+        key = self._key(request)
+        self._lines[key].remove(request, had_turn)
+        if had_turn:
+            self._lines.move_to_end(key)
+        if not self._lines[key]:
+            del self._lines[key]
 
 
 class PriorityClass:
@@ -66,15 +102,9 @@ class WaitingQueue:
         """The priority of `next`; None if nobody can be next."""
         return self._priorities[0] if self._priorities else None
 
-    def append(self, request: Request) -> None:
-        """Add a new request."""
-        self._since[request] = time.perf_counter()
-        self.count_of[request.tenant] += 1
-        self._enter(request)
-
-    def append_preempted(self, request: Request) -> None:
-        """Add a request that ran: it goes before all others of its priority that did not."""
-        self._since[request] = None
+    def append(self, request: Request, *, ran_before: bool = False) -> None:
+        """Add a request; one that ran before goes before all others of its priority that did not."""
+        self._since[request] = None if ran_before else time.perf_counter()
         self.count_of[request.tenant] += 1
         self._enter(request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paged_attn.capture.graphs.graph_set import MIB, GraphSet, Mode
-from paged_attn.engine.steps.capture_settings import CaptureSettings
+from paged_attn.engine.steps.capture_specs import CaptureSettings
 
 
 @dataclass(frozen=True)

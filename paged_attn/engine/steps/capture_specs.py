@@ -1,4 +1,4 @@
-"""How each shape of a model's steps is recorded."""
+"""Which shapes of a model's steps are recorded, under which budget, and how."""
 
 from __future__ import annotations
 
@@ -11,23 +11,54 @@ import numpy as np
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, RequestColumns
-from paged_attn.attn_ops.batch.step_buffers import StepBuffers, StepShape
+from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepBuffers, StepShape
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import GraphSupport
+from paged_attn.capture.graphs.buckets import bucket_sizes, coarse_to_fine
 from paged_attn.capture.graphs.graph_set import CaptureSpec, GraphKey
 from paged_attn.capture.split.split_ops import is_split_op, split_ops
 from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
-from paged_attn.engine.steps.capture_settings import CaptureSettings
-from paged_attn.engine.steps.forward import Tail, forward
-from paged_attn.engine.steps.future_tokens import FutureTokens
+from paged_attn.engine.steps.forward import FutureTokens, Tail, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.recurrent.run import RecurrentRunner
 
 INSIDE_FULL_GRAPHS = frozenset(kind.op for kind in KINDS if kind.in_full_graphs)
+SMALLEST_EXTEND = 16
+
+
+@dataclass(frozen=True)
+class CaptureSettings:
+    """Attributes:
+    full: capture decode steps whole, attention included.
+    max_requests, max_rows: the largest decode step and the most rows of any step.
+    decode_sizes, extend_sizes: how many sizes of each there shall be.
+    budget_bytes: device memory for all graphs.
+    strict: a shape that can not be captured is an error.
+    verify: compare every replay with the model uncaptured.
+    one_row: a step of one request is captured as one row, and not padded to two.
+    """
+
+    full: bool
+    max_requests: int
+    max_rows: int
+    decode_sizes: int
+    extend_sizes: int
+    budget_bytes: int
+    strict: bool = False
+    verify: bool = False
+    one_row: bool = False
+
+    def decode_order(self) -> list[int]:
+        """Sizes of full graphs in the order of their capture."""
+        return coarse_to_fine(bucket_sizes(self.max_requests, self.decode_sizes, 1 if self.one_row else MIN_ROWS))
+
+    def extend_order(self) -> list[int]:
+        """Rows of captured pieces, likewise."""
+        return coarse_to_fine(bucket_sizes(self.max_rows, self.extend_sizes, min(SMALLEST_EXTEND, max(self.max_rows, MIN_ROWS))))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from paged_attn.engine.sampling.prompt_scores import PromptScores, ScoredTokens
 from paged_attn.engine.sampling.sampler_output import ChosenTokens, SampledToken, SamplerOutput
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.scheduling.step_plan import ScheduledStep
-from paged_attn.engine.steps.future_tokens import future_token
+from paged_attn.engine.steps.forward import future_token
 
 NONE_UNDER_WAY = -1
 
@@ -92,14 +92,12 @@ def build_step(
     others = (rows.is_argmax_only[indices[picked]] == 0).nonzero()[0].tolist()
     states = {row: sampling[row].sampling for row in others}
     layout = StepLayout(requests, rows, indices, starts, ends, sampling, picked, states, num_of_prompts)
-    past = num_logits.cumsum() if pools or (wanted < NO_SCORES).any() else None
-    if past is not None:
-        firsts, first_rows = np.maximum(starts, wanted), past - num_logits
-        if pools:
-            layout = layout._replace(pooled=_pooled(requests, starts, ends, samples, first_rows))
-        else:
-            layout = layout._replace(scored=_scored(requests, firsts, ends, first_rows))
+    if pools or (wanted < NO_SCORES).any():
+        past = num_logits.cumsum()
         layout = layout._replace(sample_rows=past[picked] - 1)
+        if pools:
+            return layout._replace(pooled=_pooled(requests, starts, ends, samples, past - num_logits)), columns
+        return layout._replace(scored=_scored(requests, np.maximum(starts, wanted), ends, past - num_logits)), columns
     return layout, columns
 
 
@@ -151,14 +149,14 @@ class InFlightStep:
     """A step that runs. Its requests count it as done from now on.
 
     Args:
-        chosen: a row for each part that samples, in order; None if none does.
-        number: above 0, and that of no other in_flight.
-        scores, pooled: of `parts.scored` and `parts.pooled`; None if that is empty.
+        chosen: a row for each request that samples, in order; None if none does.
+        number: above 0, and that of no other step.
+        scores, pooled: of `layout.scored` and `layout.pooled`; None if that is empty.
     """
 
     def __init__(
         self,
-        parts: StepLayout,
+        layout: StepLayout,
         chosen: SamplerOutput | None,
         number: int,
         scores: PromptScores | None = None,
@@ -166,8 +164,8 @@ class InFlightStep:
     ) -> None:
         self.number = number
         self.chosen, self.prompt_scores, self.pooled_rows = chosen, scores, pooled
-        self.parts = parts
-        self.requests = parts.requests
+        self.layout = layout
+        self.requests = layout.requests
         self._results: Iterator[StepResult] | None = None
         self._scores: Iterator[ScoreResult] = iter(())
         self._pooled: Iterator[PooledResult] = iter(())
@@ -175,9 +173,9 @@ class InFlightStep:
 
     def begin(self) -> InFlightStep:
         """Count the step as done, for all of its requests at once, while they are where the layout says."""
-        parts, number = self.parts, self.number
-        rows, sampling = parts.rows, parts.indices[parts.samples]
-        rows.num_cached[parts.indices] = parts.ends
+        layout, number = self.layout, self.number
+        rows, sampling = layout.rows, layout.indices[layout.samples]
+        rows.num_cached[layout.indices] = layout.ends
         num_tokens = rows.num_tokens[sampling] + 1
         rows.num_tokens[sampling] = num_tokens
         rows.future_row[sampling] = np.arange(len(sampling))
@@ -191,12 +189,12 @@ class InFlightStep:
         if self._results is None:
             tokens = self.chosen.wait() if self.chosen is not None else ChosenTokens([], [])
             if self.prompt_scores is not None:
-                self._scores = zip((request for request, _ in self.parts.scored), self.prompt_scores.wait(), strict=True)
+                self._scores = zip((request for request, _ in self.layout.scored), self.prompt_scores.wait(), strict=True)
             if self.pooled_rows is not None:
                 rows = self.pooled_rows.wait()
-                self._pooled = ((request, *row) for (request, _), row in zip(self.parts.pooled, rows, strict=True))
-            ends = self.parts.ends[self.parts.samples]
-            self._results = zip(self.parts.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
+                self._pooled = ((request, *row) for (request, _), row in zip(self.layout.pooled, rows, strict=True))
+            ends = self.layout.ends[self.layout.samples]
+            self._results = zip(self.layout.sampling, ends.tolist(), *tokens, self._goes_on.tolist(), strict=True)
 
     @property
     def has_come(self) -> bool:
@@ -224,11 +222,11 @@ class InFlightStep:
     def rollback(self) -> list[Request]:
         """The step, whose tokens have not come, did not happen, nor did any after it; the requests that it was for."""
         assert not self.has_come
-        for request in self.parts.sampling:
+        for request in self.layout.sampling:
             request.drop_pending_token()
-        for state in self.parts.states.values():
+        for state in self.layout.states.values():
             state.num_chosen -= 1
-        for request, start in zip(self.requests, self.parts.starts.tolist(), strict=True):
+        for request, start in zip(self.requests, self.layout.starts.tolist(), strict=True):
             if request.finish_reason is None:
                 request.num_cached = min(request.num_cached, start)
         return [request for request in reversed(self.requests) if request.finish_reason is None]

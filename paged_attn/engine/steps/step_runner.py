@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,16 +16,15 @@ from paged_attn.attn_ops.errors import CaptureError, UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.capture.graphs.buckets import BucketSizes
-from paged_attn.capture.graphs.graph_set import Captured, GraphKey, GraphSet
+from paged_attn.capture.graphs.graph_set import MIB, Captured, GraphKey, GraphSet, Prepare
 from paged_attn.capture.graphs.pointer_check import PointerCheck
+from paged_attn.capture.graphs.progress import bar
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
 from paged_attn.engine.steps.capture_report import CaptureReport
-from paged_attn.engine.steps.capture_settings import CaptureSettings
-from paged_attn.engine.steps.capture_specs import CaptureSpecs, extend_shape, full_shape
-from paged_attn.engine.steps.forward import Output, Tail, forward
-from paged_attn.engine.steps.future_tokens import FutureTokens
+from paged_attn.engine.steps.capture_specs import CaptureSettings, CaptureSpecs, extend_shape, full_shape
+from paged_attn.engine.steps.forward import FutureTokens, Output, Tail, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.tolerances import logits_apart
@@ -68,6 +67,9 @@ class StepRunner:
     Captured steps read their inputs from `buffers`; logits of a captured step are overwritten by the next one.
     """
 
+    pool: KVPool  # that of the last `use`, which comes before any step or capture
+    backend: AttentionBackend
+
     def __init__(
         self,
         runner: Runner,
@@ -91,8 +93,6 @@ class StepRunner:
         self.page_size = page_size
         self.future_tokens = future_tokens or FutureTokens(max(settings.max_requests, MIN_ROWS), runner.device)
         self.one_row, self.lora_slots = one_row or OneRowCheck(runner), lora_slots
-        self.pool: KVPool | None = None
-        self.backend: AttentionBackend | None = None
         self.graphs: GraphSet | None = None
         self.buffers: StepBuffers | None = None
         self._pointer_check: PointerCheck | None = None
@@ -109,14 +109,10 @@ class StepRunner:
         """Steps read and write this pool from now on. Full graphs hold its addresses: capture them afterwards."""
         self.pool, self.backend = pool, backend
 
-    def capture_pieces(self, progress: Callable[[Any, int], Any]) -> None:
+    def capture_pieces(self) -> None:
         """Record the graphs between the split ops, which know no pool: any pool of the same layers will do."""
-        if self.graphs is None:
-            return
         keys = [GraphKey("piecewise", size) for size in self.settings.extend_order()]
-        for _ in progress(self.graphs.capture(keys, self._capture_specs().pieces), len(keys)):
-            pass
-        self._pieces = BucketSizes(self.graphs.sizes("piecewise"))
+        self._pieces = self._captured(keys, self._capture_specs().pieces, "piecewise")
 
     def full_bytes(self) -> int:
         """What all full graphs will take, at most what they may: measured on the largest and the smallest with the pool at hand, which are
@@ -135,15 +131,21 @@ class StepRunner:
         wanted = sizes[0] + sizes[-1] * (len(keys) - 1) if sizes else 0
         return min(wanted, max(graphs.budget - graphs.nbytes, 0))
 
-    def capture_full(self, progress: Callable[[Any, int], Any]) -> None:
+    def capture_full(self) -> None:
         """Record whole decode steps on the pool in use."""
-        if self.graphs is None:
-            return
         specs = self._capture_specs()
-        keys, self.why_not_full = specs.full_keys(), specs.why_not_full
-        for _ in progress(self.graphs.capture(keys, specs.full), len(keys)) if keys else ():
-            pass
-        self._full = BucketSizes(self.graphs.sizes("full"))
+        self.why_not_full = specs.why_not_full
+        if keys := specs.full_keys():
+            self._full = self._captured(keys, specs.full, "decode steps")
+
+    def _captured(self, keys: list[GraphKey], prepare: Prepare, what: str) -> BucketSizes:
+        """Sizes that were recorded, of these shapes; a bar shows where the capture is."""
+        assert self.graphs is not None
+        what = f"capturing {what}" if self.lora_slots is None else f"capturing {what}, with adapters"
+        with bar(self.graphs.capture(keys, prepare), total=len(keys), what=what, unit="shape") as shown:
+            for key in shown:
+                shown.set_postfix_str(f"{key}, {self.graphs.nbytes / MIB:,.0f} MiB")
+        return BucketSizes(self.graphs.sizes(keys[0].mode))
 
     def prepare(self, requests: Sequence[BatchRequest] | RequestColumns) -> Step:
         """Lay the requests out for the smallest captured shape that holds them, or as they are."""
@@ -160,7 +162,7 @@ class StepRunner:
 
     def _prepared(self, requests: RequestColumns, num_logits: int) -> Step | None:
         """The step for a captured shape, or None if none holds it."""
-        assert self.graphs is not None and self.backend is not None and self.pool is not None
+        assert self.graphs is not None
         device = self.runner.device
         size = self._full.fit(len(requests))
         if size is not None and requests.all_decode:
@@ -202,14 +204,13 @@ class StepRunner:
             self.graphs.clear()
 
     def _capture_specs(self) -> CaptureSpecs:
-        assert self.pool is not None and self.backend is not None and self.buffers is not None
+        assert self.buffers is not None
         return CaptureSpecs(
             self.runner, self.settings, self.pool, self.backend, self.buffers, self.recurrent, self.tail, self.future_tokens,
             self.one_row, self.lora_slots,
         )  # fmt: skip
 
     def _replay(self, batch: Batch, captured: Captured) -> Output:
-        assert self.pool is not None and self.backend is not None
         segments, backend, plan = captured.segments, self.backend, None
         if captured.key.mode == "full":
             backend, plan = captured.state.backend, captured.state.plan
@@ -224,7 +225,6 @@ class StepRunner:
         return output
 
     def _uncaptured(self, batch: Batch) -> Output:
-        assert self.pool is not None and self.backend is not None
         with ForwardContext(batch, self.pool, self.backend, self.recurrent):
             return forward(self.runner, batch, self.tail, self.future_tokens)
 

@@ -23,9 +23,7 @@ from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.compiled.kernels_ahead import compile_experts_ahead
-from paged_attn.engine.tracing.experts_layout import Layout, layouts_of
-from paged_attn.engine.tracing.flat_layout import FlatLayout
-from paged_attn.engine.tracing.movable_weights import MovableWeights
+from paged_attn.engine.tracing.experts_layout import FlatLayout, Layout, MovableWeights, Operands, layouts_of
 from paged_attn.parallel.own_experts import OwnExperts, WholeExperts, own_experts
 from paged_attn.passes.fx.row_layout import MISFITS
 
@@ -120,7 +118,7 @@ def proved_experts(module: Any, backend: str = "auto") -> ProvedExperts | None:
                 selection = select_experts(backend, _problem(operands, gating))
                 if probes is None:
                     _compile_ahead(module, operands, gating, selection.name)
-                    dims, probes = _probes(module, layout, operands)
+                    dims, probes = next(((n, given) for n in (2, 3) if (given := _probes(module, layout, operands[0], n))), (2, []))
                 for identity in (False, True) if _num_ids(module, layout) > layout.experts else (False,):
                     found = ProvedExperts(layout, gating, identity, selection, dims)
                     if probes and all(apart(expected, found.of(operands, *given)) <= allowed(expected) for given, expected in probes):
@@ -197,19 +195,10 @@ def _softcaps(module: nn.Module) -> list[float]:
     return sorted({float(value) for name, value in numbers if "softcap" in name and value > 0})
 
 
-Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 Probe = tuple[tuple[Tensor, Tensor, Tensor], Tensor]  # x, ids and weights, and what the module makes of them
 
 
-def _probes(module: nn.Module, layout: Layout | FlatLayout, operands: Operands) -> tuple[int, list[Probe]]:
-    """(dims of the hidden states that the module takes, probes): none for a module that takes other things."""
-    for dims in (2, 3):
-        if probes := _probes_of(module, layout, operands[0], dims):
-            return dims, probes
-    return 2, []
-
-
-def _probes_of(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: int) -> list[Probe]:
+def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: int) -> list[Probe]:
     """Ragged loads, with experts that get nothing, ids beyond the experts where there are such, and two experts that get every token; none
     for a module that does not take them."""
     experts, hidden, device = layout.experts, w1.shape[-1], w1.device
@@ -270,15 +259,10 @@ def _emitter(module: nn.Module, original: Callable[..., Tensor], found: ProvedEx
     return forward
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)
-
-
 def kind_of(module: nn.Module) -> tuple[Any, ...]:
     """What makes two modules compute the same apart from their weights, as far as can be said without running them."""
-    numbers = tuple(
-        sorted((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items() if _is_plain(value))
-    )
+    attributes = ((path, name, value) for path, part in module.named_modules() for name, value in vars(part).items())
+    numbers = tuple(sorted(each for each in attributes if isinstance(each[2], bool | int | float | str)))
     weights = tuple((name, tuple(weight.shape), weight.dtype) for name, weight in module.named_parameters())
     kinds = tuple(type(part) for part in module.modules())
     return kinds, numbers, repr(getattr(module, "act_fn", None)), weights

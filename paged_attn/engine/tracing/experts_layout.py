@@ -1,22 +1,31 @@
-"""Where a module of experts has its weights.
+"""Where a module of experts has its weights, and which of them may be moved.
 
 transformers' modules say so by flags (`is_transposed`, `has_bias`, ...). Others, as remote code has them, may be experts if they hold two
-stacked weights whose shapes fit each other, or matrices of all experts' rows (`flat_layout.py`), and are called with hidden states, ids
-and weights. What either computes is then proved.
+stacked weights whose shapes fit each other, or matrices [E n, m] of all experts' rows, their own or those of a module within (DBRX), and
+are called with hidden states, ids and weights. What either computes is then proved.
+
+Nothing in a matrix of all rows says how many experts it holds: numbers of the module whose names speak of experts are tried, small ones
+first. On a GPU ids beyond a module's experts may end the process; with fewer experts than it has, its numbers are only other ones.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from paged_attn.engine.tracing.flat_layout import DTYPES, FlatLayout, flat_layouts
+from paged_attn.passes.optimize.linears.mergeable_weights import Memory, is_ordinary_parameter, lie_in_a_row
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")
 OTHER_KINDS = ("has_post_expert_norm",)  # newer than transformers 5.17
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # that backends compute experts in
+Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # w1 [E, n, H], w2 [E, H, I], b1 [E, n] and b2 [E, H]
 
 
 class Layout(NamedTuple):
@@ -33,7 +42,7 @@ class Layout(NamedTuple):
     transposed: bool
     experts: int
 
-    def operands(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def operands(self, module: nn.Module) -> Operands:
         """w1 [E, n, H] and w2 [E, H, I] as views of the module's weights, and their biases [E, n] and [E, H]."""
         w1, w2 = (getattr(module, name)[: self.experts] for name in (self.first, self.second))
         if self.transposed:
@@ -52,13 +61,49 @@ class Layout(NamedTuple):
         return []
 
 
+@dataclass(frozen=True)
+class FlatLayout:
+    """Which matrices are the weights of both products.
+
+    Attributes:
+        first: paths of gate and up, [E I, H] each, or of the one that is all of the first product, [E n, H].
+        second: path of the second product's weight.
+        transposed: that is [E I, H], and not [E H, I].
+        experts: how many.
+    """
+
+    first: tuple[str, ...]
+    second: str
+    transposed: bool
+    experts: int
+
+    def operands(self, module: nn.Module) -> tuple[Tensor, Tensor, None, None]:
+        """w1 [E, n, H], or [E, 2, I, H] of a copy of two matrices, which the pass `experts` makes none of; w2 [E, H, I]."""
+        first, second = [attrgetter(path)(module) for path in self.first], attrgetter(self.second)(module)
+        hidden, columns = first[0].shape[1], second.shape[1]
+        if len(first) == 1:
+            w1 = first[0].view(self.experts, -1, hidden)
+        else:
+            w1 = torch.cat(first).view(2, self.experts, -1, hidden).transpose(0, 1)
+        w2 = second.view(self.experts, -1, columns)
+        return w1, w2.transpose(1, 2) if self.transposed else w2, None, None
+
+    def num_ids(self, module: nn.Module) -> int:
+        """How many ids the weights have rows for."""
+        return self.experts
+
+    def moved(self, module: nn.Module) -> list[Any]:
+        """The parameters that must lie in one tensor, in this order."""
+        return [attrgetter(path)(module) for path in self.first] if len(self.first) > 1 else []
+
+
 def layouts_of(module: nn.Module) -> Sequence[Layout | FlatLayout]:
     """Those that the module may have, by flags or by shapes; none if it is no module of experts, or has no plain tensors."""
     if any(getattr(module, kind, False) for kind in OTHER_KINDS):
         return []
     if all(hasattr(module, flag) for flag in FLAGS):
         return _by_flags(module)
-    return (_by_shapes(module) or flat_layouts(module)) if _num_arguments(module) == 3 else []
+    return (_by_shapes(module) or _by_matrices(module)) if len(inspect.signature(module.forward).parameters) == 3 else []
 
 
 def _by_flags(module: Any) -> list[Layout]:
@@ -94,5 +139,65 @@ def is_stacked(weight: Any) -> bool:
     return type(weight) is nn.Parameter and weight.dim() == 3 and weight.is_floating_point() and weight.dtype in DTYPES
 
 
-def _num_arguments(module: nn.Module) -> int:
-    return len(inspect.signature(module.forward).parameters)
+def _by_matrices(module: nn.Module) -> list[FlatLayout]:
+    """Those that the module may have, by shapes; none if it has anything besides two or three matrices that fit each other."""
+    owned = dict(module.named_parameters())
+    if len(owned) not in (2, 3) or any(True for _ in module.buffers()) or not all(_is_matrix(weight) for weight in owned.values()):
+        return []
+    owners = [part for part in module.modules() if part._parameters]
+    if any(type(part).__module__.startswith("torch.nn") for part in owners) or any(map(is_hooked, module.modules())):
+        return []
+    return list(_fitting(module, {name: (weight.shape[0], weight.shape[1]) for name, weight in owned.items()}))
+
+
+def _fitting(module: nn.Module, shapes: dict[str, tuple[int, int]]) -> Iterator[FlatLayout]:
+    for experts in _numbers_of_experts(module):
+        for second in reversed(shapes):  # it stands last, as a rule
+            first = tuple(name for name in shapes if name != second)
+            (rows, hidden), (second_rows, columns) = shapes[first[0]], shapes[second]
+            if len({shapes[name] for name in first}) > 1 or rows % experts or second_rows % experts:
+                continue
+            wide = len(first) * rows // experts
+            for transposed in (True, False):
+                inner, given = (second_rows // experts, columns) if transposed else (columns, second_rows // experts)
+                if given == hidden and wide in ((2 * inner,) if len(first) > 1 else (inner, 2 * inner)):
+                    yield FlatLayout(first, second, transposed, experts)
+
+
+def _numbers_of_experts(module: nn.Module) -> list[int]:
+    named = (pair for part in module.modules() for pair in vars(part).items())
+    return sorted({value for name, value in named if "exp" in name and type(value) is int and value > 1})
+
+
+def _is_matrix(weight: Any) -> bool:
+    return type(weight) is nn.Parameter and weight.dim() == 2 and weight.is_contiguous() and weight.dtype in DTYPES
+
+
+def is_hooked(part: nn.Module) -> bool:
+    """Whether somebody has hooked a module, or replaced its forward."""
+    return bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+
+
+class MovableWeights:
+    """Of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._memory = Memory([*model.parameters(), *model.buffers()])
+        self._owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None)
+
+    def other_kind(self, weights: Iterable[Any]) -> str:
+        """Why some are no ordinary parameters, as a rank's shards are none, or have rows that are not aligned; empty if all are."""
+        other = next((weight for weight in weights if not is_ordinary_parameter(weight)), None)
+        if other is None:
+            return ""
+        kind = f"{type(other).__name__} {list(other.shape)} of {other.dtype}"
+        return f"a weight of its experts is a {kind}; known are dense parameters with rows of a multiple of 16 bytes together"
+
+    def shared(self, columns: Iterable[Sequence[Any]]) -> str:
+        """Which weights somebody else has, too; empty if nobody has. `columns`: those that shall lie in one tensor each."""
+        for column in columns:
+            single = all(self._owners[id(weight)] == 1 for weight in column)
+            if not single or not (lie_in_a_row(column) or all(self._memory.is_own(weight) for weight in column)):
+                shape = list(column[0].shape)
+                return f"the weights {shape} of its experts can not be moved into one tensor: somebody else has their memory, too"
+        return ""

@@ -1,14 +1,9 @@
-"""Traces that fail: what is said of them, and what need not make one fail."""
+"""Traces that fail: why, and what is said of them."""
 
 from __future__ import annotations
 
-import builtins
-import logging
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable
 
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
@@ -16,7 +11,6 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.hf.patch import can_be_hooked
 
-_LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \w+\n\s*(\S.*)')
 
 
@@ -54,22 +48,3 @@ def with_advice(model: nn.Module, refusal: NotTraced) -> NotTraced:
     if not can_be_hooked(model):
         return refusal
     return NotTraced(f"{refusal} LLM(model, compile=False), which traces nothing, may serve it.")
-
-
-def messages() -> set[Callable[..., Any]]:
-    """What tells people something and returns nothing: torch.compile leaves such calls out of its graph."""
-    logger = logging.Logger
-    names = [name for name in dir(logger) if name.split("_")[0] in _LEVELS and callable(getattr(logger, name))]
-    return {*(getattr(logger, name) for name in names), warnings.warn, builtins.print}
-
-
-@contextmanager
-def no_metrics_log() -> Iterator[None]:
-    """Inside, Dynamo says nothing of the metrics that it can not write down. Trap: torch 2.11 sorts every set of its settings for them, and
-    prints a traceback for one of functions, such as `messages`."""
-    logger = logging.getLogger("torch._dynamo.metrics_context")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

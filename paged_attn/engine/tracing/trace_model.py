@@ -6,7 +6,7 @@ import inspect
 import logging
 import types
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -24,16 +24,15 @@ from paged_attn.compiled_graph import CompiledGraph
 from paged_attn.engine.model.model_output import logits_in
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from paged_attn.engine.tracing.looping.as_ops import looping_experts_as_ops
-from paged_attn.engine.tracing.no_collections import no_collections
 from paged_attn.engine.tracing.on_all_tokens import AllTokensCall, modules_around, on_all_tokens
 from paged_attn.engine.tracing.opaque_modules import ReadsMask, modules_as_ops, untraceable_class
 from paged_attn.engine.tracing.ops_without_fakes import OpsWithoutFakes
-from paged_attn.engine.tracing.plain_buffers import plain_buffers
 from paged_attn.engine.tracing.repeated.expand import expand
 from paged_attn.engine.tracing.repeated.find import AlikeLayers, alike_layers
 from paged_attn.engine.tracing.repeated.marks import marked
 from paged_attn.engine.tracing.repeated.same_code import NotAlike, guards_of_trace
-from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, messages, no_metrics_log, not_traced
+from paged_attn.engine.tracing.trace_failure import fails_in, lacks_fake, not_traced
+from paged_attn.engine.tracing.while_tracing import messages, no_collections, no_metrics_log, plain_buffers
 from paged_attn.passes.find.softmax import UnknownAttention
 from paged_attn.passes.fx.model_facts import max_positions
 from paged_attn.stopwatch import part
@@ -88,14 +87,12 @@ def _capture_with_opaque_modules(
     loops, blocks = options.passes.experts, dict[str, str]()
 
     def inputs(length: int) -> dict[str, Any]:
-        return _trace_inputs(model, length, positions)
+        return trace_inputs(model, length, positions)
 
     while True:
         try:
             experts = experts_as_ops(model, options.experts_backend) if options.passes.experts else nullcontext()
-            looping: AbstractContextManager[dict[str, str]] = nullcontext({})
-            if loops:
-                looping = looping_experts_as_ops(model, inputs, options.experts_backend)
+            looping = looping_experts_as_ops(model, inputs, options.experts_backend) if loops else nullcontext(dict[str, str]())
             fakes = unknown.told() if unknown else nullcontext()
             with as_served(model), experts, looping as blocks, modules_as_ops(model, opaque, inputs), fakes, on_all_tokens(model, on_all):
                 return _capture_all_lengths(model, options, positions)
@@ -172,7 +169,7 @@ def _runs(model: nn.Module, length: int, positions: bool) -> bool:
     """Whether the model itself takes that many tokens."""
     try:
         with as_served(model):
-            model(**_trace_inputs(model, length, positions))
+            model(**trace_inputs(model, length, positions))
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as error:
@@ -201,7 +198,7 @@ def _capture(
     model: nn.Module, options: CompileOptions, length: int, positions: bool, limited: bool = False
 ) -> tuple[CompiledGraph, list[Any]]:
     """With layers that are alike traced once, or, if they turn out to be otherwise or are traced in no such way, each by itself."""
-    inputs = _trace_inputs(model, length, positions)
+    inputs = trace_inputs(model, length, positions)
     if layers := _alike(model, inputs):
         try:
             return _traced(model, options, inputs, limited, layers)
@@ -258,7 +255,7 @@ def _traced(
     raise UnsupportedError(f"{type(model).__name__}.forward computes nothing that torch.compile can capture")
 
 
-def _trace_inputs(model: nn.Module, length: int, positions: bool = True) -> dict[str, Any]:
+def trace_inputs(model: nn.Module, length: int, positions: bool = True) -> dict[str, Any]:
     """Inputs of a call of `length` tokens with T marked; with position_ids where forward may take them and `positions` says so."""
     device = only_device(model)
     rows = torch.arange(length, device=device)

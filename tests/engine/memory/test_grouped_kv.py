@@ -16,8 +16,8 @@ from paged_attn.attn_ops.kv.page_allocator import OutOfPages
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.engine.config import EngineConfig
-from paged_attn.engine.memory.budget import MemoryBudget, StateSlots
-from paged_attn.engine.memory.grouped_kv import GroupedKVManager, frames_of_request
+from paged_attn.engine.memory.budget import MemoryBudget, StateSlots, frames_of_request
+from paged_attn.engine.memory.grouped_kv import GroupedKVManager
 from paged_attn.engine.memory.kv_manager import KVManager
 from tests.engine.scheduling.grouped_world import FULL, GroupedWorld
 from tests.engine.scheduling.world import World

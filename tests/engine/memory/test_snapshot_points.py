@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paged_attn.engine.memory.snapshot_points import MIN_FORK, SHARE, SnapshotPoints
+from paged_attn.engine.memory.state_snapshots import MIN_FORK, SHARE, SnapshotPoints
 
 
 @pytest.mark.parametrize(("tokens", "last"), [(1, None), (4, None), (5, 4), (8, 4), (9, 8)])

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
-from paged_attn.engine.memory import snapshot_points
+from paged_attn.engine.memory import state_snapshots
 from paged_attn.engine.memory.budget import StateSlots
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import Request
@@ -44,8 +44,8 @@ class StateOwnership(RuleBasedStateMachine):
         self.pool, self.page_size = StatePool(LAYERS, state_slots.total), page_size
         self.values = self.pool.states(0)[0][:, 0]
         self.values.fill_(-1)
-        self.before = snapshot_points.MIN_FORK, snapshot_points.SHARE
-        snapshot_points.MIN_FORK, snapshot_points.SHARE = min_fork, share
+        self.before = state_snapshots.MIN_FORK, state_snapshots.SHARE
+        state_snapshots.MIN_FORK, state_snapshots.SHARE = min_fork, share
         self.kv = KVManager(14, page_size, True, state_slots, self.pool, interval)
         self.requests: list[Request] = []
         self.kv.state_slots.free = self.poisoning(self.kv.state_slots.free)
@@ -157,7 +157,7 @@ class StateOwnership(RuleBasedStateMachine):
         return found
 
     def teardown(self) -> None:
-        snapshot_points.MIN_FORK, snapshot_points.SHARE = self.before
+        state_snapshots.MIN_FORK, state_snapshots.SHARE = self.before
         for request in self.requests:
             self.kv.release(request, share=False)
         self.kv.tree.clear()

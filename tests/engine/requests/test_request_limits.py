@@ -8,7 +8,7 @@ from torch import nn
 from paged_attn import EngineConfig, SamplingParams, UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import page_elements
 from paged_attn.engine.memory.budget import MemoryBudget
-from paged_attn.engine.memory.model_limits import ModelLimits
+from paged_attn.engine.model.model_limits import ModelLimits
 from tests.engine.models import assert_idle, make_engine, make_llm, oracle, random_prompts, run_all, tiny
 from tests.tiny_models import VOCAB, build
 

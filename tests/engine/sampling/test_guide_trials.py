@@ -21,8 +21,7 @@ from paged_attn import SamplingParams
 from paged_attn.engine.sampling.structured import guides
 from paged_attn.engine.sampling.structured.compile_process import Limits
 from paged_attn.engine.sampling.structured.guides import Guide, Guides
-from paged_attn.engine.sampling.structured.limits import MAX_DEFINITIONS, MAX_RULES, check_size
-from paged_attn.engine.sampling.structured.trials import DEEP, GuideTrials
+from paged_attn.engine.sampling.structured.trials import DEEP, MAX_DEFINITIONS, MAX_RULES, GuideTrials, check_size
 from paged_attn.engine.sampling_params import MAX_GUIDE_BYTES
 from tests.engine.models import bytes_tokenizer, make_llm, oracle, tokenizer  # noqa: F401 (in a process of its own)
 from tests.server.serving import wait_for

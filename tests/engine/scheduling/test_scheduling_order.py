@@ -294,7 +294,7 @@ def test_the_queue_does_what_one_would_do_by_hand(seed: int) -> None:
             request = request_of([1], rng.choice("ab"))
             request.tenant = rng.choice("xyz")
             request.arrival, request.priority = arrival if action == "append" else rng.randrange(10**6), rng.choice([0, 1])
-            getattr(queue, action)(request)
+            queue.append(request, ran_before=action == "append_preempted")
             model.enter(request, ran=action == "append_preempted")
         elif action == "bring_back" and model.aside:
             request = rng.choice(model.aside)

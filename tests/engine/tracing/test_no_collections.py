@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from paged_attn.engine.tracing.no_collections import no_collections
+from paged_attn.engine.tracing.while_tracing import no_collections
 
 
 @pytest.mark.parametrize("enabled", [True, False])

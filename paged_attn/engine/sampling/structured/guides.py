@@ -21,8 +21,7 @@ from paged_attn.attn_ops.batch.packed_ints import PackedInts
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.engine.sampling.structured.compile_process import error_of, read_matcher
-from paged_attn.engine.sampling.structured.limits import check_size
-from paged_attn.engine.sampling.structured.trials import GuideTrials
+from paged_attn.engine.sampling.structured.trials import GuideTrials, check_size
 from paged_attn.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -215,8 +214,8 @@ def forbid_others(scores: Tensor, guides: Mapping[int, Guide]) -> None:
     octets = masks.view(torch.uint8).unsqueeze(-1)
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
     forbidden = bits.view(len(guides), -1)[:, :vocabulary] == 0
-    scores[rows] = scores[rows].masked_fill_(forbidden, float("-inf"))
+    scores[rows] = scores[rows].masked_fill_(forbidden, -torch.inf)
 
 
-def _shortened(source: str, most: int = 80) -> str:
-    return repr(source if len(source) <= most else source[: most - 3] + "...")
+def _shortened(source: str) -> str:
+    return repr(source if len(source) <= 80 else source[:77] + "...")

@@ -1,4 +1,4 @@
-"""Trying out in another process what an answer shall follow, before it is read in this one."""
+"""Before what an answer shall follow is read in this process: how large it may be, and trying it out in another one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,42 @@ import contextlib
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from paged_attn.engine.sampling.structured import compile_process
 from paged_attn.engine.sampling.structured.compile_process import Limits
 
+MAX_DEFINITIONS = 1000  # of a JSON schema, those in schemas inside it included
+MAX_RULES = 1000  # of a grammar, terminals included
+_RULE = re.compile(r"^[ \t]*[?!]?\w+(?:\.[+-]?\d+)?(?:\{[^}\n]*\}|\[[^]\n]*\])?[ \t]*:", re.MULTILINE)
 LIMITS = Limits()
 DEEP = "too many definitions or rules lead from one to the next"
+
+
+def check_size(what: str, source: str) -> None:
+    """Raises ValueError: too many definitions or rules. `SamplingParams` has counted the bytes."""
+    if what == "json_schema" and (count := sum(_definitions(json.loads(source)))) > MAX_DEFINITIONS:
+        raise ValueError(f"json_schema: got {count} definitions; allowed: at most {MAX_DEFINITIONS}; leave out what no answer needs")
+    if what == "grammar" and (count := len(_RULE.findall(source))) > MAX_RULES:
+        raise ValueError(f"grammar: got {count} rules; allowed: at most {MAX_RULES}; write several as one")
+
+
+def _definitions(schema: Any) -> Iterator[int]:
+    """How many each place has where definitions stand."""
+    left = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield from (len(held) for name in ("$defs", "definitions") if isinstance(held := value.get(name), dict))
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
 
 
 class Trial(NamedTuple):

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from paged_attn.calling.replaced_forward import replaced_forward
+from paged_attn.engine.tracing.experts_layout import MovableWeights
 from paged_attn.engine.tracing.looping.calls import BlockCall, calls_of
 from paged_attn.engine.tracing.looping.find import blocks_of, hooked_within, kind_within
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.prove import ProvedBlock, proved_block
 from paged_attn.engine.tracing.looping.stacked_pair import holds_one_stack
-from paged_attn.engine.tracing.movable_weights import MovableWeights
 from paged_attn.hashing.code_files import made_of
 
 logger = logging.getLogger("paged_attn")

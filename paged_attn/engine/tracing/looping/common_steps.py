@@ -20,7 +20,7 @@ class Times:
     factor: int
 
 
-class _Differs(Exception):
+class _Differs(ValueError):
     pass
 
 
@@ -45,21 +45,14 @@ class TwoTapes:
             found[len(one) - back] = step
         return found
 
-    def generalised(self, one: Any, two: Any) -> Any:
-        """Arguments of the first tape, with `Times` for the number of tokens. Raises ValueError where the tapes differ in more."""
-        try:
-            return self._same(one, two)
-        except _Differs as error:
-            raise ValueError(str(error)) from None
-
     def _same_step(self, first: int, second: int) -> Step | None:
         one, two = self.tapes[0].steps[first], self.tapes[1].steps[second]
         if one.function != two.function or len(one.results) != len(two.results) or len(one.written) != len(two.written):
             return None
         try:
             for slots in zip(one.results, two.results, strict=True):
-                self._same(*(None if slot is None else self._value(tape, slot) for tape, slot in enumerate(slots)))
-            return replace(one, args=self._same(one.args, two.args), kwargs=self._same(one.kwargs, two.kwargs))
+                self.generalised(*(None if slot is None else self._value(tape, slot) for tape, slot in enumerate(slots)))
+            return replace(one, args=self.generalised(one.args, two.args), kwargs=self.generalised(one.kwargs, two.kwargs))
         except _Differs:
             return None
 
@@ -67,7 +60,8 @@ class TwoTapes:
         value: Tensor = self.tapes[tape].values[slot.index]
         return tuple(value.shape), value.dtype
 
-    def _same(self, one: Any, two: Any) -> Any:
+    def generalised(self, one: Any, two: Any) -> Any:
+        """Arguments of the first tape, with `Times` for the number of tokens. Raises ValueError where the tapes differ in more."""
         if type(one) is not type(two):
             raise _Differs(f"{one!r} and {two!r}")
         if isinstance(one, Slot):
@@ -75,13 +69,13 @@ class TwoTapes:
         if isinstance(one, dict):
             if one.keys() != two.keys():
                 raise _Differs(f"{one!r} and {two!r}")
-            return {key: self._same(one[key], two[key]) for key in one}
+            return {key: self.generalised(one[key], two[key]) for key in one}
         if isinstance(one, slice):
-            return slice(*(self._same(getattr(one, name), getattr(two, name)) for name in ("start", "stop", "step")))
+            return slice(*(self.generalised(getattr(one, name), getattr(two, name)) for name in ("start", "stop", "step")))
         if isinstance(one, tuple | list):
             if len(one) != len(two):
                 raise _Differs(f"{one!r} and {two!r}")
-            return type(one)(self._same(*pair) for pair in zip(one, two, strict=True))
+            return type(one)(self.generalised(*pair) for pair in zip(one, two, strict=True))
         return self._same_number(one, two)
 
     def _same_number(self, one: Any, two: Any) -> Any:
@@ -94,10 +88,7 @@ class TwoTapes:
     def _same_slot(self, one: Slot, two: Slot) -> Slot:
         """Of one name, or made by steps that are as far from the start, or from the end."""
         origins = [tape.origin[slot.index] for tape, slot in zip(self.tapes, (one, two), strict=True)]
-        from_end = [self._from_end(tape, origin) for tape, origin in enumerate(origins)]
+        from_end = [(len(tape.steps) - o[0], o[1]) if isinstance(o, tuple) else None for tape, o in zip(self.tapes, origins, strict=True)]
         if origins[0] == origins[1] or (from_end[0] is not None and from_end[0] == from_end[1]):
             return one
         raise _Differs(f"{origins[0]} and {origins[1]}")
-
-    def _from_end(self, tape: int, origin: str | tuple[int, int] | None) -> tuple[int, int] | None:
-        return (len(self.tapes[tape].steps) - origin[0], origin[1]) if isinstance(origin, tuple) else None

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from paged_attn.engine.tracing.experts_as_ops import kind_of
+from paged_attn.engine.tracing.experts_layout import is_hooked
 from paged_attn.engine.tracing.looping.stacked_pair import pair_within
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -52,7 +53,4 @@ def _functions(module: nn.Module) -> tuple[tuple[str, int], ...]:
 
 def hooked_within(module: nn.Module) -> str:
     """The path of a part that somebody has hooked, or whose forward somebody replaced; empty if there is none."""
-    for name, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-            return name or "itself"
-    return ""
+    return next((name or "itself" for name, part in module.named_modules() if is_hooked(part)), "")

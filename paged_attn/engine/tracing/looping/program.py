@@ -210,12 +210,9 @@ def _name(step: Step) -> str:
     return str(getattr(step.function, "__name__", step.function))
 
 
-def evaluated(program: Program, tensors: Sequence[Tensor | None], logits: Tensor | None = None) -> Any:
-    """What the program returns, if its logits are these."""
-    return _Evaluation(program, logits).run(*tensors)
+class Evaluation(fx.Interpreter):
+    """Runs a program, whose logits are these if there are some."""
 
-
-class _Evaluation(fx.Interpreter):
     def __init__(self, program: Program, logits: Tensor | None) -> None:
         super().__init__(program.gm)
         self._name, self._logits = program.logits[0] if program.logits else "", logits

@@ -17,16 +17,16 @@ from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import ExpertsSelection, select_experts
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.engine.tracing.experts_as_ops import NOT_EXPERTS, allowed, apart
-from paged_attn.engine.tracing.looping.branches import refuse_other_branches
+from paged_attn.engine.tracing.experts_layout import Operands
 from paged_attn.engine.tracing.looping.calls import BlockCall
 from paged_attn.engine.tracing.looping.common_steps import TwoTapes
-from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, Operands, expert_mlps
+from paged_attn.engine.tracing.looping.expert_mlp import ExpertMLP, expert_mlps
 from paged_attn.engine.tracing.looping.not_proved import NotProved
 from paged_attn.engine.tracing.looping.probes import ROWS, given_tensors, logits_of
-from paged_attn.engine.tracing.looping.program import ExpertsSite, Program, evaluated, program_of
+from paged_attn.engine.tracing.looping.program import Evaluation, ExpertsSite, Program, program_of
 from paged_attn.engine.tracing.looping.stacked_pair import StackedPair, stacked_pairs
 from paged_attn.engine.tracing.looping.tape import Slot, Tape, mapped
-from paged_attn.engine.tracing.no_collections import no_collections
+from paged_attn.engine.tracing.while_tracing import no_collections
 from paged_attn.hashing.code_files import executed_files
 
 TOKENS = (37, 53)  # of the tapes: few other numbers are multiples of them
@@ -134,7 +134,7 @@ class _Proof:
                 undo.enter_context(replaced_forward(module, forward))
             with tape:
                 output = self.call.call(self.block, given)
-        return tape, mapped(_plain(output), lambda value: tape.slot_of(value) if isinstance(value, Tensor) else value), fed
+        return tape, mapped(_plain(output), tape.slot_of), fed
 
     def _sites(self, tape: Tape, fed: Tensor) -> Iterator[ExpertsSite]:
         """Where experts may stand, the last sum first."""
@@ -181,7 +181,7 @@ class _Proof:
             expected = _tensors(_plain(self.call.call(self.block, copies)))
         tensors = [*(each.clone() for each in given), *(self.own[name] for name in program.owned), *self.operands]
         try:
-            got = _tensors(evaluated(program, tensors, logits))
+            got = _tensors(Evaluation(program, logits).run(*tensors))
         except NOT_EXPERTS as error:
             raise NotProved(f"what it does for {TOKENS[0]} rows can not be done for {rows}: {_first_line(error)}") from error
         for one, other in zip(expected, got, strict=True):
@@ -190,6 +190,34 @@ class _Proof:
 
     def _given(self, tokens: int, seed: int) -> list[Tensor]:
         return given_tensors(self.call, tokens, self.mlp.spec.hidden, self.mlp.spec.experts, self.device, seed)
+
+
+def refuse_other_branches(tape: Tape, site: ExpertsSite) -> None:
+    """Raises NotProved where Python looked at numbers that are made from more than the chosen experts and their weights: a block may branch
+    on nothing else, as other branches would be lost."""
+    other = _made_from_more(tape, site)
+    for name, slots in tape.looked:
+        if slots & other:
+            raise NotProved(f"it may branch on numbers ({name}) that are not only which experts were chosen, and with which weights")
+
+
+def _made_from_more(tape: Tape, site: ExpertsSite) -> set[Slot]:
+    chosen = tape.values[site.ids.index].flatten()
+    same = {Slot(index) for index, value in enumerate(tape.values) if _equal(value, chosen)}
+    told = same | {site.weights}
+    found = {Slot(index) for index, origin in enumerate(tape.origin) if not isinstance(origin, tuple)} - told
+    for step in tape.steps:
+        name = getattr(step.function, "__name__", "")
+        if not step.given & found or name.startswith("new_") or name.endswith("_like"):
+            continue  # of the latter only shapes and types are read
+        found |= {slot for slot in step.results if slot is not None} - told
+        found |= {slot for each in step.written for slot in tape.same_memory(each)} - told
+    return found
+
+
+def _equal(value: Tensor, ids: Tensor) -> bool:
+    """Whether these are the ids, on whichever device."""
+    return value.dtype == ids.dtype and value.numel() == ids.numel() and torch.equal(value.flatten().to(ids.device), ids)
 
 
 def _rows(value: Tensor, tokens: int) -> Tensor | None:

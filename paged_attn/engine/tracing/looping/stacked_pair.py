@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.specs.experts import ExpertsSpec, Gating
 from paged_attn.engine.tracing.experts_as_ops import known_gates
-from paged_attn.engine.tracing.experts_layout import is_stacked
-from paged_attn.engine.tracing.looping.expert_mlp import Operands
+from paged_attn.engine.tracing.experts_layout import Operands, is_stacked
 from paged_attn.engine.tracing.looping.tape import Tape
 
 

@@ -83,7 +83,7 @@ class Tape(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._resting:
             return func(*args, **kwargs)
-        told = mapped((tuple(args), dict(kwargs)), self._told)
+        told = mapped((tuple(args), dict(kwargs)), self.slot_of)
         before = {slot: self.values[slot.index]._version for slot in slots_in(told)}
         self._look(func, told)
         result = func(*args, **kwargs)
@@ -116,9 +116,9 @@ class Tape(TorchFunctionMode):
         finally:
             self._resting = False
 
-    def slot_of(self, tensor: Tensor) -> Slot:
-        """That of a tensor, which is a new one if no step has made it."""
-        return self._slot(tensor, None)
+    def slot_of(self, value: Any) -> Any:
+        """That of a tensor, which is a new one if no step has made it; anything else as it is."""
+        return self._slot(value, None) if isinstance(value, Tensor) else value
 
     def same_memory(self, slot: Slot) -> set[Slot]:
         """Those of a tensor and of its views and bases."""
@@ -143,9 +143,6 @@ class Tape(TorchFunctionMode):
         for slot in sorted(made | touched, key=lambda slot: slot.index):
             if (value := self.values[slot.index]).numel() == self._watched:
                 self.states.append((index, slot, value.detach().clone()))
-
-    def _told(self, value: Any) -> Any:
-        return self._slot(value, None) if isinstance(value, Tensor) else value
 
     def _slot(self, tensor: Tensor, origin: str | tuple[int, int] | None) -> Slot:
         if id(tensor) not in self._slots:

@@ -1,0 +1,81 @@
+"""What callers give, one by one: prompts in every form that is taken, and the params and the adapter of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from paged_attn.engine.generation_config import as_params
+from paged_attn.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+Prompt = str | Sequence[int]
+Params: TypeAlias = "SamplingParams | GenerationConfig"
+Loras: TypeAlias = "str | Sequence[str | None] | None"
+
+
+def params_of_each(
+    params: Params | Sequence[Params] | None, count: int, defaults: SamplingParams, has_tokenizer: bool, streamed: bool
+) -> list[SamplingParams]:
+    """Checked, one for each of so many prompts.
+
+    Raises:
+        ValueError: another number of them, or one that asks for what there is not; TypeError: none of `Params`.
+    """
+    chosen = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * count
+    if len(chosen) != count:
+        raise ValueError(f"{len(chosen)} SamplingParams for {count} prompts; give one for all or one for each")
+    taken = [as_params(each, defaults) for each in chosen]
+    if not has_tokenizer and any(each.stop for each in taken):
+        raise ValueError("stop strings need a tokenizer: LLM(model, tokenizer=...), or use stop_token_ids")
+    if streamed and (scores := [each.prompt_logprobs for each in taken if each.prompt_logprobs is not None]):
+        raise ValueError(f"prompt_logprobs is {scores[0]} in a stream, whose events are of new tokens; use generate")
+    return taken
+
+
+def loras_of_each(lora: Loras, count: int) -> list[str | None]:
+    """Names of adapters, one for each of so many prompts; raises ValueError for another number of them."""
+    names = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
+    if len(names) != count:
+        raise ValueError(f"{len(names)} names of adapters in lora for {count} prompts; give one for all or one for each")
+    return names
+
+
+def one_of(params: Any, sampling_params: Any) -> Any:
+    """The one that is given; raises TypeError if both are."""
+    if params is not None and sampling_params is not None:
+        raise TypeError("params and sampling_params are the same, and both are given; leave one out")
+    return sampling_params if params is None else params
+
+
+def as_list(prompts: Any) -> list[Prompt]:
+    """Prompts as `generate` takes them, one by one; raises TypeError for anything else."""
+    if isinstance(prompts, Mapping):
+        return _of_mapping(prompts)
+    if hasattr(prompts, "tolist"):  # a tensor or an array
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise TypeError(f"prompts is a {type(prompts).__name__}; allowed are a text, a list of token ids, or a list of those")
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
+        return [prompts]
+    return [one for each in prompts for one in (_of_mapping(each) if isinstance(each, Mapping) else [each])]
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> list[Prompt]:
+    """What {"prompt": text}, {"prompt_token_ids": ids} or a tokenizer's {"input_ids": ..., "attention_mask": ...} stands for."""
+    for name in ("prompt_token_ids", "prompt"):
+        if prompt.get(name) is not None:
+            return [prompt[name]]
+    if "input_ids" not in prompt:
+        raise TypeError(f"a prompt is a mapping of {', '.join(map(repr, prompt))}; allowed are 'prompt', 'prompt_token_ids' or 'input_ids'")
+    rows, mask = _rows(prompt["input_ids"]), prompt.get("attention_mask")
+    kept = [[1] * len(row) for row in rows] if mask is None else _rows(mask)
+    return [[token for token, keep in zip(*pair, strict=True) if keep] for pair in zip(rows, kept, strict=True)]
+
+
+def _rows(values: Any) -> list[list[int]]:
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [values] if not values or isinstance(values[0], Integral) else values

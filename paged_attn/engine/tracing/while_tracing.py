@@ -1,0 +1,65 @@
+"""What is set aside while Dynamo traces: the garbage collector, buffers of a class of their own, messages and logs."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Nothing is collected inside; afterwards the collector is on again if it was on before. Dynamo makes objects by the million and drops
+    few, and whenever their number has grown by a quarter all are looked through again, a tenth of the time that a trace takes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def plain_buffers(model: nn.Module) -> Iterator[None]:
+    """Within the block, buffers made with `torch.nn.Buffer` are ordinary tensors of the same memory; afterwards they are themselves again.
+
+    Dynamo (2.13) can not trace a forward that assigns such a buffer to its own name (`self.table = self.table.to(x.device)`).
+    """
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    replaced = [entry for entry in buffers if getattr(entry[2], "_is_buffer", False)]
+    for module, name, buffer in replaced:
+        assert buffer is not None
+        module._buffers[name] = buffer.detach()
+    try:
+        yield
+    finally:
+        for module, name, buffer in replaced:
+            module._buffers[name] = buffer
+
+
+def messages() -> set[Callable[..., Any]]:
+    """What tells people something and returns nothing: torch.compile leaves such calls out of its graph."""
+    logger = logging.Logger
+    names = [name for name in dir(logger) if name.split("_")[0] in _LEVELS and callable(getattr(logger, name))]
+    return {*(getattr(logger, name) for name in names), warnings.warn, builtins.print}
+
+
+@contextmanager
+def no_metrics_log() -> Iterator[None]:
+    """Inside, Dynamo says nothing of the metrics that it can not write down. Trap: torch 2.11 sorts every set of its settings for them, and
+    prints a traceback for one of functions, such as `messages`."""
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
