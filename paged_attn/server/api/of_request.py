@@ -37,18 +37,14 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def texts_of(state: ServerState) -> Texts:
-    assert state.llm.texts is not None
-    return state.llm.texts
-
-
 def ready(request: Request, model: str | None) -> tuple[ServerState, Engine, Texts]:
     """Raises NotServingError while nothing is served, ApiError: 404 for another model."""
     state = state_of(request)
     engine = state.llm.thread.refuse_unless_ready()
     if model is not None:
         check_model(state, model)
-    return state, engine, texts_of(state)
+    assert state.llm.texts is not None
+    return state, engine, state.llm.texts
 
 
 def model_names(state: ServerState) -> list[str]:
@@ -93,8 +89,7 @@ async def answered(request: Request, work: Callable[[], Coroutine[Any, Any, Resp
         ApiError: what it was ended with.
     """
     state, call = state_of(request), call_of(request)
-    call.caller = caller_of(request)
-    state.calls.enter(call)
+    state.calls.enter(call, caller_of(request))
     most = min((each for each in (seconds, state.settings.request_seconds) if each is not None), default=None)
     if most is not None:
         call.fail_after(most, ApiError(504, f"the request did not end within {most:g} s and was cancelled", code="request_timeout"))

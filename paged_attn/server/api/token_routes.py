@@ -14,8 +14,7 @@ from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bounds import Closed, Messages, Name, Settings, Tools, at_most
 from paged_attn.server.api.of_request import answered, caller_of, ready
-from paged_attn.server.http.error_reply import ERRORS
-from paged_attn.server.http.errors import ApiError
+from paged_attn.server.http.errors import ERRORS, ApiError
 
 router = APIRouter(responses=ERRORS)
 MAX_TOKENS = 1 << 18  # to be made a text in one request

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}; and as /openapi.json describes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -23,6 +24,32 @@ CODES = {
 CLIENT_GONE = 499
 STATUSES = {NotServingError: 503, QueueFullError: 429, QueueTimeoutError: 503}  # of other errors of the engine: 500
 MAX_MESSAGE, MAX_PARAM = 1000, 100  # characters
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """What every answer of status 400 and above is."""
+
+    error: ErrorDetail
+
+
+_DESCRIPTIONS = {
+    400: "the request can not be served as it is; the message says what to change", 401: "no API key, or an unknown one",
+    404: "no such model or request", 405: "another method", 408: "the body was too slow",
+    409: "requests use what was to go", 413: "the body is too large", 429: "too many requests; see Retry-After",
+    499: "the request was cancelled by its id",
+    500: "a step failed, or the server did", 503: "nothing is served now; see Retry-After", 504: "the request took too long",
+}  # fmt: skip
+# For the routes. With a default, or else FastAPI adds a 422 of another form.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": what} for status, what in {**_DESCRIPTIONS, "default": "any other error"}.items()
+}
 
 
 class ApiError(Exception):
