@@ -15,7 +15,7 @@ from paged_attn.asynchronous.engine_thread import EngineThread
 from paged_attn.asynchronous.errors import RequestFailedError
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.job import Job, Prompt
-from paged_attn.asynchronous.observer import Observer, Unobserved
+from paged_attn.asynchronous.observer import Observer
 from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.status import Status
 from paged_attn.asynchronous.stream import Stream, together
@@ -60,7 +60,7 @@ class AsyncLLM:
         if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 0:
             raise ValueError(f"max_queue is {max_queue!r}; allowed are whole numbers from 0")
         # Its queue turns nobody away: `_limit` holds them back.
-        self._prepare(lambda: LLM(model, **settings).engine, max_queue, EngineThread(self._make, sys.maxsize, Unobserved()))
+        self._prepare(lambda: LLM(model, **settings).engine, max_queue, EngineThread(self._make, sys.maxsize))
         self.thread.raises_start_failure = True
         self.thread.start()
         self.thread.wait_until_made()
@@ -72,8 +72,8 @@ class AsyncLLM:
         make_engine: Callable[[], Engine],
         *,
         max_queue: int,
-        queue_seconds: float | None = None,
-        observer: Observer | None = None,
+        queue_seconds: float | None,
+        observer: Observer,
     ) -> AsyncLLM:
         """One that has no engine before `thread.start()`, and makes it then, on its own thread. Jobs are given to `submit`.
 
@@ -82,7 +82,7 @@ class AsyncLLM:
             observer: is told of steps and requests.
         """
         made = cls.__new__(cls)
-        made._prepare(make_engine, max_queue, EngineThread(made._make, max_queue, observer or Unobserved(), queue_seconds))
+        made._prepare(make_engine, max_queue, EngineThread(made._make, max_queue, observer, queue_seconds))
         return made
 
     def _prepare(self, make_engine: Callable[[], Engine], max_queue: int, thread: EngineThread) -> None:
@@ -240,13 +240,17 @@ class AsyncLLM:
         job.loop = asyncio.get_running_loop()
         self.thread.submit(job)
 
+    def _ready(self) -> tuple[Engine, Texts]:
+        """Raises NotServingError while there are none."""
+        engine = self.thread.refuse_unless_ready()
+        assert self.texts is not None
+        return engine, self.texts
+
     async def _complete(self, prompts: Any, params: Any, lora: Loras, namespace: Any, priority: int, tell: Tell | None) -> list[Completion]:
-        engine, client = self.thread.refuse_unless_ready(), object()
+        engine, texts, client = *self._ready(), object()
         listed = as_list(prompts)
         taken = params_of_each(params, len(listed), engine.default_params, engine.tokenizer is not None, tell is not None)
         loras = loras_of_each(lora, len(listed))
-        assert self.texts is not None
-        texts = self.texts
 
         async def one(index: int) -> list[Completion]:
             async with self._limit.taken(taken[index].n):
@@ -265,13 +269,11 @@ class AsyncLLM:
         settings: Mapping[str, Any],
         tell: Callable[[ChatEvent], None] | None,
     ) -> list[ChatCompletion]:
-        engine, client = self.thread.refuse_unless_ready(), object()
+        engine, texts, client = *self._ready(), object()
         conversations = listed_conversations(messages)
         taken = params_of_each(params, len(conversations), engine.default_params, engine.tokenizer is not None, tell is not None)
         loras = loras_of_each(lora, len(conversations))
         requests = [ChatRequest(conversation, **settings) for conversation in conversations]
-        assert self.texts is not None
-        texts = self.texts
 
         async def one(index: int) -> list[ChatCompletion]:
             async with self._limit.taken(taken[index].n):
@@ -290,8 +292,7 @@ class AsyncLLM:
         return await _all(one, len(conversations), "conversation")
 
     async def _pool(self, plan: PoolingPlan, namespace: Any, priority: int) -> list[PoolingOutput[Any]]:
-        assert self.texts is not None
-        texts, client = self.texts, object()
+        _, texts, client = *self._ready(), object()
 
         async def one(index: int) -> list[Request]:
             async with self._limit.taken(1):
