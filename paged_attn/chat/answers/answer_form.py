@@ -50,7 +50,7 @@ class AnswerForm:
     def reader(self) -> AnswerReader:
         """A new one, for one answer."""
         if self.template_of is not None:
-            return TemplateReader(self.template_of, self.prompt, self.tools, ToolFormat.new_id, self.most_calls)
+            return TemplateReader(self.template_of, self.prompt, self.tools, self.most_calls)
         calls = None if self.format is None else CallSplitter(self.format, self.most_calls)
         return TaggedReader(ReasoningSplitter(self.tags, self.starts_inside), calls)
 
