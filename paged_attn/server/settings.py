@@ -90,11 +90,3 @@ class ServerSettings:
             raise ValueError(f"max_bodies_mib is {self.max_bodies_mib:g}; {allowed}")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds spaces or characters other than printable ASCII, so that no header can carry it")
-
-    @property
-    def max_body_bytes(self) -> int:
-        return int(self.max_body_mib * 2**20)
-
-    @property
-    def max_bodies_bytes(self) -> int:
-        return int(self.max_bodies_mib * 2**20)

@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.bench.systems import model_source
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import Run, Stamps, Tokens, rows_of
+from paged_attn.bench.systems.systems import Run, Stamps, Tokens, rows_of, versions_of
 from paged_attn.bench.workloads import Prompts
 
 
@@ -43,11 +43,8 @@ class HFGenerate:
         return tokens, None if clock is None else clock.stamps
 
     def facts(self) -> dict[str, Any]:
-        import torch
-        import transformers
-
         return {
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": versions_of("torch", "transformers"),
             "attention": self.model.config._attn_implementation,
             "options": self.options,
         }

@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.bench.systems import model_source
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import Run, Stamps, Tokens
+from paged_attn.bench.systems.systems import Run, Stamps, Tokens, versions_of
 from paged_attn.bench.workloads import Prompts
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
@@ -54,14 +54,9 @@ class Ours:
         return tokens, stamps
 
     def facts(self) -> dict[str, Any]:
-        import torch
-        import transformers
-
-        from paged_attn import __version__
-
         engine = self.llm.engine
         return {
-            "versions": {"paged_attn": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": versions_of("paged_attn", "torch", "transformers"),
             "attention": engine.selection.describe(),
             "graphs": [line.strip() for line in engine.steps.report().lines()],
             "kv_pool_gib": engine.pool.nbytes / 2**30,

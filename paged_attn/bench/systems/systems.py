@@ -110,5 +110,9 @@ def check_counts(tokens: Tokens, new: int, who: str) -> None:
         raise RuntimeError(f"{who} gave {wrong} new tokens where {new} were asked for; it stopped early or not at all")
 
 
+def versions_of(*packages: str) -> dict[str, str]:
+    return {name: importlib.import_module(name).__version__ for name in packages}
+
+
 def rows_of(outputs: Sequence[Sequence[int]]) -> Tokens:
     return [list(map(int, row)) for row in outputs]

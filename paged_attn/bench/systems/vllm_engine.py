@@ -9,7 +9,7 @@ from typing import Any
 
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import Run, Stamps, Tokens, rows_of
+from paged_attn.bench.systems.systems import Run, Stamps, Tokens, rows_of, versions_of
 from paged_attn.bench.workloads import Prompts
 
 IMPLEMENTATIONS = {"vllm": "auto", "vllm-transformers": "transformers"}
@@ -71,12 +71,7 @@ class VLLM:
         return SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, **how, **more)
 
     def facts(self) -> dict[str, Any]:
-        import torch
-        import transformers
-        import vllm
-
-        versions = {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        return {"versions": versions, "options": self.options}
+        return {"versions": versions_of("vllm", "torch", "transformers"), "options": self.options}
 
     def close(self) -> None:
         """Its engine's process ends with this one; vLLM has no public way to end it before."""

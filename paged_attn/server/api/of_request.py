@@ -14,8 +14,8 @@ from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.engine import Engine
 from paged_attn.server.http.call import Call
 from paged_attn.server.http.callers import Caller
-from paged_attn.server.http.disconnect import ClientGone, EventStream
-from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.server.http.disconnect import EventStream
+from paged_attn.server.http.errors import CLIENT_GONE, ApiError, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ async def answered(request: Request, work: Callable[[], Coroutine[Any, Any, Resp
     finally:
         if call.job is not None and not isinstance(answer, EventStream):
             state.llm.thread.cancel(call.job)
-    return ClientGone() if answer is None else answer
+    return Response(status_code=CLIENT_GONE) if answer is None else answer  # nobody reads it; the metrics count it
 
 
 async def begin(request: Request, job: Job, param: str) -> None:
