@@ -222,11 +222,9 @@ class EngineThread:
 
     def _answer(self, engine: Engine, question: Callable[[Engine], Any], answer: asyncio.Future[Any]) -> None:
         try:
-            result = question(engine)
+            _settle(answer, answer.set_result, question(engine))
         except (ValueError, TypeError) as error:  # refused: the engine goes on
-            _settle(answer, None, error)
-        else:
-            _settle(answer, result, None)
+            _settle(answer, answer.set_exception, error)
 
     def _admit(self, engine: Engine, job: Job) -> tuple[Job, Update] | None:
         if job.cancelled:
@@ -364,7 +362,7 @@ class EngineThread:
         told = NotServingError(self.describe(), str(status)) if error is None else EngineDiedError(self.describe())
         self._send((job, told) for job in waiting)
         for _, answer in questions:
-            _settle(answer, None, told)
+            _settle(answer, answer.set_exception, told)
 
     def _send(self, updates: Iterable[tuple[Job, Update]]) -> None:
         """One wake-up of each event loop for all of its jobs."""
@@ -389,16 +387,12 @@ def _step_failed(why: str) -> StepFailedError:
     return StepFailedError(f"the step that ran this request failed: {why}")
 
 
-def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    """From any thread; nobody is told whose loop is closed."""
+def _settle(answer: asyncio.Future[Any], method: Callable[[Any], None], outcome: Any) -> None:
+    """From any thread; nobody is told whose loop is closed. `method`: the answer's `set_result` or `set_exception`."""
 
     def settle() -> None:
-        if answer.done():  # who asked has left
-            return
-        if error is None:
-            answer.set_result(result)
-        else:
-            answer.set_exception(error)
+        if not answer.done():  # who asked has not left
+            method(outcome)
 
     with suppress(RuntimeError):
         answer.get_loop().call_soon_threadsafe(settle)

@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.bench.systems import model_source
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import Run, Stamps, Tokens, versions_of
+from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, versions_of
 from paged_attn.bench.workloads import Prompts
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
@@ -26,9 +26,7 @@ def start(job: Job) -> Ours:
     return Ours(llm, loaded - started, job.sampling)
 
 
-class Ours:
-    stamps_are_free = False
-
+class Ours(System):
     def __init__(self, llm: LLM, load_seconds: float, sampling: Sampling) -> None:
         self.llm, self.load_seconds, self.sampling = llm, load_seconds, sampling
 

@@ -59,7 +59,7 @@ class Reply:
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].known]
         ids = {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids} if self.body.return_token_ids else {}
-        content, finish_reason = self.content(index, completion)
+        content, finish_reason = self.content(completion)
         return {
             "index": index, **content, "logprobs": None if known is None else self.logprobs(index, known),
             "finish_reason": finish_reason, "stop_reason": completion.stop_reason, **ids,
@@ -85,7 +85,7 @@ class Reply:
             parts[0]["token_ids"] = [event.token_id]
         return parts
 
-    def content(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+    def content(self, completion: Completion) -> tuple[dict[str, Any], str]:
         """What a whole answer says, and why it has ended."""
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ class ChatReply(Reply):
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [{"index": index, **opening} for index in range(self.job.size)]
 
-    def content(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+    def content(self, completion: Completion) -> tuple[dict[str, Any], str]:
         message = self._form.read(completion.text)
         return {"message": {**message.as_dict(), "refusal": None}}, finish_reason(completion.finish_reason, bool(message.tool_calls))
 
