@@ -39,17 +39,15 @@ class ErrorReply(BaseModel):
     error: ErrorDetail
 
 
-_DESCRIPTIONS = {
+_DESCRIPTIONS: dict[int | str, str] = {
     400: "the request can not be served as it is; the message says what to change", 401: "no API key, or an unknown one",
     404: "no such model or request", 405: "another method", 408: "the body was too slow",
     409: "requests use what was to go", 413: "the body is too large", 429: "too many requests; see Retry-After",
     499: "the request was cancelled by its id",
     500: "a step failed, or the server did", 503: "nothing is served now; see Retry-After", 504: "the request took too long",
+    "default": "any other error",  # else FastAPI adds a 422 of another form
 }  # fmt: skip
-# For the routes. With a default, or else FastAPI adds a 422 of another form.
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply, "description": what} for status, what in {**_DESCRIPTIONS, "default": "any other error"}.items()
-}
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply, "description": what} for status, what in _DESCRIPTIONS.items()}
 
 
 class ApiError(Exception):
