@@ -16,8 +16,6 @@ from paged_attn.chat.parts import ChatMessage
 from paged_attn.chat.tools import Tool
 from paged_attn.engine.sampling_params import SamplingParams
 
-TOOL_CALLS = "tool_calls"  # why an answer has ended that calls tools
-
 
 @dataclass(frozen=True)
 class AnswerForm:
@@ -67,4 +65,4 @@ class AnswerForm:
 
 def finish_reason(reason: str, has_calls: bool) -> str:
     """Of an answer that the engine has ended for `reason`."""
-    return TOOL_CALLS if has_calls and reason == "stop" else str(reason)
+    return "tool_calls" if has_calls and reason == "stop" else str(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import platform
 import re
 import shutil
 import subprocess
@@ -106,14 +107,14 @@ def measure(
     from paged_attn.backends.timing.time_backends import TimedProblem, time_backends
 
     times: Times = {"extend": {}, "decode": {}}
+    spec = shape.spec
     for number, step in enumerate(steps, 1):
         able = {name: each for name, each in backends.items() if not required.reasons(name, frozenset({step.phase}))}
         print(f"[{number}/{len(steps)}] {PHASE_WORDS[step.phase]} {step.label}: {', '.join(able)}", file=sys.stderr, flush=True)
         kind: Literal["decode", "prefill"] = "decode" if step.phase == "decode" else "prefill"
         problem = TimedProblem(
-            kind, step.requests, num_q_heads=shape.q_heads, num_kv_heads=shape.kv_heads, qk_head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim, page_size=shape.page_size, dtype=shape.dtype,
-        )  # fmt: skip
+            kind, step.requests, spec.num_q_heads, spec.num_kv_heads, spec.qk_head_dim, spec.v_head_dim, shape.page_size, shape.dtype
+        )
         try:
             found = time_backends(able, problem, min_ms=min_ms, device=device)
         except torch.OutOfMemoryError as error:
@@ -145,8 +146,6 @@ def table(entry: Entry, columns: int) -> str:
 
 def conditions(device: torch.device) -> dict[str, Any]:
     """Of the machine and the run, for readers of the file."""
-    import platform
-
     import torch
 
     found: dict[str, Any] = {"command": "paged-attn " + " ".join(sys.argv[1:]), "python": platform.python_version()}

@@ -237,9 +237,9 @@ def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
-        if all(_is_id(each) for each in given):
+        if _are_ids(given):
             return [given]
-        if all(isinstance(each, str) or (isinstance(each, list) and all(map(_is_id, each))) for each in given):
+        if all(isinstance(each, str) or (isinstance(each, list) and _are_ids(each)) for each in given):
             return given
     what = f"a {type(given).__name__}" if given is not None else "null"
     if isinstance(given, list):
@@ -248,5 +248,5 @@ def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
     raise ApiError(400, f"{param} is {what}; allowed are {allowed}", param=param)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(each) is int for each in values)  # and not bool
