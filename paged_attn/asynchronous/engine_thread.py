@@ -71,13 +71,13 @@ class EngineThread:
         """Make the engine and run it; updates of jobs go to their loops."""
         self._thread.start()
 
-    def wait_until_made(self) -> Engine:
-        """The engine, when there is one; raises what making it raised."""
+    def wait_until_made(self) -> None:
+        """Until there is an engine; raises what making it raised."""
         with self._condition:
             self._condition.wait_for(lambda: self.status is not Status.LOADING)
         if self.engine is None and self.error is not None:
             raise self.error
-        return self.refuse_unless_ready()
+        self.refuse_unless_ready()
 
     def refuse_unless_ready(self) -> Engine:
         """The engine, to read what never changes.

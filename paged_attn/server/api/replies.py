@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from paged_attn.asynchronous.errors import ServingError
 from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
 from paged_attn.chat.answers.answer_form import finish_reason
-from paged_attn.chat.answers.reader import AnswerReader
+from paged_attn.chat.answers.reader import AnswerReader, read_event
 from paged_attn.chat.parts import Content, Part, Reasoning
 from paged_attn.engine.requests.request import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body
@@ -111,7 +112,7 @@ class ChatReply(Reply):
         form = job.prompts[0].form
         assert form is not None
         self._form = form
-        self._readers: dict[int, AnswerReader] = {}  # of streams
+        self._readers: dict[int, AnswerReader] = defaultdict(form.reader)  # of streams
         self._num_calls = [0] * job.size
 
     def openings(self) -> list[dict[str, Any]]:
@@ -123,14 +124,9 @@ class ChatReply(Reply):
         return {"message": {**message.as_dict(), "refusal": None}}, finish_reason(completion.finish_reason, bool(message.tool_calls))
 
     def deltas(self, index: int, event: TokenEvent) -> tuple[list[dict[str, Any]], str | None]:
-        if index not in self._readers:
-            self._readers[index] = self._form.reader()
-        parts = self._readers[index].feed(event.text) if event.text else []
-        if event.finish_reason is None:
-            return [{"delta": self._delta(index, part)} for part in parts], None
-        parts += self._readers[index].finish()
-        deltas = [{"delta": self._delta(index, part)} for part in parts]
-        return deltas, finish_reason(event.finish_reason, self._num_calls[index] > 0)
+        deltas = [{"delta": self._delta(index, part)} for part in read_event(self._readers[index], event)]
+        ended = event.finish_reason
+        return deltas, None if ended is None else finish_reason(ended, self._num_calls[index] > 0)
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         if isinstance(part, Content):
