@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -253,11 +253,10 @@ class AsyncLLM:
         loras = loras_of_each(lora, len(listed))
 
         async def one(index: int) -> list[Completion]:
-            async with self._limit.taken(taken[index].n):
-                (prompt,) = await texts.prompts([listed[index]], client)
-                return await self._run(prompt, taken[index], index, loras[index], namespace, priority, tell)
+            (prompt,) = await texts.prompts([listed[index]], client)
+            return await self._run(prompt, taken[index], index, loras[index], namespace, priority, tell)
 
-        return await _all(one, len(listed), "prompt")
+        return await self._all(one, [each.n for each in taken], "prompt")
 
     async def _chat(
         self,
@@ -276,31 +275,29 @@ class AsyncLLM:
         requests = [ChatRequest(conversation, **settings) for conversation in conversations]
 
         async def one(index: int) -> list[ChatCompletion]:
-            async with self._limit.taken(taken[index].n):
-                prompt = await texts.chat(lambda: requests[index], length_of(conversations[index]), taken[index].guide, client)
-                assert prompt.form is not None
-                form, reader = prompt.form, ChatEventReader({index: prompt.form})
+            prompt = await texts.chat(lambda: requests[index], length_of(conversations[index]), taken[index].guide, client)
+            assert prompt.form is not None
+            form, reader = prompt.form, ChatEventReader({index: prompt.form})
 
-                def told(event: TokenEvent) -> None:
-                    for each in reader.feed(event):
-                        tell(each)  # type: ignore[misc]
+            def told(event: TokenEvent) -> None:
+                for each in reader.feed(event):
+                    tell(each)  # type: ignore[misc]
 
-                params = form.enforced(taken[index])
-                found = await self._run(prompt, params, index, loras[index], namespace, priority, None if tell is None else told)
-                return [ChatCompletion.read(completion, form) for completion in found]
+            params = form.enforced(taken[index])
+            found = await self._run(prompt, params, index, loras[index], namespace, priority, None if tell is None else told)
+            return [ChatCompletion.read(completion, form) for completion in found]
 
-        return await _all(one, len(conversations), "conversation")
+        return await self._all(one, [each.n for each in taken], "conversation")
 
     async def _pool(self, plan: PoolingPlan, namespace: Any, priority: int) -> list[PoolingOutput[Any]]:
         _, texts, client = *self._ready(), object()
 
         async def one(index: int) -> list[Request]:
-            async with self._limit.taken(1):
-                given = [plan.prompts[index]]
-                (prompt,) = await (texts.pairs(given, client) if plan.pairs else texts.prompts(given, client))
-                return await self._ended(Job([prompt], [plan.params], namespace, priority=priority, text_at_end=True))
+            given = [plan.prompts[index]]
+            (prompt,) = await (texts.pairs(given, client) if plan.pairs else texts.prompts(given, client))
+            return await self._ended(Job([prompt], [plan.params], namespace, priority=priority, text_at_end=True))
 
-        requests: list[Request] = await _all(one, len(plan.prompts), "prompt")
+        requests = await self._all(one, [1] * len(plan.prompts), "prompt")
         return await asyncio.to_thread(plan.read, requests)
 
     async def _run(
@@ -334,18 +331,18 @@ class AsyncLLM:
             self.thread.cancel(job)
         return job.requests
 
+    async def _all(self, one: Callable[[int], Coroutine[Any, Any, list[T]]], num_answers: Sequence[int], what: str) -> list[T]:
+        """The answers to prompts, so many to each, in their order; they begin as the limit lets them."""
+        count = len(num_answers)
 
-async def _all(one: Callable[[int], Any], count: int, what: str) -> list[T]:
-    """The answers to so many prompts, in their order."""
+        async def limited(index: int) -> list[T]:
+            try:
+                async with self._limit.taken(num_answers[index]):
+                    return await one(index)
+            except (ValueError, TypeError) as error:
+                if count > 1:
+                    error.add_note(f"({what} {index} of {count})")
+                raise
 
-    async def noted(index: int) -> list[T]:
-        try:
-            found: list[T] = await one(index)
-            return found
-        except (ValueError, TypeError) as error:
-            if count > 1:
-                error.add_note(f"({what} {index} of {count})")
-            raise
-
-    found = await together([noted(index) for index in range(count)]) if count != 1 else [await noted(0)]
-    return [answer for answers in found for answer in answers]
+        found = await together([limited(index) for index in range(count)]) if count != 1 else [await limited(0)]
+        return [answer for answers in found for answer in answers]

@@ -39,7 +39,7 @@ class Reply:
 
     async def whole(self) -> dict[str, Any]:
         """Raises ServingError if a request failed."""
-        choices = [self.choice(i, completion) for i, completion in enumerate(await self.job.completions())]
+        choices = [self.choice(i, Completion.of(request)) for i, request in enumerate(await self.job.finished())]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage()}
 
     async def lines(self) -> AsyncIterator[str]:
