@@ -104,13 +104,15 @@ def _cut(text: str, most: int) -> str:
 
 def add_handlers(app: FastAPI) -> None:
     """Every error that the app can end in gets OpenAI's form."""
-    for kind in (ApiError, ServingError, PromptError, ChatError):
-        app.add_exception_handler(kind, _own)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
+    for kind in (ApiError, ServingError, PromptError, ChatError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer)
 
 
-async def _own(request: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        return told(request.scope, _first_complaint(error))
+    if isinstance(error, HTTPException):
+        return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}"))
     return told(request.scope, api_error(error))
 
 
@@ -120,11 +122,6 @@ def told(scope: Scope, error: ApiError) -> Response:
     if call is not None and call.failure is None:
         call.failure = error
     return error.response()
-
-
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return told(request.scope, _first_complaint(error))
 
 
 def _first_complaint(error: RequestValidationError) -> ApiError:
@@ -145,11 +142,6 @@ def _first_complaint(error: RequestValidationError) -> ApiError:
 def unknown_field(where: str, instead: str = "") -> ApiError:
     hint = instead or "this server does not support it"
     return ApiError(400, f"unknown field {shown(where)}; {hint}", param=where, code="unknown_field")
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}"))
 
 
 def unforeseen(error: Exception) -> ApiError:
