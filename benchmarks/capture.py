@@ -33,16 +33,11 @@ from kernels import ceilings
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.batch.batch import BatchRequest
+from paged_attn.bench.shapes import SHAPES
+from paged_attn.bench.systems.model_source import random_model
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.steps.step_runner import StepOutput
 
-LLAMA_8B: dict[str, Any] = {
-    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "max_position_embeddings": 16_384, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    "tie_word_embeddings": False,
-}  # fmt: skip
-TINY: dict[str, Any] = {**LLAMA_8B, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-                        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}  # fmt: skip
 PLAIN = {"gemv": False, "pdl": False}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"compile": False, "graphs": "off"},
@@ -61,16 +56,8 @@ STEPS, ROUNDS = 40, 3
 
 def make_model(smoke: bool) -> Any:
     """Random weights of the shape, on the GPU where there is one."""
-    config = transformers.LlamaConfig(**(TINY if smoke else LLAMA_8B))
-    device, before = "cpu" if smoke else "cuda", torch.get_default_dtype()
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32 if smoke else torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval()
+    shape, dtype, device = ("tiny", "float32", "cpu") if smoke else ("llama-3.1-8b", "bfloat16", "cuda")
+    return random_model(transformers.AutoConfig.for_model(**SHAPES[shape]), dtype, device)
 
 
 @contextlib.contextmanager
@@ -96,9 +83,7 @@ def decode_requests(engine: Engine, count: int, context: int) -> list[BatchReque
     """`count` requests with `context` tokens after this step, on pages in random order; the pool holds finite numbers."""
     per_request = -(-context // engine.config.page_size)
     order = (torch.randperm(engine.pool.num_pages - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
-    return [
-        BatchRequest([7 + i % 50], order[i * per_request : (i + 1) * per_request], context - 1) for i in range(count)
-    ]  # fmt: skip
+    return [BatchRequest([7 + i % 50], order[i * per_request : (i + 1) * per_request], context - 1) for i in range(count)]
 
 
 def synchronize() -> None:

@@ -29,18 +29,10 @@ import transformers
 import paged_attn
 from paged_attn import dynamo_backend
 from paged_attn.bench.shapes import SHAPES
+from paged_attn.bench.systems.model_source import random_model
 
 SYSTEMS = ("static", "custom_generate", "compile")
 Generate = Callable[..., torch.Tensor]
-
-
-def make_model(shape: str, device: str, dtype: torch.dtype) -> Any:
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**SHAPES[shape])
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.generation_config.eos_token_id = None
-    return model.eval()
 
 
 def batch_of(rows: int, prompt: int, vocab: int, device: str, number: int) -> dict[str, torch.Tensor]:
@@ -139,7 +131,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.cpu_smoke:
         args.device, args.shape, args.dtype = "cpu", "tiny", "float32"
         args.batch, args.prompt, args.new, args.repeat, args.kv_gib = [1, 4], 48, 12, 2, 0.05
-    model = make_model(args.shape, args.device, getattr(torch, args.dtype))
+    model = random_model(transformers.AutoConfig.for_model(**SHAPES[args.shape]), args.dtype, args.device)
+    model.generation_config.eos_token_id = None
     rows = measure(args, model)
     device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "CPU"
     record = {

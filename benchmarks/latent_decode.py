@@ -42,6 +42,11 @@ def batches(smoke: bool) -> dict[str, list[int]]:
     return found | {f"ragged {count}": ragged_lengths(count, 64 if smoke else 16_384)}
 
 
+def spec_of(heads: int, rank: int = 512, rotated: int = 64) -> LatentSpec:
+    keys, values = HeadRows(0, 256), HeadRows(128, 256)
+    return LatentSpec(heads, 1, rank + rotated, rank, 0.1, rotated=rotated, key_dim=128, value_dim=128, keys=keys, values=values)
+
+
 class Step:
     """One decode step: `query` [layers, requests, heads, rank + rotated], `output` [layers, requests, heads, rank]."""
 
@@ -147,10 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type != "cuda" and not args.smoke:
         parser.error("there is no GPU; --smoke runs tiny batches on a CPU")
     dtype: torch.dtype = getattr(torch, args.dtype) if device.type == "cuda" else torch.float32
-    spec = LatentSpec(
-        args.heads, 1, args.rank + args.rotated, args.rank, 0.1, rotated=args.rotated, key_dim=128, value_dim=128,
-        keys=HeadRows(0, 256), values=HeadRows(128, 256),
-    )  # fmt: skip
+    spec = spec_of(args.heads, args.rank, args.rotated)
     rate = ceilings(device, args.smoke)["read"]
     print(f"{args.heads} heads over rows of {args.rank} + {args.rotated}; memory is read at {rate:,.0f} GB/s")
     required = Requirements.of([spec], dtype, dtype, args.page_size, device)

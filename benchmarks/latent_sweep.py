@@ -24,19 +24,18 @@ from unittest.mock import patch
 
 import torch
 from kernels import ceilings
-from latent_decode import Layer, Step, able, batches, for_latents
+from latent_decode import Layer, Step, able, batches, for_latents, spec_of
+from prefill import numbers_of
 from torch import Tensor
 from triton.errors import TritonError
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.attn_ops.specs.latent import HeadRows, LatentSpec
 from paged_attn.backends.attention.triton.backend import TritonBackend
 from paged_attn.backends.devices import device_name
 from paged_attn.backends.selection.requirements import Requirements
 
-Numbers = dict[str, int]
 FAILURES = (ImportError, UnsupportedError, RuntimeError, TritonError)  # of a candidate, and not of the sweep
 TOLERANCE = 2e-2  # of the largest element
 IN_TRITON = "hopper=0,block_m=16,block_n=64,warps=8,stages=3,programs_per_sm=1"
@@ -52,21 +51,10 @@ TILINGS = {
 }  # fmt: skip
 
 
-def numbers_of(text: str) -> Numbers:
-    """{"block_n": 64} of "block_n=64"."""
-    from paged_attn.backends.attention.triton.tiling import Tiling
-
-    names = {field.name for field in dataclasses.fields(Tiling)}
-    pairs = [pair.partition("=") for pair in text.split(",") if pair]
-    if wrong := [name for name, _, _ in pairs if name not in names]:
-        raise SystemExit(f"--tilings {text}: {', '.join(wrong)}; give name=number of {', '.join(sorted(names))}")
-    return {name: int(number) for name, _, number in pairs}
-
-
 class WithTiling(TritonBackend):
     """The Triton backend with other launch numbers than those of `tiling.py`, and perhaps without the merge."""
 
-    def __init__(self, numbers: Numbers, merges: bool = True) -> None:
+    def __init__(self, numbers: dict[str, int], merges: bool = True) -> None:
         super().__init__()
         self.numbers, self.merges = numbers, merges
 
@@ -147,10 +135,6 @@ def steps(heads: int, args: argparse.Namespace, short: bool) -> Iterator[tuple[s
     for name, lengths in batches(args.smoke).items():
         shorter = [min(length, 130) for length in lengths]
         yield name, Step(spec, shorter if short else lengths, args.page_size, args.dtype, args.device)
-
-
-def spec_of(heads: int) -> LatentSpec:
-    return LatentSpec(heads, 1, 576, 512, 0.1, rotated=64, key_dim=128, value_dim=128, keys=HeadRows(0, 256), values=HeadRows(128, 256))
 
 
 def candidates(heads: int, args: argparse.Namespace) -> list[str]:

@@ -26,10 +26,6 @@ from paged_attn.bench.shapes import SHAPES
 from paged_attn.bench.systems.model_source import ModelSource, load, save_weights, write_shape
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-TINY = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 1024,
-}  # fmt: skip
 Generate = Callable[[list[list[int]], list[str | None], int], int]
 
 
@@ -127,16 +123,10 @@ def main() -> None:
     options = parser.parse_args()
     context, rows = multiprocessing.get_context("spawn"), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        device = "cpu" if options.cpu_smoke else "cuda"
-        model = str(Path(folder) / "model")
+        device, dtype = ("cpu", "float32") if options.cpu_smoke else ("cuda", "bfloat16")
         if options.cpu_smoke:
-            options.batch, options.prompt, options.new, options.repeat = [4], 16, 8, 1
-            from transformers import AutoConfig
-
-            AutoConfig.for_model(**TINY).save_pretrained(model)
-        else:
-            write_shape(options.shape, "bfloat16", Path(model), options.layers)
-        dtype = "float32" if options.cpu_smoke else "bfloat16"
+            options.shape, options.batch, options.prompt, options.new, options.repeat = "tiny", [4], 16, 8, 1
+        model = write_shape(options.shape, dtype, Path(folder) / "model", options.layers)
         save_weights(ModelSource(model, True, dtype, device), Path(model))
         adapters = write_adapters(model, options.rank, options.adapters, Path(folder))
         for system in ("paged_attn", *(["vllm"] if options.peers else [])):

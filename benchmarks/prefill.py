@@ -68,7 +68,7 @@ def numbers_of(text: str) -> dict[str, int]:
     from paged_attn.backends.attention.triton.tiling import Tiling
 
     names = {field.name for field in dataclasses.fields(Tiling)}
-    pairs = [pair.partition("=") for pair in text.split(",")]
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
     if wrong := [name for name, _, number in pairs if name not in names or not number.isdigit()]:
         raise SystemExit(f"--tilings {text}: {', '.join(wrong)}; give name=number of {', '.join(sorted(names))}")
     return {name: int(number) for name, _, number in pairs}

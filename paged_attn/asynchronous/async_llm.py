@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from paged_attn.asynchronous.engine_thread import EngineThread
 from paged_attn.asynchronous.errors import RequestFailedError
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.job import Job, Prompt
-from paged_attn.asynchronous.observer import Observer, Unobserved
+from paged_attn.asynchronous.observer import Observer
 from paged_attn.asynchronous.request_limit import RequestLimit
 from paged_attn.asynchronous.status import Status
 from paged_attn.asynchronous.stream import Stream, together
@@ -61,7 +61,7 @@ class AsyncLLM:
         if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 0:
             raise ValueError(f"max_queue is {max_queue!r}; allowed are whole numbers from 0")
         # Its queue turns nobody away: `_limit` holds them back.
-        self._prepare(lambda: LLM(model, **settings).engine, max_queue, EngineThread(self._make, sys.maxsize, Unobserved()))
+        self._prepare(lambda: LLM(model, **settings).engine, max_queue, EngineThread(self._make, sys.maxsize))
         self.thread.raises_start_failure = True
         self.thread.start()
         self.thread.wait_until_made()
@@ -73,8 +73,8 @@ class AsyncLLM:
         make_engine: Callable[[], Engine],
         *,
         max_queue: int,
-        queue_seconds: float | None = None,
-        observer: Observer | None = None,
+        queue_seconds: float | None,
+        observer: Observer,
     ) -> AsyncLLM:
         """One that has no engine before `thread.start()`, and makes it then, on its own thread. Jobs are given to `submit`.
 
@@ -83,7 +83,7 @@ class AsyncLLM:
             observer: is told of steps and requests.
         """
         made = cls.__new__(cls)
-        made._prepare(make_engine, max_queue, EngineThread(made._make, max_queue, observer or Unobserved(), queue_seconds))
+        made._prepare(make_engine, max_queue, EngineThread(made._make, max_queue, observer, queue_seconds))
         return made
 
     def _prepare(self, make_engine: Callable[[], Engine], max_queue: int, thread: EngineThread) -> None:
@@ -241,20 +241,23 @@ class AsyncLLM:
         job.loop = asyncio.get_running_loop()
         self.thread.submit(job)
 
+    def _ready(self) -> tuple[Engine, Texts]:
+        """Raises NotServingError while there are none."""
+        engine = self.thread.refuse_unless_ready()
+        assert self.texts is not None
+        return engine, self.texts
+
     async def _complete(self, prompts: Any, params: Any, lora: Loras, namespace: Any, priority: int, tell: Tell | None) -> list[Completion]:
-        engine, client = self.thread.refuse_unless_ready(), object()
+        engine, texts, client = *self._ready(), object()
         listed = as_list(prompts)
         taken = params_of_each(params, len(listed), engine.default_params, engine.tokenizer is not None, tell is not None)
         loras = loras_of_each(lora, len(listed))
-        assert self.texts is not None
-        texts = self.texts
 
         async def one(index: int) -> list[Completion]:
-            async with self._limit.taken(taken[index].n):
-                (prompt,) = await texts.prompts([listed[index]], client)
-                return await self._run(prompt, taken[index], index, loras[index], namespace, priority, tell)
+            (prompt,) = await texts.prompts([listed[index]], client)
+            return await self._run(prompt, taken[index], index, loras[index], namespace, priority, tell)
 
-        return await _all(one, len(listed), "prompt")
+        return await self._all(one, [each.n for each in taken], "prompt")
 
     async def _chat(
         self,
@@ -266,41 +269,36 @@ class AsyncLLM:
         settings: Mapping[str, Any],
         tell: Callable[[ChatEvent], None] | None,
     ) -> list[ChatCompletion]:
-        engine, client = self.thread.refuse_unless_ready(), object()
+        engine, texts, client = *self._ready(), object()
         conversations = listed_conversations(messages)
         taken = params_of_each(params, len(conversations), engine.default_params, engine.tokenizer is not None, tell is not None)
         loras = loras_of_each(lora, len(conversations))
         requests = [ChatRequest(conversation, **settings) for conversation in conversations]
-        assert self.texts is not None
-        texts = self.texts
 
         async def one(index: int) -> list[ChatCompletion]:
-            async with self._limit.taken(taken[index].n):
-                prompt = await texts.chat(lambda: requests[index], length_of(conversations[index]), taken[index].guide, client)
-                assert prompt.form is not None
-                form, reader = prompt.form, ChatEventReader({index: prompt.form})
+            prompt = await texts.chat(lambda: requests[index], length_of(conversations[index]), taken[index].guide, client)
+            assert prompt.form is not None
+            form, reader = prompt.form, ChatEventReader({index: prompt.form})
 
-                def told(event: TokenEvent) -> None:
-                    for each in reader.feed(event):
-                        tell(each)  # type: ignore[misc]
+            def told(event: TokenEvent) -> None:
+                for each in reader.feed(event):
+                    tell(each)  # type: ignore[misc]
 
-                params = form.enforced(taken[index])
-                found = await self._run(prompt, params, index, loras[index], namespace, priority, None if tell is None else told)
-                return [ChatCompletion.read(completion, form) for completion in found]
+            params = form.enforced(taken[index])
+            found = await self._run(prompt, params, index, loras[index], namespace, priority, None if tell is None else told)
+            return [ChatCompletion.read(completion, form) for completion in found]
 
-        return await _all(one, len(conversations), "conversation")
+        return await self._all(one, [each.n for each in taken], "conversation")
 
     async def _pool(self, plan: PoolingPlan, namespace: Any, priority: int) -> list[PoolingOutput[Any]]:
-        assert self.texts is not None
-        texts, client = self.texts, object()
+        _, texts, client = *self._ready(), object()
 
         async def one(index: int) -> list[Request]:
-            async with self._limit.taken(1):
-                given = [plan.prompts[index]]
-                (prompt,) = await (texts.pairs(given, client) if plan.pairs else texts.prompts(given, client))
-                return await self._ended(Job([prompt], [plan.params], namespace, priority=priority, text_at_end=True))
+            given = [plan.prompts[index]]
+            (prompt,) = await (texts.pairs(given, client) if plan.pairs else texts.prompts(given, client))
+            return await self._ended(Job([prompt], [plan.params], namespace, priority=priority, text_at_end=True))
 
-        requests: list[Request] = await _all(one, len(plan.prompts), "prompt")
+        requests = await self._all(one, [1] * len(plan.prompts), "prompt")
         return await asyncio.to_thread(plan.read, requests)
 
     async def _run(
@@ -334,18 +332,18 @@ class AsyncLLM:
             self.thread.cancel(job)
         return job.requests
 
+    async def _all(self, one: Callable[[int], Coroutine[Any, Any, list[T]]], num_answers: Sequence[int], what: str) -> list[T]:
+        """The answers to prompts, so many to each, in their order; they begin as the limit lets them."""
+        count = len(num_answers)
 
-async def _all(one: Callable[[int], Any], count: int, what: str) -> list[T]:
-    """The answers to so many prompts, in their order."""
+        async def limited(index: int) -> list[T]:
+            try:
+                async with self._limit.taken(num_answers[index]):
+                    return await one(index)
+            except (ValueError, TypeError) as error:
+                if count > 1:
+                    error.add_note(f"({what} {index} of {count})")
+                raise
 
-    async def noted(index: int) -> list[T]:
-        try:
-            found: list[T] = await one(index)
-            return found
-        except (ValueError, TypeError) as error:
-            if count > 1:
-                error.add_note(f"({what} {index} of {count})")
-            raise
-
-    found = await together([noted(index) for index in range(count)]) if count != 1 else [await noted(0)]
-    return [answer for answers in found for answer in answers]
+        found = await together([limited(index) for index in range(count)]) if count != 1 else [await limited(0)]
+        return [answer for answers in found for answer in answers]

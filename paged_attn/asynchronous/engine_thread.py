@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import suppress
 from itertools import islice, product
 from typing import Any
@@ -40,14 +40,16 @@ class EngineThread:
     `submit`, `cancel` and `drain` are for any thread.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer, queue_seconds: float | None = None) -> None:
+    def __init__(
+        self, make_engine: Callable[[], Engine], max_queue: int, observer: Observer | None = None, queue_seconds: float | None = None
+    ) -> None:
         self.engine: Engine | None = None
         self.error: BaseException | None = None
         self.snapshot = EngineSnapshot()
         self.max_queue, self.queue_seconds = max_queue, queue_seconds
         self.raises_start_failure = False  # somebody tells the user why there is no engine
-        self._status = Status.LOADING
-        self._make_engine, self._observer = make_engine, observer
+        self.status = Status.LOADING
+        self._make_engine, self._observer = make_engine, observer or Observer()
         self._condition = threading.Condition()
         self._adds: deque[Job] = deque()
         self._cancels: deque[Job] = deque()
@@ -65,21 +67,17 @@ class EngineThread:
         self._waiting = WaitingJobs(lambda request: self.engine is not None and self.engine.scheduler.waiting.is_new(request))
         self._thread = threading.Thread(target=self._run, name="paged-attn-engine", daemon=True)
 
-    @property
-    def status(self) -> Status:
-        return self._status
-
     def start(self) -> None:
         """Make the engine and run it; updates of jobs go to their loops."""
         self._thread.start()
 
-    def wait_until_made(self) -> Engine:
-        """The engine, when there is one; raises what making it raised."""
+    def wait_until_made(self) -> None:
+        """Until there is an engine; raises what making it raised."""
         with self._condition:
-            self._condition.wait_for(lambda: self._status is not Status.LOADING)
+            self._condition.wait_for(lambda: self.status is not Status.LOADING)
         if self.engine is None and self.error is not None:
             raise self.error
-        return self.refuse_unless_ready()
+        self.refuse_unless_ready()
 
     def refuse_unless_ready(self) -> Engine:
         """The engine, to read what never changes.
@@ -87,12 +85,12 @@ class EngineThread:
         Raises:
             NotServingError: with the reason why nothing is served.
         """
-        if self._status is Status.READY and self.engine is not None:
+        if self.status is Status.READY and self.engine is not None:
             return self.engine
-        raise NotServingError(self.describe(), str(self._status), 5 if self._status is Status.LOADING else None)
+        raise NotServingError(self.describe(), str(self.status), 5 if self.status is Status.LOADING else None)
 
     def describe(self) -> str:
-        return described(self._status, self.error)
+        return described(self.status, self.error)
 
     def submit(self, job: Job) -> None:
         """Queue a job; its updates follow.
@@ -108,7 +106,8 @@ class EngineThread:
             if count > config.max_requests + self.max_queue:
                 raise too_many_prompts(count, config.max_requests, self.max_queue)
             waiting = now.waiting + self._pending.total()
-            beyond = waiting + count - self.max_queue - self._idle(now.running, config.max_requests)
+            begin_next = 0 if self._blocked else max(config.max_requests - now.running, 0)  # of those that wait
+            beyond = waiting + count - self.max_queue - begin_next
             if beyond > 0:
                 waiting_of = Counter(now.waiting_of) + self._pending
                 if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
@@ -118,10 +117,6 @@ class EngineThread:
             self._adds.append(job)
             self._pending[job.tenant] += count
             self._condition.notify()
-
-    def _idle(self, running: int, max_requests: int) -> int:
-        """How many of those that wait will run with the next step."""
-        return 0 if self._blocked else max(max_requests - running, 0)
 
     def cancel(self, job: Job) -> None:
         """Stop a job, wherever it is; nothing happens if it has ended."""
@@ -146,8 +141,8 @@ class EngineThread:
     def drain(self) -> None:
         """Take no new jobs; those that were taken go on."""
         with self._condition:
-            if self._status in (Status.LOADING, Status.READY):
-                self._status = Status.DRAINING
+            if self.status in (Status.LOADING, Status.READY):
+                self.status = Status.DRAINING
 
     def cancel_all(self) -> None:
         """End all jobs with a NotServingError."""
@@ -173,8 +168,8 @@ class EngineThread:
             engine = self._make_engine()
             with self._condition:
                 self.engine = engine
-                if self._status is Status.LOADING:
-                    self._status = Status.READY
+                if self.status is Status.LOADING:
+                    self.status = Status.READY
                     self._condition.notify_all()
             self._serve(engine)
         except BaseException as error:  # the thread's last words: else every client would wait for ever
@@ -227,11 +222,9 @@ class EngineThread:
 
     def _answer(self, engine: Engine, question: Callable[[Engine], Any], answer: asyncio.Future[Any]) -> None:
         try:
-            result = question(engine)
+            _settle(answer, answer.set_result, question(engine))
         except (ValueError, TypeError) as error:  # refused: the engine goes on
-            _settle(answer, None, error)
-        else:
-            _settle(answer, result, None)
+            _settle(answer, answer.set_exception, error)
 
     def _admit(self, engine: Engine, job: Job) -> tuple[Job, Update] | None:
         if job.cancelled:
@@ -254,15 +247,14 @@ class EngineThread:
 
     def _turn_away(self, engine: Engine) -> None:
         """Who has waited for too long, and who is too many, is told so."""
-        waiting = engine.scheduler.waiting
         if self.queue_seconds is not None:
             late = list(self._waiting.overdue(time.perf_counter(), self.queue_seconds))
             self._send(self._fail(engine, late, waited_too_long(self.queue_seconds), "queue_timeout"))
         with self._condition:
             beyond, self._beyond = self._beyond, 0
         if beyond:  # who was preempted and waits again pushes nobody out
-            for job in list(self._waiting.surplus(beyond, self.max_queue, waiting.count_of)):
-                self._send(self._fail(engine, [job], made_room(job), "turned_away"))
+            surplus = list(self._waiting.surplus(beyond, self.max_queue, engine.scheduler.waiting.count_of))
+            self._send(self._fail(engine, surplus, made_room(), "turned_away"))
 
     def _drop(self, engine: Engine, job: Job, outcome: str | None) -> None:
         """Cancel what the engine still has of a job; `outcome` is counted, None is not."""
@@ -274,8 +266,7 @@ class EngineThread:
                 if outcome is not None:
                     self._observer.ended(outcome, time.perf_counter() - job.arrived)
 
-    def _fail(self, engine: Engine, jobs: Iterable[Job], error: ServingError, outcome: str) -> list[tuple[Job, Update]]:
-        jobs = list(jobs)
+    def _fail(self, engine: Engine, jobs: Collection[Job], error: ServingError, outcome: str) -> list[tuple[Job, Update]]:
         for job in jobs:
             self._drop(engine, job, outcome)
         return [(job, error) for job in jobs]
@@ -361,7 +352,7 @@ class EngineThread:
     def _end(self, status: Status, error: BaseException | None) -> None:
         """Nothing is served any more; whoever waits is told."""
         with self._condition:
-            self._status, self.error = status, error
+            self.status, self.error = status, error
             self._condition.notify_all()
             waiting = {*self._adds, *(job for job, _ in self._owners.values())}
             self._adds.clear()
@@ -371,7 +362,7 @@ class EngineThread:
         told = NotServingError(self.describe(), str(status)) if error is None else EngineDiedError(self.describe())
         self._send((job, told) for job in waiting)
         for _, answer in questions:
-            _settle(answer, None, told)
+            _settle(answer, answer.set_exception, told)
 
     def _send(self, updates: Iterable[tuple[Job, Update]]) -> None:
         """One wake-up of each event loop for all of its jobs."""
@@ -396,16 +387,12 @@ def _step_failed(why: str) -> StepFailedError:
     return StepFailedError(f"the step that ran this request failed: {why}")
 
 
-def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    """From any thread; nobody is told whose loop is closed."""
+def _settle(answer: asyncio.Future[Any], method: Callable[[Any], None], outcome: Any) -> None:
+    """From any thread; nobody is told whose loop is closed. `method`: the answer's `set_result` or `set_exception`."""
 
     def settle() -> None:
-        if answer.done():  # who asked has left
-            return
-        if error is None:
-            answer.set_result(result)
-        else:
-            answer.set_exception(error)
+        if not answer.done():  # who asked has not left
+            method(outcome)
 
     with suppress(RuntimeError):
         answer.get_loop().call_soon_threadsafe(settle)

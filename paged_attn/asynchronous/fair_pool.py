@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -86,10 +87,12 @@ class FairPool:
             self._busy.add(client)
             self._free -= 1
             self._free_for_long -= is_long
-            loop = piece.result.get_loop()
-            self._threads.submit(piece.work).add_done_callback(
-                lambda done, client=client, piece=piece, loop=loop: _tell(loop, self._ended, client, piece, done)  # type: ignore[misc]
-            )
+            self._threads.submit(piece.work).add_done_callback(partial(self._tell, client, piece))
+
+    def _tell(self, client: Hashable, piece: _Piece, done: Future[Any]) -> None:
+        """Called on the piece's thread."""
+        if not (loop := piece.result.get_loop()).is_closed():  # after a forced end nobody is left to tell
+            loop.call_soon_threadsafe(self._ended, client, piece, done)
 
     def _ended(self, client: Hashable, piece: _Piece, done: Future[Any]) -> None:
         self._busy.remove(client)
@@ -104,8 +107,3 @@ class FairPool:
                 piece.result.set_result(done.result())
         self._line_up(client)
         self._begin()
-
-
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
-    if not loop.is_closed():  # after a forced end nobody is left to tell
-        loop.call_soon_threadsafe(call, *arguments)

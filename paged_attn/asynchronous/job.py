@@ -11,7 +11,7 @@ from typing import Any
 from paged_attn.asynchronous.errors import RequestFailedError
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.engine.requests.pooling_params import PoolingParams
-from paged_attn.engine.requests.request import Completion, Request, TokenEvent
+from paged_attn.engine.requests.request import Request, TokenEvent
 from paged_attn.engine.sampling.structured.guides import Guide, GuideError
 from paged_attn.engine.sampling_params import SamplingParams
 
@@ -147,10 +147,6 @@ class Job:
     def _failed(self, error: Exception) -> Exception:
         self.failure = error
         return error
-
-    async def completions(self) -> list[Completion]:
-        """The results of all requests; raises as `events` does."""
-        return [Completion.of(request) for request in await self.finished()]
 
     async def finished(self) -> list[Request]:
         """The requests when all have ended; raises as `events` does."""

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class Observer(Protocol):
-    """Called on the engine's thread. Seconds are wall time; of requests since they arrived."""
-
-    def step(self, seconds: float) -> None: ...
-    def step_failed(self) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
-    def ended(self, outcome: str, seconds: float) -> None: ...
-
-
-class Unobserved:
-    """Nobody wants to know."""
+class Observer:
+    """Called on the engine's thread; this one does not care. Seconds are wall time; of requests since they arrived."""
 
     def step(self, seconds: float) -> None: ...
     def step_failed(self) -> None: ...

@@ -38,7 +38,6 @@ class EngineSnapshot:
     pool_bytes: int = 0
     state_bytes: int = 0
     tokens_without_state: int = 0
-    steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     new_tokens: int = 0
@@ -55,7 +54,7 @@ class EngineSnapshot:
             snapshots=kv.num_snapshots, snapshot_bytes=kv.snapshot_bytes,
             slots_total=engine.budget.slots.most_running, slots_used=kv.slots_in_use,
             pool_bytes=pool.nbytes, state_bytes=engine.budget.state_bytes,
-            tokens_without_state=scheduler.stats.prompt_tokens_without_state, steps=stats.steps,
+            tokens_without_state=scheduler.stats.prompt_tokens_without_state,
             prompt_tokens=stats.prompt_tokens, cached_tokens=stats.cached_tokens, new_tokens=stats.new_tokens,
             preemptions=scheduler.num_preemptions, waiting_of=dict(scheduler.waiting.count_of),
             pages_of=kv.use_by_retention(pool.page_elements * pool.dtype.itemsize),

@@ -121,7 +121,7 @@ class Texts:
 
     def _pair(self, own: Any, first: str, second: str) -> Prompt:
         for text in (first, second):
-            self._check_length(text, "text")
+            self._check_text(text, "text")
         try:
             tokens = pair_tokens(own, first, second)
         except ValueError as error:
@@ -145,18 +145,22 @@ class Texts:
 
     def _ids(self, own: Any, text: str, param: str, **settings: Any) -> list[int]:
         """Of text that is far too long only the beginning is tokenized."""
-        self._check_length(text, param)
+        self._check_text(text, param)
         head = LIKELY_CHARACTERS * self.room
         if len(text) > head and (count := len(own(text[:head], **settings).input_ids) - SLACK) > self.room:
             raise self._too_long(count, param)
         ids: list[int] = own(text, **settings).input_ids
         return ids
 
-    def _check_length(self, text: str, param: str) -> None:
+    def _check_text(self, text: str, param: str) -> None:
         if len(text) > self.max_characters:
             most = f"{self.room:,} tokens, for which there is room, are {self.max_characters:,} at most"
             raise PromptError(f"{param} has {len(text):,} characters; {most}; shorten it", param)
-        _check_text(text, param)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"half of a surrogate pair ({shown(text[error.start])} at character {error.start})"
+            raise PromptError(f"{param} holds {what}, which is no text; send both halves or none", param) from error
 
     def _too_long(self, count: int, param: str) -> PromptError:
         return PromptError(f"{param} has {count:,} tokens or more; there is room for {self.room:,}; shorten it", param)
@@ -182,11 +186,3 @@ def length_of(messages: Sequence[Any]) -> int:
     contents = [content for message in messages if isinstance(message, dict) and (content := message.get("content"))]
     parts = [part.get("text") for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return sum(len(text) for text in (*contents, *parts) if isinstance(text, str))
-
-
-def _check_text(text: str, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        what = f"half of a surrogate pair ({shown(text[error.start])} at character {error.start})"
-        raise PromptError(f"{param} holds {what}, which is no text; send both halves or none", param) from error

@@ -62,7 +62,7 @@ class WaitingJobs:
         return all(map(self._is_new, job.requests))
 
 
-def made_room(job: Job) -> QueueFullError:
+def made_room() -> QueueFullError:
     what = "the queue is full, and this key has more requests in it than others"
     return QueueFullError(f"{what}: this one, its newest, made room; try again later")
 

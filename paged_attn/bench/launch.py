@@ -108,19 +108,19 @@ def launch(
         started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=sink, stderr=sink, start_new_session=True)
         process = stack.enter_context(_group(started))
         ends = time.monotonic() + timeout
-        ended = False
-        while not ended:
+        while True:
             ended = process.poll() is not None
             for event in log.new():
                 if (told := outcome.take(event)) is not None:
                     note(told)
                 if event["event"] in ("timed", "skipped", "failed"):
                     advance()
-            if not ended and time.monotonic() > ends:
+            if ended:
+                break
+            if time.monotonic() > ends:
                 outcome.failed = f"not done after {timeout:g} s, and was ended{outcome.where} (see --timeout)"
                 break
-            if not ended:
-                time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
     if outcome.failed is None and process.returncode != 0:
         outcome.failed = f"ended{outcome.where} with {_reason(process.returncode, None if show_output else output)}"
     outcome.output = None if show_output else str(output)

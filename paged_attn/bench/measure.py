@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from paged_attn.bench.systems.job import Task
 from paged_attn.bench.systems.systems import Stamps, System, Tokens, check_counts
 
@@ -81,11 +83,4 @@ def latencies(started: float, stamps: Stamps) -> tuple[Spread, Spread | None]:
 
 def spread(values: Sequence[float]) -> Spread:
     """Percentiles by linear interpolation between the two nearest values."""
-    ordered = sorted(values)
-    found = {}
-    for percent in PERCENTILES:
-        rank = (len(ordered) - 1) * percent / 100
-        low = int(rank)
-        high = min(low + 1, len(ordered) - 1)
-        found[f"p{percent}"] = ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-    return found
+    return {f"p{percent}": float(value) for percent, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from paged_attn.chat.answers.reasoning import ThinkTags, grammar_of
@@ -26,23 +25,18 @@ def calls_grammar(
         inside: the answer begins with reasoning.
         schema: of JSON that the answer may be instead of calls; None: it is calls.
     """
-    mark = marks_of(tokenizer)
+
+    def mark(text: str) -> str:
+        """What a grammar calls a text: a token, if it is one of its own."""
+        id = own_token(tokenizer, text)
+        return json.dumps(text) if id is None else f"<[{id}]>"
+
     before, rules = grammar_of(tags, inside, mark)
     start = f"start: {before}calls" if schema is None else f"start: {before}(calls | answer)"
     rules += format.grammar(several, mark)
     rules += [f"arguments{i}: %json {_schema_text(_closed(tool.parameters), CALL_OPTIONS)}" for i, tool in enumerate(format.tools)]
     rules += [] if schema is None else [f"answer: %json {_schema_text(json.loads(schema), JSON_DEFAULTS)}"]
     return "\n".join([start, *rules, ""])
-
-
-def marks_of(tokenizer: Any) -> Callable[[str], str]:
-    """From a text to what a grammar calls it: a token, if it is one of its own."""
-
-    def mark(text: str) -> str:
-        id = own_token(tokenizer, text)
-        return json.dumps(text) if id is None else f"<[{id}]>"
-
-    return mark
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:

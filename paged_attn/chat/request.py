@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paged_attn.chat.answers.answer_form import AnswerForm
-from paged_attn.chat.answers.reasoning import begins_inside, kept_marks, tags_of
+from paged_attn.chat.answers.reasoning import begins_inside, tags_of
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.forced_calls import calls_grammar
 from paged_attn.chat.formats.choose import FORMATS, enforced_format, format_of
@@ -108,16 +108,13 @@ class ChatRequest:
                 raise ChatError(f"tool_choice: got one that asks for a call beside {guide[0]}; give one of them", "tool_choice")
             format = enforced_format(None if by_template and self.tool_parser == "auto" else found, choice.allowed(tools))
             grammar = calls_grammar(tokenizer, format, self.parallel_tool_calls and choice.name is None, tags, inside)
-            kept = kept_ids(tokenizer, (*kept_marks(tags), *format.marks))
+            kept = kept_ids(tokenizer, (*(tags or ()), *format.marks))
             return AnswerForm(grammar, kept, tags, inside, format, most)
-        if by_template and self._reads_all_by_template(bool(tools)):
+        if by_template and self.reasoning_parser == "auto" and (self.tool_parser == "auto" or not tools):
             return AnswerForm(kept=special_ids(tokenizer), most_calls=most, template_of=tokenizer, prompt=text, tools=tools)
         maybe, found = self._calls_or_json(tokenizer, found, tools, guide)
-        kept = kept_ids(tokenizer, (*kept_marks(tags), *(() if found is None else found.marks)))
+        kept = kept_ids(tokenizer, (*(tags or ()), *(() if found is None else found.marks)))
         return AnswerForm(maybe, kept, tags, inside, found, most)
-
-    def _reads_all_by_template(self, has_tools: bool) -> bool:
-        return self.reasoning_parser == "auto" and (self.tool_parser == "auto" or not has_tools)
 
     def _calls_or_json(
         self, tokenizer: Any, found: ToolFormat | None, tools: list[Tool], guide: tuple[str, str] | None

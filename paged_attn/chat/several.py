@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from paged_attn.chat.answers.answer_form import AnswerForm, finish_reason
-from paged_attn.chat.answers.reader import AnswerReader
+from paged_attn.chat.answers.reader import AnswerReader, read_event
 from paged_attn.chat.completion import ChatEvent
 from paged_attn.chat.errors import ChatError
 from paged_attn.chat.parts import ToolCall
@@ -89,9 +89,7 @@ class ChatEventReader:
         which = event.index, event.answer
         if which not in self._readers:
             self._readers[which] = self._forms[event.index].reader()
-        parts = self._readers[which].feed(event.text)
-        if event.finish_reason is not None:
-            parts += self._readers.pop(which).finish()
+        parts = read_event(self._readers[which], event)
         self._num_calls[which] += sum(isinstance(part, ToolCall) for part in parts)
         told = [ChatEvent(event.index, part, answer=event.answer) for part in parts]
         if event.finish_reason is not None:

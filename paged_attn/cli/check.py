@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paged_attn.cli.token_text import token_text
+from paged_attn.cli.report import token_text
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.requests.request import Completion
 from paged_attn.engine.sampling_params import SamplingParams
@@ -80,11 +80,8 @@ def _difference(llm: LLM, number: int, completion: Completion, expected: list[in
         return None
     at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
     ours, theirs = (_token(llm, tokens, at) for tokens in (got, expected))
-    hint = (
-        ""
-        if llm.engine.runner.dtype == torch.float32
-        else f" In {llm.engine.runner.dtype} a near-tie may fall either way; compare with --dtype float32."
-    )
+    dtype = llm.engine.runner.dtype
+    hint = "" if dtype == torch.float32 else f" In {dtype} a near-tie may fall either way; compare with --dtype float32."
     return f"prompt {number + 1}, new token {at + 1}: paged_attn gives {ours}, transformers' generate() gives {theirs}.{hint}"
 
 

@@ -130,7 +130,11 @@ def run_prompts(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_
     for request in requests:
         if request.error is not None and not interrupted:
             raise request.error
-    run = Run([Completion.of(request) for request in requests], _numbers(llm, seconds, list(map(len, ids)), list(waits.values())))
+    stats, pool, first = engine.stats, engine.pool, statistics.median(waits.values()) if waits else None
+    numbers = Numbers(
+        seconds, stats.steps, stats.new_tokens, sum(map(len, ids)), stats.cached_tokens, first, pool.nbytes, pool.num_pages, pool.page_size
+    )
+    run = Run([Completion.of(request) for request in requests], numbers)
     if interrupted:
         raise RunInterruptedError(run)
     return run
@@ -143,14 +147,6 @@ def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
         raise ValueError("the model has no tokenizer, so that text can not be a prompt; give --tokenizer DIR_OR_HUB_ID, or --prompt-ids")
     ids: list[int] = llm.tokenizer(prompt).input_ids
     return ids
-
-
-def _numbers(llm: LLM, seconds: float, prompt_lengths: list[int], waits: list[float]) -> Numbers:
-    stats, pool = llm.engine.stats, llm.engine.pool
-    first = statistics.median(waits) if waits else None
-    return Numbers(
-        seconds, stats.steps, stats.new_tokens, sum(prompt_lengths), stats.cached_tokens, first, pool.nbytes, pool.num_pages, pool.page_size
-    )
 
 
 def where_it_runs(llm: LLM) -> str:

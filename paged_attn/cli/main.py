@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 
 from paged_attn import __version__
 from paged_attn.cli.commands import backends, bench, chat, demo, doctor, explain, generate, passes, serve, tune, warmup
-from paged_attn.cli.options import add_common
 from paged_attn.cli.parser import Parser
 from paged_attn.parallel.torchrun import is_first, leave, num_processes
 
@@ -31,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__, allow_abbrev=False)
         command.set_defaults(run=module.run)
-        add_common(command)
+        command.add_argument("-v", "--verbose", action="store_true", help="show log lines, progress bars, and tracebacks of errors")
         if hasattr(module, "add_options"):
             module.add_options(command)
     return parser

@@ -23,10 +23,6 @@ MAX_NEW_TOKENS = SamplingParams().max_new_tokens
 METAVARS = {"tuple[str, ...]": "NAME,..."}
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-v", "--verbose", action="store_true", help="show log lines, progress bars, and tracebacks of errors")
-
-
 def add_run_options(parser: argparse.ArgumentParser, *, dtype: str, max_new_tokens: int | None = None) -> None:
     """Everything that `generate` and `demo` have in common."""
     _add_prompts(parser)

@@ -19,21 +19,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads, dims and dtype of an attention layer."""
+    """An attention layer, its dtype and the size of its pages."""
 
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    spec: AttentionSpec
     dtype: torch.dtype
     page_size: int
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """A plain causal layer. Raises ValueError for heads that do not divide."""
-        from paged_attn.attn_ops.specs.attention import AttentionSpec
-
-        return AttentionSpec(self.q_heads, self.kv_heads, self.head_dim, self.v_head_dim, self.head_dim**-0.5)
 
     def __str__(self) -> str:
         return f"{self.spec.describe()}, {str(self.dtype).removeprefix('torch.')}, pages of {self.page_size}"
@@ -54,12 +44,14 @@ def shape_is_given(args: argparse.Namespace) -> bool:
 
 
 def layer_shape(args: argparse.Namespace, device: torch.device) -> LayerShape:
-    """Flags, over the model's config, over the defaults.
+    """A plain causal layer: flags, over the model's config, over the defaults.
 
     Raises:
-        ValueError: a number below 1; a config without one of them.
+        ValueError: a number below 1; heads that do not divide; a config without one of them.
     """
     import torch
+
+    from paged_attn.attn_ops.specs.attention import AttentionSpec
 
     found: dict[str, Any] = dict(DEFAULTS)
     found["dtype"] = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -74,9 +66,8 @@ def layer_shape(args: argparse.Namespace, device: torch.device) -> LayerShape:
     for name, value in found.items():
         if name != "dtype" and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; allowed are values of at least 1")
-    shape = LayerShape(**found)
-    shape.spec  # noqa: B018 (it checks the heads)
-    return shape
+    heads, dim = (found["q_heads"], found["kv_heads"]), found["head_dim"]
+    return LayerShape(AttentionSpec(*heads, dim, found["v_head_dim"], dim**-0.5), found["dtype"], found["page_size"])
 
 
 def config_shape(model: str) -> dict[str, Any]:

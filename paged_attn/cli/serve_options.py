@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from dataclasses import fields
 
 from paged_attn.chat.answers.reasoning import REASONING_PARSERS
 from paged_attn.chat.formats.choose import TOOL_PARSERS
 from paged_attn.cli.options import add_chat_template
-
-if TYPE_CHECKING:
-    from paged_attn.server.settings import ServerSettings
+from paged_attn.server.settings import ServerSettings
 
 API_KEY_VARIABLE = "PAGED_ATTN_API_KEY"
-# Flag, type, metavar, default, help. The defaults are those of `ServerSettings`, which takes long to import.
+DEFAULTS = {setting.name: setting.default for setting in fields(ServerSettings)}
+# Flag, type, metavar, help.
 LIMITS = (
-    ("--max-queue", int, "N", 1024, "requests that may wait beyond those that run; keys share them equally when they are taken"),
-    ("--max-requests-per-key", int, "N", None, "requests of one API key (without keys: address) that run or wait at the same time"),
-    ("--requests-per-minute-per-key", int, "N", None, "of one API key (without keys: address)"),
-    ("--queue-seconds", float, "S", None, "how long a request may wait before it begins; then 503"),
-    ("--request-seconds", float, "S", None, "how long a request may take in all; then 504. Requests may ask for less (timeout_seconds)"),
-    ("--max-body-mib", float, "MIB", 16.0, "largest body of a request"),
-    ("--max-bodies-mib", float, "MIB", 256.0, "bodies of all requests at the same time"),
-    ("--max-connections", int, "N", 2048, "connections at the same time"),
-    ("--header-seconds", float, "S", 10.0, "how long a client may take to send the headers of a request"),
-    ("--body-seconds", float, "S", 60.0, "how long a client may take to send a body"),
-    ("--write-seconds", float, "S", 60.0, "how long a client may read nothing of what it is sent"),
-    ("--drain-seconds", float, "S", 30.0, "how long running requests may go on after SIGTERM or Ctrl-C"),
-)  # fmt: skip
+    ("--max-queue", int, "N", "requests that may wait beyond those that run; keys share them equally when they are taken"),
+    ("--max-requests-per-key", int, "N", "requests of one API key (without keys: address) that run or wait at the same time"),
+    ("--requests-per-minute-per-key", int, "N", "of one API key (without keys: address)"),
+    ("--queue-seconds", float, "S", "how long a request may wait before it begins; then 503"),
+    ("--request-seconds", float, "S", "how long a request may take in all; then 504. Requests may ask for less (timeout_seconds)"),
+    ("--max-body-mib", float, "MIB", "largest body of a request"),
+    ("--max-bodies-mib", float, "MIB", "bodies of all requests at the same time"),
+    ("--max-connections", int, "N", "connections at the same time"),
+    ("--header-seconds", float, "S", "how long a client may take to send the headers of a request"),
+    ("--body-seconds", float, "S", "how long a client may take to send a body"),
+    ("--write-seconds", float, "S", "how long a client may read nothing of what it is sent"),
+    ("--drain-seconds", float, "S", "how long running requests may go on after SIGTERM or Ctrl-C"),
+)
 PARSERS = (
     ("--tool-parser", "the format of tool calls; auto is what the tokenizer or the chat template shows", TOOL_PARSERS),
     ("--reasoning-parser", "the tags of reasoning; auto is what the tokenizer or the chat template shows", REASONING_PARSERS),
@@ -37,8 +36,8 @@ PARSERS = (
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of IPv4 (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    add("--host", default=DEFAULTS["host"], help="address to listen on; 0.0.0.0 is every one of IPv4 (default: %(default)s)")
+    add("--port", type=int, default=DEFAULTS["port"], help="0 takes a free one (default: %(default)s)")
     add("--served-model-name", metavar="NAME", help="what clients call the model (default: the hub id, or the directory's name)")
     add(
         "--api-key", action="append", default=[], metavar="KEY",
@@ -55,9 +54,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     add("--allow-host", action="append", default=[], metavar="NAME", help="what the header Host may say, as in *.example.com")
     add("--no-log-requests", action="store_true", help="no line of JSON on stdout for each request")
     add("--otlp-endpoint", metavar="URL", help="where OpenTelemetry traces go, such as http://localhost:4318/v1/traces")
-    _add_chat_options(parser)
+    chats = parser.add_argument_group("chats")
+    add_chat_template(chats)
+    for flag, what, known in PARSERS:
+        chats.add_argument(flag, default="auto", metavar="NAME", help=f"{what}: {', '.join(known)} (default: auto)")
     limits = parser.add_argument_group("limits of the server").add_argument
-    for flag, kind, metavar, default, what in LIMITS:
+    for flag, kind, metavar, what in LIMITS:
+        default = DEFAULTS[_dest(flag)]
         shown = "no limit" if default is None else f"{default:g}"
         limits(flag, type=kind, metavar=metavar, default=default, help=f"{what} (default: {shown})")
 
@@ -69,24 +72,18 @@ def _named_folder(text: str) -> tuple[str, str]:
     return name, folder
 
 
-def _add_chat_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("chats")
-    add_chat_template(group)
-    add = group.add_argument
-    for flag, what, known in PARSERS:
-        add(flag, default="auto", metavar="NAME", help=f"{what}: {', '.join(known)} (default: auto)")
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def server_settings(args: argparse.Namespace, model_name: str) -> ServerSettings:
     """Raises ValueError for a setting out of range."""
-    from paged_attn.server.settings import ServerSettings
-
     keys = [*args.api_key, *filter(None, [os.environ.get(API_KEY_VARIABLE)])]
-    limits = {name: getattr(args, name) for flag, *_ in LIMITS for name in [flag.removeprefix("--").replace("-", "_")]}
+    same = [
+        "host", "port", "share_prefixes", "allow_priority", "lora_folder", "tool_parser", "reasoning_parser", "otlp_endpoint",
+        *(_dest(flag) for flag, *_ in LIMITS),
+    ]  # fmt: skip
     return ServerSettings(
-        args.served_model_name or model_name, host=args.host, port=args.port, api_keys=tuple(keys), share_prefixes=args.share_prefixes,
-        allow_priority=args.allow_priority, lora_folder=args.lora_folder,
-        allow_origins=tuple(args.allow_origin), allow_hosts=tuple(args.allow_host),
-        log_requests=not args.no_log_requests,
-        tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser, otlp_endpoint=args.otlp_endpoint, **limits,
+        args.served_model_name or model_name, api_keys=tuple(keys), allow_origins=tuple(args.allow_origin),
+        allow_hosts=tuple(args.allow_host), log_requests=not args.no_log_requests, **{name: getattr(args, name) for name in same},
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -20,8 +19,6 @@ from paged_attn.server.logs.call_log import CallLog
 from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.settings import ServerSettings
 from paged_attn.server.state import ServerState
-
-logger = logging.getLogger("paged_attn")
 
 
 def create_app(make_engine: Callable[[], Engine], settings: ServerSettings, tracing: Tracing | None = None) -> FastAPI:

@@ -9,12 +9,8 @@ from pathlib import Path
 from paged_attn.chat.answers.reasoning import REASONING_PARSERS
 from paged_attn.chat.formats.choose import TOOL_PARSERS
 
-COUNTS = ("max_queue",)  # at least 0
-POSITIVE_COUNTS = ("max_connections", "max_requests_per_key", "requests_per_minute_per_key")
-SECONDS = ("drain_seconds",)  # at least 0
-POSITIVE = (
-    "max_body_mib", "max_bodies_mib", "queue_seconds", "request_seconds", "header_seconds", "body_seconds", "write_seconds",
-)  # fmt: skip
+AT_LEAST = {"max_queue": 0, "max_connections": 1, "max_requests_per_key": 1, "requests_per_minute_per_key": 1, "drain_seconds": 0}
+ABOVE_0 = ("max_body_mib", "max_bodies_mib", "queue_seconds", "request_seconds", "header_seconds", "body_seconds", "write_seconds")
 
 
 @dataclass(frozen=True)
@@ -85,22 +81,12 @@ class ServerSettings:
         for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed are {', '.join(known)}")
-        for names, low, is_allowed_low in ((COUNTS, 0, True), (POSITIVE_COUNTS, 1, True), (SECONDS, 0, True), (POSITIVE, 0, False)):
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not (low < value < math.inf or (is_allowed_low and value == low)):
-                    allowed = f"finite values {'of at least' if is_allowed_low else 'above'} {low}"
-                    raise ValueError(f"{name} is {value}; allowed are {allowed}")
+        for name, low in (AT_LEAST | dict.fromkeys(ABOVE_0, 0)).items():
+            value = getattr(self, name)
+            if value is not None and not (low <= value < math.inf and (value > 0 or name in AT_LEAST)):
+                raise ValueError(f"{name} is {value}; allowed are finite values {'of at least' if name in AT_LEAST else 'above'} {low}")
         if self.max_bodies_mib < 2 * self.max_body_mib:  # a client holds as much as it leaves free
             allowed = f"allowed are values of at least twice max_body_mib ({self.max_body_mib:g}), {2 * self.max_body_mib:g}"
             raise ValueError(f"max_bodies_mib is {self.max_bodies_mib:g}; {allowed}")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds spaces or characters other than printable ASCII, so that no header can carry it")
-
-    @property
-    def max_body_bytes(self) -> int:
-        return int(self.max_body_mib * 2**20)
-
-    @property
-    def max_bodies_bytes(self) -> int:
-        return int(self.max_bodies_mib * 2**20)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from paged_attn.asynchronous.async_llm import AsyncLLM
+from paged_attn.asynchronous.async_llm import STOP_SECONDS, AsyncLLM
 from paged_attn.asynchronous.status import Status
 from paged_attn.engine.engine import Engine
 from paged_attn.server.http.call import Calls
@@ -17,7 +17,6 @@ from paged_attn.server.logs.tracing import Tracing
 from paged_attn.server.settings import ServerSettings
 
 logger = logging.getLogger("paged_attn")
-STOP_SECONDS = 10.0
 
 
 class ServerState:

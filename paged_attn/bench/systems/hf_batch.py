@@ -12,7 +12,7 @@ from typing import Any
 from paged_attn.bench.systems import model_source
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import Run, Stamps, Tokens, rows_of
+from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, rows_of, versions_of
 from paged_attn.bench.workloads import Prompts
 
 CPU_PAGE = 32
@@ -47,7 +47,7 @@ def start(job: Job) -> HFBatch:
     return HFBatch(model_source.load(job.model), ContinuousBatchingConfig, options, job.sampling)
 
 
-class HFBatch:
+class HFBatch(System):
     stamps_are_free = True
 
     def __init__(self, model: Any, config: Any, options: dict[str, Any], sampling: Sampling) -> None:
@@ -73,17 +73,11 @@ class HFBatch:
             yield lambda: _run(manager, prompts, new, stamped)
 
     def facts(self) -> dict[str, Any]:
-        import torch
-        import transformers
-
         return {
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": versions_of("torch", "transformers"),
             "attention": self.attention,
             "options": {name: value for name, value in self.options.items() if isinstance(value, (int, float, str, bool))},
         }
-
-    def close(self) -> None:
-        pass
 
 
 def _run(manager: Any, prompts: Prompts, new: int, stamped: bool) -> tuple[Tokens, Stamps | None]:

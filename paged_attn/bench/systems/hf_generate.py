@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.bench.systems import model_source
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import Run, Stamps, Tokens, rows_of
+from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, rows_of, versions_of
 from paged_attn.bench.workloads import Prompts
 
 
@@ -19,9 +19,7 @@ def start(job: Job) -> HFGenerate:
     return HFGenerate(model_source.load(job.model), dict(job.options), job.sampling)
 
 
-class HFGenerate:
-    stamps_are_free = False
-
+class HFGenerate(System):
     def __init__(self, model: Any, options: dict[str, Any], sampling: Sampling) -> None:
         self.model, self.options, self.sampling = model, options, sampling
         model.generation_config.eos_token_id = None  # generate() takes from here what its own arguments leave open
@@ -43,17 +41,11 @@ class HFGenerate:
         return tokens, None if clock is None else clock.stamps
 
     def facts(self) -> dict[str, Any]:
-        import torch
-        import transformers
-
         return {
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": versions_of("torch", "transformers"),
             "attention": self.model.config._attn_implementation,
             "options": self.options,
         }
-
-    def close(self) -> None:
-        pass
 
 
 class _Clock:

@@ -60,20 +60,27 @@ def text_config(path: str) -> Any:
 
 
 def load(source: ModelSource) -> Any:
-    """The Hugging Face model in evaluation mode on its device; random weights are the same in every process on one kind of device."""
+    """The Hugging Face model in evaluation mode on its device."""
+    import torch
+
+    if source.random_weights:
+        return random_model(read_config(source.path), source.dtype, source.device)
+    from paged_attn.engine.model.loading import load_model
+
+    return load_model(source.path, None if source.dtype == "auto" else getattr(torch, source.dtype), source.device)[0]
+
+
+def random_model(config: Any, dtype: str, device: str) -> Any:
+    """Of a config, in evaluation mode; its weights are the same in every process on one kind of device."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    if not source.random_weights:
-        from paged_attn.engine.model.loading import load_model
-
-        return load_model(source.path, None if source.dtype == "auto" else getattr(torch, source.dtype), source.device)[0]
     before = torch.get_default_dtype()
     torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, source.dtype))
+    torch.set_default_dtype(getattr(torch, dtype))
     try:
-        with torch.device(source.device):
-            model = AutoModelForCausalLM.from_config(read_config(source.path))
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.set_default_dtype(before)
     return model.eval()

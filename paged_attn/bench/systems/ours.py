@@ -10,7 +10,7 @@ from typing import Any
 from paged_attn.bench.systems import model_source
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import Run, Stamps, Tokens
+from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, versions_of
 from paged_attn.bench.workloads import Prompts
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
@@ -26,9 +26,7 @@ def start(job: Job) -> Ours:
     return Ours(llm, loaded - started, job.sampling)
 
 
-class Ours:
-    stamps_are_free = False
-
+class Ours(System):
     def __init__(self, llm: LLM, load_seconds: float, sampling: Sampling) -> None:
         self.llm, self.load_seconds, self.sampling = llm, load_seconds, sampling
 
@@ -54,14 +52,9 @@ class Ours:
         return tokens, stamps
 
     def facts(self) -> dict[str, Any]:
-        import torch
-        import transformers
-
-        from paged_attn import __version__
-
         engine = self.llm.engine
         return {
-            "versions": {"paged_attn": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": versions_of("paged_attn", "torch", "transformers"),
             "attention": engine.selection.describe(),
             "graphs": [line.strip() for line in engine.steps.report().lines()],
             "kv_pool_gib": engine.pool.nbytes / 2**30,

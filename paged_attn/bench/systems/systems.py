@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.workloads import Prompts, Workload
@@ -20,14 +20,14 @@ Stamps = list[list[float]]
 Run = Callable[[], tuple[Tokens, Stamps | None]]
 
 
-class System(Protocol):
+class System:
     """A loaded model that generates greedily, exactly `new` tokens for each prompt, end tokens ignored.
 
     Attributes:
         stamps_are_free: whether stamps cost nothing, so that timed runs may have them too.
     """
 
-    stamps_are_free: bool
+    stamps_are_free = False
 
     def ready(self, prompts: Prompts, new: int, *, stamped: bool) -> AbstractContextManager[Run]:
         """Yields what is to be timed: it submits all prompts at once and returns their tokens. The prefix cache is emptied before.
@@ -38,11 +38,14 @@ class System(Protocol):
         Raises:
             RuntimeError: the prefix cache could not be emptied, or a request failed.
         """
+        raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
         """Versions and choices that a reader of the figures needs."""
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """What is to be done before its process ends."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,10 @@ def check_counts(tokens: Tokens, new: int, who: str) -> None:
     wrong = sorted({len(row) for row in tokens} - {new})
     if wrong:
         raise RuntimeError(f"{who} gave {wrong} new tokens where {new} were asked for; it stopped early or not at all")
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    return {name: importlib.import_module(name).__version__ for name in packages}
 
 
 def rows_of(outputs: Sequence[Sequence[int]]) -> Tokens:

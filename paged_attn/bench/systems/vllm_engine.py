@@ -9,7 +9,7 @@ from typing import Any
 
 from paged_attn.bench.systems.job import Job
 from paged_attn.bench.systems.sampling import Sampling
-from paged_attn.bench.systems.systems import Run, Stamps, Tokens, rows_of
+from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, rows_of, versions_of
 from paged_attn.bench.workloads import Prompts
 
 IMPLEMENTATIONS = {"vllm": "auto", "vllm-transformers": "transformers"}
@@ -27,8 +27,8 @@ def start(job: Job) -> VLLM:
     return VLLM(LLM(**{**asked, **job.options}), {**asked, **job.options}, job.sampling)
 
 
-class VLLM:
-    stamps_are_free = False
+class VLLM(System):
+    """Its engine's process ends with this one; vLLM has no public way to end it before."""
 
     def __init__(self, llm: Any, options: dict[str, Any], sampling: Sampling) -> None:
         self.llm, self.options, self.sampling = llm, options, sampling
@@ -71,12 +71,4 @@ class VLLM:
         return SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, **how, **more)
 
     def facts(self) -> dict[str, Any]:
-        import torch
-        import transformers
-        import vllm
-
-        versions = {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-        return {"versions": versions, "options": self.options}
-
-    def close(self) -> None:
-        """Its engine's process ends with this one; vLLM has no public way to end it before."""
+        return {"versions": versions_of("vllm", "torch", "transformers"), "options": self.options}

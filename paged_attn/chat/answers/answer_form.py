@@ -16,8 +16,6 @@ from paged_attn.chat.parts import ChatMessage
 from paged_attn.chat.tools import Tool
 from paged_attn.engine.sampling_params import SamplingParams
 
-TOOL_CALLS = "tool_calls"  # why an answer has ended that calls tools
-
 
 @dataclass(frozen=True)
 class AnswerForm:
@@ -50,7 +48,7 @@ class AnswerForm:
     def reader(self) -> AnswerReader:
         """A new one, for one answer."""
         if self.template_of is not None:
-            return TemplateReader(self.template_of, self.prompt, self.tools, ToolFormat.new_id, self.most_calls)
+            return TemplateReader(self.template_of, self.prompt, self.tools, self.most_calls)
         calls = None if self.format is None else CallSplitter(self.format, self.most_calls)
         return TaggedReader(ReasoningSplitter(self.tags, self.starts_inside), calls)
 
@@ -67,4 +65,4 @@ class AnswerForm:
 
 def finish_reason(reason: str, has_calls: bool) -> str:
     """Of an answer that the engine has ended for `reason`."""
-    return TOOL_CALLS if has_calls and reason == "stop" else str(reason)
+    return "tool_calls" if has_calls and reason == "stop" else str(reason)

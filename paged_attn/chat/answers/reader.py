@@ -7,6 +7,7 @@ from typing import Protocol
 from paged_attn.chat.answers.call_splitter import CallSplitter
 from paged_attn.chat.answers.reasoning import ReasoningSplitter
 from paged_attn.chat.parts import Content, Part
+from paged_attn.engine.requests.request import TokenEvent
 
 
 class AnswerReader(Protocol):
@@ -17,6 +18,12 @@ class AnswerReader(Protocol):
 
     def finish(self) -> list[Part]:
         """What is left when no more text comes."""
+
+
+def read_event(reader: AnswerReader, event: TokenEvent) -> list[Part]:
+    """What can be told after an event of the answer; all that is left, if it is the last one."""
+    parts = reader.feed(event.text) if event.text else []
+    return parts if event.finish_reason is None else parts + reader.finish()
 
 
 class TaggedReader:

@@ -107,10 +107,6 @@ class ReasoningSplitter:
         return [Content(text)] if text else []
 
 
-def kept_marks(tags: ThinkTags | None) -> tuple[str, ...]:
-    return () if tags is None else tuple(tags)
-
-
 def grammar_of(tags: ThinkTags | None, inside: bool, mark: Any) -> tuple[str, list[str]]:
     """What may come before calls that are enforced: what stands in front of them in a rule, and the rules that it needs.
 

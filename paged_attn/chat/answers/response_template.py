@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from paged_attn.chat.formats.tool_format import as_text
+from paged_attn.chat.formats.tool_format import ToolFormat, as_text
 from paged_attn.chat.parts import Content, Part, Reasoning, ToolCall
 from paged_attn.chat.tools import Tool
 
@@ -20,17 +20,16 @@ class TemplateReader:
     Args:
         prefix: the prompt, which may hold the beginning of the answer.
         tools: types of arguments are looked up in them; none: calls are content.
-        new_id: makes the id of a call.
         most: so many calls are told as such at most.
 
     Raises:
         ValueError: the response template can not be read.
     """
 
-    def __init__(self, tokenizer: Any, prefix: str, tools: Sequence[Tool], new_id: Callable[[], str], most: int | None) -> None:
+    def __init__(self, tokenizer: Any, prefix: str, tools: Sequence[Tool], most: int | None) -> None:
         given = [tool.given for tool in tools] or None
         self._parser: Any = tokenizer.get_response_parser(prefix=prefix, tools=given)
-        self._has_tools, self._new_id, self._most = bool(tools), new_id, most
+        self._has_tools, self._most = bool(tools), most
         self._text, self._read = "", 0  # all of it, and up to where it was told or belongs to a call
         self._call_begins: int | None = None
         self._num_calls = 0
@@ -108,4 +107,4 @@ class TemplateReader:
             return self._as_content(self._read)
         self._num_calls += len(found)
         self._call_begins = None
-        return [ToolCall(self._new_id(), str(name), str(text)) for name, text in found]
+        return [ToolCall(ToolFormat.new_id(), str(name), str(text)) for name, text in found]

@@ -22,10 +22,7 @@ class JsonFormat(ToolFormat):
             return Taken((), len(text)) if ended else None
         value, end = found
         calls = calls_of(value) if self.takes_lists or isinstance(value, dict) else []
-        return Taken(calls if all(self._knows(call.name) for call in calls) else (), end)
-
-    def _knows(self, name: str) -> bool:
-        return any(tool.name == name for tool in self.tools)
+        return Taken(calls if all(self.knows(call.name) for call in calls) else (), end)
 
     def grammar(self, several: bool, mark: Mark) -> list[str]:
         calls = '"[" ' + repeated("body", '"," /[ \\n]?/', several) + ' "]"' if several else "body"

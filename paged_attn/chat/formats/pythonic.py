@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 
-from paged_attn.chat.formats.json_calls import JsonFormat
-from paged_attn.chat.formats.tool_format import Call, Mark, Taken, as_text
+from paged_attn.chat.formats.tool_format import Call, Taken, ToolFormat, as_text
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_LENGTH, MAX_DEPTH = 64 << 10, 50  # characters of all calls, and brackets in each other
 
 
-class PythonicFormat(JsonFormat):
+class PythonicFormat(ToolFormat):
     name = "pythonic"
     marks = (START, END)
     openings = ("[", START)
+    at_beginning = True
     endings = "]>"
 
     def take(self, text: str, ended: bool) -> Taken | None:
@@ -34,10 +34,7 @@ class PythonicFormat(JsonFormat):
             listed = [_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return []
-        return [call for call in listed if call is not None] if all(call and self._knows(call.name) for call in listed) else []
-
-    def grammar(self, several: bool, mark: Mark) -> list[str]:
-        raise NotImplementedError("enforced calls of this format are plain JSON; see `choose.py`")
+        return [call for call in listed if call is not None] if all(call and self.knows(call.name) for call in listed) else []
 
 
 def _call(node: ast.expr) -> Call | None:

@@ -74,6 +74,9 @@ class ToolFormat:
         held = overlap(text, self.openings)
         return len(text) - held, not held
 
+    def knows(self, name: str) -> bool:
+        return any(tool.name == name for tool in self.tools)
+
     def take(self, text: str, ended: bool) -> Taken | None:
         """What a text that begins with an opening holds.
 

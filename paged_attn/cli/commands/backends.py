@@ -84,8 +84,9 @@ def _wanted(args: argparse.Namespace) -> tuple[str, Requirements]:
     here = default_device()
     kind, architecture = _device_of(args.on)
     device = here if kind is None else torch.device("cuda" if kind == "cuda" else "cpu")
-    shape = layer_shape(args, device)
-    spec = replace(shape.spec, sliding_window=args.window, chunk=args.chunk, softcap=args.softcap, has_sinks=bool(args.sinks))
+    plain = layer_shape(args, device)
+    spec = replace(plain.spec, sliding_window=args.window, chunk=args.chunk, softcap=args.softcap, has_sinks=bool(args.sinks))
+    shape = replace(plain, spec=spec)
     if kind == "cuda" and architecture is None and here.type != "cuda":
         raise ValueError(f"--on {args.on} names no GPU, and this machine has none; say which, as sm90 or sm100")
     present = kind is None or (architecture is None and kind == "cuda" and here.type == "cuda")
@@ -95,8 +96,7 @@ def _wanted(args: argparse.Namespace) -> tuple[str, Requirements]:
         problems = tuple(replace(problem, device=kind, architecture=architecture) for problem in required.problems)
         required = replace(required, problems=problems, device=kind, architecture=architecture, device_name="")
     where = required.device + (f" SM{required.architecture}" if required.architecture else "")
-    title = f"{spec.describe()}, {str(shape.dtype).removeprefix('torch.')}, pages of {shape.page_size}, on {where}"
-    return title + (", deterministic" if required.deterministic else ""), required
+    return f"{shape}, on {where}" + (", deterministic" if required.deterministic else ""), required
 
 
 def _device_of(text: str | None) -> tuple[str | None, int | None]:

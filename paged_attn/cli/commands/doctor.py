@@ -87,11 +87,7 @@ def _entry_point() -> Finding:
 
 def _embedded() -> Finding:
     folder = embedded_model()
-    return (
-        Finding("embedded model", True, str(folder))
-        if folder
-        else Finding("embedded model", None, "not in this installation; no `paged-attn demo`")
-    )
+    return Finding("embedded model", True if folder else None, str(folder or "not in this installation; no `paged-attn demo`"))
 
 
 def _optional() -> list[Finding]:
@@ -152,10 +148,9 @@ def _ended(process: subprocess.Popen[str], seconds: float) -> tuple[str, str | N
         return "", f"it did not end within {seconds:g} s"
     if process.returncode == 0:
         return output, None
-    lines = errors.strip().splitlines()
-    return output, f"ended by signal {-process.returncode}" if process.returncode < 0 else lines[
-        -1
-    ] if lines else f"status {process.returncode}"
+    if process.returncode < 0:
+        return output, f"ended by signal {-process.returncode}"
+    return output, (errors.strip().splitlines() or [f"status {process.returncode}"])[-1]
 
 
 def _smoke_test() -> Finding:

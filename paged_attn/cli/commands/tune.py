@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import platform
 import re
 import shutil
 import subprocess
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 1 if no backend ran every shape of a phase."""
     from paged_attn.backends.devices import device_name
     from paged_attn.backends.selection.requirements import Requirements
-    from paged_attn.backends.selection.tuned import write_entry
+    from paged_attn.backends.selection.tuned import Entry, Kind, current_versions, write_entry
 
     device = _device(args.device)
     shape = layer_shape(args, device)
@@ -79,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"  without {', '.join(name for name in left_out if left_out[name] == why)}: {why}")
     min_ms = args.min_ms or MIN_MS[device.type]
     times = measure(backends, required, shape, steps, min_ms, device)
-    entry = _entry(required, times, {"layer": str(shape), "min_ms": min_ms, **conditions(device)})
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    found = {"layer": str(shape), "min_ms": min_ms, **conditions(device)}
+    entry = Entry(Kind.of(required.problems[0]), now, current_versions(), times, found)
     print(f"\n{table(entry, width())}")
     if not all(entry.ranking(phase) for phase in times):
         print("no backend ran every shape of both phases; nothing was written", file=sys.stderr)
@@ -100,17 +103,18 @@ def measure(
     """Time each step with the backends that serve its phase; a line goes to stderr before each."""
     import torch
 
+    from paged_attn.backends.selection.tuned import PHASE_WORDS
     from paged_attn.backends.timing.time_backends import TimedProblem, time_backends
 
     times: Times = {"extend": {}, "decode": {}}
+    spec = shape.spec
     for number, step in enumerate(steps, 1):
         able = {name: each for name, each in backends.items() if not required.reasons(name, frozenset({step.phase}))}
-        print(f"[{number}/{len(steps)}] {_words(step)}: {', '.join(able)}", file=sys.stderr, flush=True)
+        print(f"[{number}/{len(steps)}] {PHASE_WORDS[step.phase]} {step.label}: {', '.join(able)}", file=sys.stderr, flush=True)
         kind: Literal["decode", "prefill"] = "decode" if step.phase == "decode" else "prefill"
         problem = TimedProblem(
-            kind, step.requests, num_q_heads=shape.q_heads, num_kv_heads=shape.kv_heads, qk_head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim, page_size=shape.page_size, dtype=shape.dtype,
-        )  # fmt: skip
+            kind, step.requests, spec.num_q_heads, spec.num_kv_heads, spec.qk_head_dim, spec.v_head_dim, shape.page_size, shape.dtype
+        )
         try:
             found = time_backends(able, problem, min_ms=min_ms, device=device)
         except torch.OutOfMemoryError as error:
@@ -142,8 +146,6 @@ def table(entry: Entry, columns: int) -> str:
 
 def conditions(device: torch.device) -> dict[str, Any]:
     """Of the machine and the run, for readers of the file."""
-    import platform
-
     import torch
 
     found: dict[str, Any] = {"command": "paged-attn " + " ".join(sys.argv[1:]), "python": platform.python_version()}
@@ -232,13 +234,6 @@ def _out(given: str | None, name: str) -> Path:
     return path
 
 
-def _entry(required: Requirements, times: Times, found: dict[str, Any]) -> Entry:
-    from paged_attn.backends.selection.tuned import Entry, Kind, current_versions
-
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return Entry(Kind.of(required.problems[0]), now, current_versions(), times, found)
-
-
 def _now(required: Requirements, path: Path) -> str:
     from paged_attn.backends.selection.select import pick, why_picked
     from paged_attn.backends.selection.tuned import VARIABLE, tuned_path
@@ -248,9 +243,3 @@ def _now(required: Requirements, path: Path) -> str:
     order = required.order()
     names, _ = pick(required, order, {})
     return f"backend='auto' now takes {','.join(names)} for such layers ({why_picked(order, names)})"
-
-
-def _words(step: Step) -> str:
-    from paged_attn.backends.selection.tuned import PHASE_WORDS
-
-    return f"{PHASE_WORDS[step.phase]} {step.label}"

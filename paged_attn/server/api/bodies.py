@@ -146,8 +146,7 @@ class Body(Closed):
 
     def wanted_guide(self) -> tuple[str, str] | None:
         """As `SamplingParams.guide` will be, as far as a chat needs to know: a schema's text, or that there is some other."""
-        schema = self.wanted_schema()
-        if schema is not None:
+        if (schema := self.wanted_schema()) is not None:
             return "json_schema", json.dumps(schema)
         return next(((name, text) for name in ("regex", "grammar") if (text := getattr(self, name)) is not None), None)
 
@@ -166,7 +165,7 @@ class Body(Closed):
             "top_p": self.top_p, "top_k": None if self.top_k is None else min(self.top_k, MAX_TOP_K), "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty, "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty, "seed": self.seed, "stop": self._stops(), "ignore_eos": self.ignore_eos,
-            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids), "logprobs": self._logprobs(),
+            "stop_token_ids": self.stop_token_ids, "logprobs": self._logprobs(),
             "logit_bias": self._biases(), "bad_words": None if self.bad_words is None else tuple(self.bad_words),
             "include_stop_str_in_output": self.include_stop_str_in_output, "skip_special_tokens": self.skip_special_tokens,
             "prompt_logprobs": self.num_prompt_logprobs(),
@@ -238,9 +237,9 @@ def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
-        if all(_is_id(each) for each in given):
+        if _are_ids(given):
             return [given]
-        if all(isinstance(each, str) or (isinstance(each, list) and all(map(_is_id, each))) for each in given):
+        if all(isinstance(each, str) or (isinstance(each, list) and _are_ids(each)) for each in given):
             return given
     what = f"a {type(given).__name__}" if given is not None else "null"
     if isinstance(given, list):
@@ -249,5 +248,5 @@ def listed(given: object, param: str = "prompt") -> Sequence[str | list[int]]:
     raise ApiError(400, f"{param} is {what}; allowed are {allowed}", param=param)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(each) is int for each in values)  # and not bool

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Set
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from paged_attn.chat.tools import MAX_TOOLS
-from paged_attn.server.api.other_fields import field_instead
+from paged_attn.engine.setting_names import OTHER_PARAM, SAME_PARAM
 from paged_attn.server.http.errors import ApiError, unknown_field
 
 MAX_NAME = 256  # characters: of a model, a role, a name
@@ -21,6 +22,10 @@ MAX_MESSAGES = 4096
 MAX_SETTINGS, MAX_SETTINGS_TEXT = 1024, 64 << 10  # of chat_template_kwargs: values, and characters of all of them
 MAX_SCHEMA_TEXT = 256 << 10
 MAX_TOOLS_VALUES, MAX_TOOLS_TEXT = 16 << 10, 128 << 10  # of all tools together
+# Fields that a body does not have, and the one of ours that means the same, or what to do.
+SAME_FIELD = {**SAME_PARAM, "max_new_tokens": "max_tokens", "prompts": "prompt"}
+OTHER_FIELD = {**OTHER_PARAM, "structured_outputs": "use json_schema, regex or grammar", "guided_choice": "use regex, as in 'yes|no'"}
+MAX_COMPARED = 64  # characters of such a name
 
 
 def within(low: float, high: float | None = None) -> dict[str, Any]:
@@ -117,5 +122,17 @@ class Closed(BaseModel):
             return values
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if (unknown := next((name for name in values if name not in known and name not in cls.ignored), None)) is not None:
-            raise unknown_field(unknown, field_instead(unknown, known))
+            raise unknown_field(unknown, _field_instead(unknown, known))
         return {name: value for name, value in values.items() if name in known}
+
+
+def _field_instead(name: str, known: Set[str]) -> str:
+    """ "" if nothing comes near."""
+    if len(name) > MAX_COMPARED:
+        return ""
+    if (same := SAME_FIELD.get(name)) in known:
+        return f"use {same}"
+    if name in OTHER_FIELD:
+        return OTHER_FIELD[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else ""

@@ -39,7 +39,7 @@ class CompletionReply(Reply):
         self._not_echoed.remove(index)
         return [{"index": index, **self._echo(index), "finish_reason": None}, *super().parts(index, event)]
 
-    def content(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+    def content(self, completion: Completion) -> tuple[dict[str, Any], str]:
         return {"text": completion.text}, completion.finish_reason
 
     def deltas(self, index: int, event: TokenEvent) -> tuple[list[dict[str, Any]], str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -10,9 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from paged_attn import __version__
 from paged_attn.asynchronous.status import Status
-
-if TYPE_CHECKING:
-    from paged_attn.server.state import ServerState
+from paged_attn.server.api.of_request import state_of
 
 router = APIRouter()
 NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "not now; the body says why"}}
@@ -46,11 +44,9 @@ async def version() -> Response:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    state: ServerState = request.app.state.server
-    return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _answer(request: Request, good: tuple[Status, ...]) -> Response:
-    state: ServerState = request.app.state.server
-    thread = state.llm.thread
+    thread = state_of(request).llm.thread
     return JSONResponse({"status": str(thread.status), "reason": thread.describe()}, 200 if thread.status in good else 503)

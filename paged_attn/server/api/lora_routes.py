@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse, Response
 from paged_attn.engine.lora.adapter_files import read_adapter
 from paged_attn.server.api.bounds import Closed, Name
 from paged_attn.server.api.of_request import state_of
-from paged_attn.server.http.error_reply import ERRORS
-from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
 from paged_attn.shown import shown
 
 router = APIRouter(responses=ERRORS)

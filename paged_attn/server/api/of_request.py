@@ -14,8 +14,8 @@ from paged_attn.asynchronous.texts import Texts
 from paged_attn.engine.engine import Engine
 from paged_attn.server.http.call import Call
 from paged_attn.server.http.callers import Caller
-from paged_attn.server.http.disconnect import ClientGone, EventStream
-from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.server.http.disconnect import EventStream
+from paged_attn.server.http.errors import CLIENT_GONE, ApiError, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
@@ -37,18 +37,14 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def texts_of(state: ServerState) -> Texts:
-    assert state.llm.texts is not None
-    return state.llm.texts
-
-
 def ready(request: Request, model: str | None) -> tuple[ServerState, Engine, Texts]:
     """Raises NotServingError while nothing is served, ApiError: 404 for another model."""
     state = state_of(request)
     engine = state.llm.thread.refuse_unless_ready()
     if model is not None:
         check_model(state, model)
-    return state, engine, texts_of(state)
+    assert state.llm.texts is not None
+    return state, engine, state.llm.texts
 
 
 def model_names(state: ServerState) -> list[str]:
@@ -93,8 +89,7 @@ async def answered(request: Request, work: Callable[[], Coroutine[Any, Any, Resp
         ApiError: what it was ended with.
     """
     state, call = state_of(request), call_of(request)
-    call.caller = caller_of(request)
-    state.calls.enter(call)
+    state.calls.enter(call, caller_of(request))
     most = min((each for each in (seconds, state.settings.request_seconds) if each is not None), default=None)
     if most is not None:
         call.fail_after(most, ApiError(504, f"the request did not end within {most:g} s and was cancelled", code="request_timeout"))
@@ -104,7 +99,7 @@ async def answered(request: Request, work: Callable[[], Coroutine[Any, Any, Resp
     finally:
         if call.job is not None and not isinstance(answer, EventStream):
             state.llm.thread.cancel(call.job)
-    return ClientGone() if answer is None else answer
+    return Response(status_code=CLIENT_GONE) if answer is None else answer  # nobody reads it; the metrics count it
 
 
 async def begin(request: Request, job: Job, param: str) -> None:

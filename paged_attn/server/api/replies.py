@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from paged_attn.asynchronous.errors import ServingError
 from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
 from paged_attn.chat.answers.answer_form import finish_reason
-from paged_attn.chat.answers.reader import AnswerReader
+from paged_attn.chat.answers.reader import AnswerReader, read_event
 from paged_attn.chat.parts import Content, Part, Reasoning
 from paged_attn.engine.requests.request import Completion, TokenEvent
 from paged_attn.server.api.bodies import Body
@@ -38,7 +39,7 @@ class Reply:
 
     async def whole(self) -> dict[str, Any]:
         """Raises ServingError if a request failed."""
-        choices = [self.choice(i, completion) for i, completion in enumerate(await self.job.completions())]
+        choices = [self.choice(i, Completion.of(request)) for i, request in enumerate(await self.job.finished())]
         return {**self.head, "object": self.kind, "choices": choices, "usage": self.job.usage()}
 
     async def lines(self) -> AsyncIterator[str]:
@@ -59,7 +60,7 @@ class Reply:
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         known = None if completion.logprobs is None else [known_of(s) for s in self.job.requests[index].known]
         ids = {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids} if self.body.return_token_ids else {}
-        content, finish_reason = self.content(index, completion)
+        content, finish_reason = self.content(completion)
         return {
             "index": index, **content, "logprobs": None if known is None else self.logprobs(index, known),
             "finish_reason": finish_reason, "stop_reason": completion.stop_reason, **ids,
@@ -85,7 +86,7 @@ class Reply:
             parts[0]["token_ids"] = [event.token_id]
         return parts
 
-    def content(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+    def content(self, completion: Completion) -> tuple[dict[str, Any], str]:
         """What a whole answer says, and why it has ended."""
         raise NotImplementedError
 
@@ -111,26 +112,21 @@ class ChatReply(Reply):
         form = job.prompts[0].form
         assert form is not None
         self._form = form
-        self._readers: dict[int, AnswerReader] = {}  # of streams
+        self._readers: dict[int, AnswerReader] = defaultdict(form.reader)  # of streams
         self._num_calls = [0] * job.size
 
     def openings(self) -> list[dict[str, Any]]:
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [{"index": index, **opening} for index in range(self.job.size)]
 
-    def content(self, index: int, completion: Completion) -> tuple[dict[str, Any], str]:
+    def content(self, completion: Completion) -> tuple[dict[str, Any], str]:
         message = self._form.read(completion.text)
         return {"message": {**message.as_dict(), "refusal": None}}, finish_reason(completion.finish_reason, bool(message.tool_calls))
 
     def deltas(self, index: int, event: TokenEvent) -> tuple[list[dict[str, Any]], str | None]:
-        if index not in self._readers:
-            self._readers[index] = self._form.reader()
-        parts = self._readers[index].feed(event.text) if event.text else []
-        if event.finish_reason is None:
-            return [{"delta": self._delta(index, part)} for part in parts], None
-        parts += self._readers[index].finish()
-        deltas = [{"delta": self._delta(index, part)} for part in parts]
-        return deltas, finish_reason(event.finish_reason, self._num_calls[index] > 0)
+        deltas = [{"delta": self._delta(index, part)} for part in read_event(self._readers[index], event)]
+        ended = event.finish_reason
+        return deltas, None if ended is None else finish_reason(ended, self._num_calls[index] > 0)
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         if isinstance(part, Content):

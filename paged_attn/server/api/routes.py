@@ -28,15 +28,13 @@ from paged_attn.server.api.of_request import (
     ready,
     seconds_of,
     state_of,
-    texts_of,
 )  # fmt: skip
 from paged_attn.server.api.replies import ChatReply, Reply
 from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.api.responses.reply import ResponsesReply
 from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.disconnect import EventStream
-from paged_attn.server.http.error_reply import ERRORS
-from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
 from paged_attn.shown import shown
 
 if TYPE_CHECKING:
@@ -54,7 +52,8 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": _models(state_of(request))})
+    state = state_of(request)
+    return JSONResponse({"object": "list", "data": [_model(state, name) for name in model_names(state)]})
 
 
 @router.get("/v1/models/{name:path}")
@@ -70,7 +69,7 @@ async def completions(request: Request, body: CompletionBody) -> Response:
     state, engine, texts = _ready(request, body)
     prompts = listed(body.prompt)
     check_count(len(prompts) * body.num_answers, engine, state)
-    return await _answer(request, body, lambda: texts.prompts(prompts, caller_of(request).tenant), CompletionReply)
+    return await _answer(request, body, texts, lambda: texts.prompts(prompts, caller_of(request).tenant), CompletionReply)
 
 
 @router.post(CHATS, responses=ANSWERS)
@@ -94,7 +93,7 @@ async def _chat_answer(
     async def prompts() -> list[Prompt]:
         return [await texts.chat(lambda: body.chat_request(*parsers), body.num_characters, guide, caller_of(request).tenant)]
 
-    return await _answer(request, body, prompts, make_reply)
+    return await _answer(request, body, texts, prompts, make_reply)
 
 
 @router.post("/v1/requests/{request_id:path}/cancel")
@@ -109,6 +108,7 @@ async def cancel(request: Request, request_id: str) -> Response:
 async def _answer(
     request: Request,
     body: Body,
+    texts: Texts,
     prompts: Callable[[], Coroutine[Any, Any, list[Prompt]]],
     make_reply: Callable[[Job, Any, Texts, str], Reply | ResponsesReply],
 ) -> Response:
@@ -117,7 +117,7 @@ async def _answer(
     async def run() -> Response:
         job = await _job(await prompts(), body, request)
         await begin(request, job, "prompt")
-        reply = make_reply(job, body, texts_of(state), job.lora or state.settings.model_name)
+        reply = make_reply(job, body, texts, job.lora or state.settings.model_name)
         if body.stream:
             return EventStream(reply.lines(), lambda: state.llm.thread.cancel(job))
         return JSONResponse(await reply.whole())
@@ -171,10 +171,6 @@ def _ready(request: Request, body: Body) -> tuple[ServerState, Engine, Texts]:
         raise ApiError(400, f"this server's {pooler.body.name} continues no text; it has {where}", code="wrong_task")
     _ = body.includes_usage, body.num_answers
     return state, engine, texts
-
-
-def _models(state: ServerState) -> list[dict[str, Any]]:
-    return [_model(state, name) for name in model_names(state)]
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from paged_attn.asynchronous.job import Prompt
 from paged_attn.asynchronous.texts import Texts, length_of
 from paged_attn.chat.request import ChatRequest
 from paged_attn.server.api.bounds import Closed, Messages, Name, Settings, Tools, at_most
-from paged_attn.server.api.of_request import answered, caller_of, ready
-from paged_attn.server.http.error_reply import ERRORS
-from paged_attn.server.http.errors import ApiError
+from paged_attn.server.api.of_request import answered, caller_of, ready, state_of
+from paged_attn.server.http.errors import ERRORS, ApiError
 
 router = APIRouter(responses=ERRORS)
 MAX_TOKENS = 1 << 18  # to be made a text in one request
@@ -79,7 +78,7 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
 
 
 async def _prompts(request: Request, body: TokenizeBody, texts: Texts) -> Sequence[Prompt]:
-    client, settings = caller_of(request).tenant, request.app.state.server.settings
+    client, settings = caller_of(request).tenant, state_of(request).settings
     if (body.prompt is None) == (body.messages is None):
         got = "neither" if body.prompt is None else "both"
         raise ApiError(400, f"prompt or messages: got {got}; give one of them", param="prompt")

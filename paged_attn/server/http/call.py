@@ -28,7 +28,6 @@ class Call:
     Attributes:
         id: the client's x-request-id, or one of ours.
         arrived: by `time.perf_counter`; began: nanoseconds since the epoch.
-        caller: who asks, once that is known.
         job: what the engine does for it, once that is known.
         status: of its answer; 0 before there is one.
         failure: what ended it before its time.
@@ -40,7 +39,6 @@ class Call:
     path: str
     arrived: float = field(default_factory=time.perf_counter)
     began: int = field(default_factory=time.time_ns)
-    caller: Caller | None = None
     job: Job | None = None
     status: int = 0
     failure: ApiError | None = None
@@ -97,24 +95,20 @@ class Calls:
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
 
-    def enter(self, call: Call) -> None:
+    def enter(self, call: Call, caller: Caller) -> None:
         """Until its answer has ended it is one of them."""
-        self._calls.setdefault(_key(call.caller, call.id), set()).add(call)
-        call.afterwards.callback(self._leave, call)
+        key = caller.tenant, call.id
+        self._calls.setdefault(key, set()).add(call)
+        call.afterwards.callback(self._leave, key, call)
 
-    def cancel(self, caller: Caller | None, id: str) -> int:
+    def cancel(self, caller: Caller, id: str) -> int:
         """End a tenant's calls of this id; returns how many there were."""
-        calls = list(self._calls.get(_key(caller, id), ()))
+        calls = list(self._calls.get((caller.tenant, id), ()))
         for call in calls:
             call.fail(ApiError(499, f"the request was cancelled by its id, {id!r}", code="cancelled"))
         return len(calls)
 
-    def _leave(self, call: Call) -> None:
-        key = _key(call.caller, call.id)
+    def _leave(self, key: tuple[str, str], call: Call) -> None:
         self._calls[key].remove(call)
         if not self._calls[key]:
             del self._calls[key]
-
-
-def _key(caller: Caller | None, id: str) -> tuple[str, str]:
-    return "" if caller is None else caller.tenant, id

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paged_attn.server.http.errors import CLIENT_GONE
-
 T = TypeVar("T")
 
 
@@ -31,13 +29,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T] | asyncio.F
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class ClientGone(Response):
-    """For a client that nobody can answer; the status is seen by the metrics alone."""
-
-    def __init__(self) -> None:
-        super().__init__(status_code=CLIENT_GONE)
 
 
 class EventStream(Response):

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}; and as /openapi.json describes them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
@@ -23,6 +24,30 @@ CODES = {
 CLIENT_GONE = 499
 STATUSES = {NotServingError: 503, QueueFullError: 429, QueueTimeoutError: 503}  # of other errors of the engine: 500
 MAX_MESSAGE, MAX_PARAM = 1000, 100  # characters
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """What every answer of status 400 and above is."""
+
+    error: ErrorDetail
+
+
+_DESCRIPTIONS: dict[int | str, str] = {
+    400: "the request can not be served as it is; the message says what to change", 401: "no API key, or an unknown one",
+    404: "no such model or request", 405: "another method", 408: "the body was too slow",
+    409: "requests use what was to go", 413: "the body is too large", 429: "too many requests; see Retry-After",
+    499: "the request was cancelled by its id",
+    500: "a step failed, or the server did", 503: "nothing is served now; see Retry-After", 504: "the request took too long",
+    "default": "any other error",  # else FastAPI adds a 422 of another form
+}  # fmt: skip
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorReply, "description": what} for status, what in _DESCRIPTIONS.items()}
 
 
 class ApiError(Exception):
@@ -79,13 +104,15 @@ def _cut(text: str, most: int) -> str:
 
 def add_handlers(app: FastAPI) -> None:
     """Every error that the app can end in gets OpenAI's form."""
-    for kind in (ApiError, ServingError, PromptError, ChatError):
-        app.add_exception_handler(kind, _own)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
+    for kind in (ApiError, ServingError, PromptError, ChatError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer)
 
 
-async def _own(request: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        return told(request.scope, _first_complaint(error))
+    if isinstance(error, HTTPException):
+        return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}"))
     return told(request.scope, api_error(error))
 
 
@@ -95,11 +122,6 @@ def told(scope: Scope, error: ApiError) -> Response:
     if call is not None and call.failure is None:
         call.failure = error
     return error.response()
-
-
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return told(request.scope, _first_complaint(error))
 
 
 def _first_complaint(error: RequestValidationError) -> ApiError:
@@ -120,11 +142,6 @@ def _first_complaint(error: RequestValidationError) -> ApiError:
 def unknown_field(where: str, instead: str = "") -> ApiError:
     hint = instead or "this server does not support it"
     return ApiError(400, f"unknown field {shown(where)}; {hint}", param=where, code="unknown_field")
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}"))
 
 
 def unforeseen(error: Exception) -> ApiError:

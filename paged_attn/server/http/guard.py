@@ -30,9 +30,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, responded: Callable[[str, int], None]) -> None:
         self.app, self.responded = app, responded
-        self.max_body_bytes, self.body_seconds = settings.max_body_bytes, settings.body_seconds
+        self.max_body_bytes, self.body_seconds = int(settings.max_body_mib * 2**20), settings.body_seconds
         self.hosts = [host.lower() for host in settings.allow_hosts]
-        self._callers, self._budget = Callers(settings), BodyBudget(settings.max_bodies_bytes)
+        self._callers, self._budget = Callers(settings), BodyBudget(int(settings.max_bodies_mib * 2**20))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

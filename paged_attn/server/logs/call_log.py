@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_attn.server.http.call import Call, request_id
+from paged_attn.server.http.callers import Caller
 from paged_attn.server.http.errors import CLIENT_GONE, api_error, told, unforeseen
 from paged_attn.server.logs.line_writer import LineWriter
 from paged_attn.server.logs.tracing import Tracing
@@ -54,22 +55,23 @@ class CallLog:
             await told(scope, unforeseen(error))(scope, receive, answering)
         finally:
             call.afterwards.close()
-            call.caller = state.get("caller")
-            facts = facts_of(call, scope.get("client"))
+            facts = facts_of(call, state.get("caller"), scope.get("client"))
             if self.tracing is not None and not call.path.startswith(QUIET):
                 self.tracing.record(call, facts, headers)
             if self.log is not None and not call.path.startswith(QUIET):
                 self.log.write(json.dumps(facts))
 
 
-def facts_of(call: Call, client: tuple[str, int] | None) -> dict[str, Any]:
+def facts_of(call: Call, caller: Caller | None, client: tuple[str, int] | None) -> dict[str, Any]:
     """What is known of a request when its answer has ended; what does not concern it is left out."""
+    failure = call.failure or (None if call.job is None else call.job.failure)
+    error = None if failure is None else api_error(failure)
     facts: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(call.began // 10**9)) + f".{call.began // 10**6 % 1000:03}Z",
         "request_id": call.id, "client": client[0] if client is not None else None,
-        "key": call.caller.key if call.caller is not None else None, "method": call.method[:20], "path": call.path[:200],
+        "key": caller.key if caller is not None else None, "method": call.method[:20], "path": call.path[:200],
         "status": call.status or CLIENT_GONE, "seconds": round(time.perf_counter() - call.arrived, 4),
-        "error": _error_of(call),
+        "error": None if error is None else error.code or error.type,
     }  # fmt: skip
     if call.job is not None:
         job, counts = call.job, call.job.usage()
@@ -81,8 +83,3 @@ def facts_of(call: Call, client: tuple[str, int] | None) -> dict[str, Any]:
             "first_token_seconds": None if first is None else round(first - job.arrived, 4),
         }  # fmt: skip
     return {name: value for name, value in facts.items() if value not in (None, [])}
-
-
-def _error_of(call: Call) -> str | None:
-    failure = call.failure or (None if call.job is None else call.job.failure)
-    return None if failure is None else (told := api_error(failure)).code or told.type

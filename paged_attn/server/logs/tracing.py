@@ -9,7 +9,6 @@ from typing import Any
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.server.http.call import Call
 
-INSTALL = install_line("otel")
 # From facts of a request to the names of OpenTelemetry's conventions for generative AI and HTTP.
 _ATTRIBUTES = {
     "request_id": "http.request.header.x-request-id", "method": "http.request.method", "path": "url.path", "client": "client.address",
@@ -48,7 +47,8 @@ class Tracing:
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise ValueError(f"otlp_endpoint needs OpenTelemetry, which is not installed ({error.name}): {INSTALL}") from error
+            what = f"otlp_endpoint needs OpenTelemetry, which is not installed ({error.name})"
+            raise ValueError(f"{what}: {install_line('otel')}") from error
         # Not OpenTelemetry's global one: FastAPI would make spans of its own.
         provider = TracerProvider(resource=Resource.create({"service.name": "paged_attn"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

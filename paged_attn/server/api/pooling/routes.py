@@ -21,8 +21,7 @@ from paged_attn.engine.pooling.plans import PoolingPlan, embed_plan, score_plan
 from paged_attn.server.api.bodies import listed
 from paged_attn.server.api.of_request import answered, begin, call_of, caller_of, check_count, check_priority, ready, seconds_of, state_of
 from paged_attn.server.api.pooling.bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
-from paged_attn.server.http.error_reply import ERRORS
-from paged_attn.server.http.errors import ApiError, bad_request
+from paged_attn.server.http.errors import ERRORS, ApiError, bad_request
 
 router = APIRouter(responses=ERRORS)
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"

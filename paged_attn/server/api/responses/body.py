@@ -18,7 +18,6 @@ from paged_attn.server.http.errors import ApiError
 from paged_attn.shown import shown
 
 STATELESS = "this server stores no answers; send the whole conversation as input"
-OTHER_NAME = "give max_output_tokens"
 # Of all that a body may have, what would change an answer here, and is not supported.
 OWN_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((None,), STATELESS),
@@ -85,7 +84,7 @@ class ResponsesBody(Body):
         """One; raises ApiError: 400 for a field of other routes."""
         for name, allowed in NOT_HERE.items():
             if (value := getattr(self, name)) not in allowed:
-                hint = OTHER_NAME if name == "max_tokens" else "leave it out"
+                hint = "give max_output_tokens" if name == "max_tokens" else "leave it out"
                 raise ApiError(400, f"{name}={shown(value)} is not supported by this route; {hint}", param=name, code="unsupported_value")
         return 1
 

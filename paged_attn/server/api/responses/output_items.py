@@ -16,13 +16,15 @@ class _Kind(NamedTuple):
 
     prefix: str
     part: str
-    event: str
     head: dict[str, Any]
+    beside_text: dict[str, Any]
+
+    def content(self, text: str) -> Event:
+        return {"type": self.part, "text": text, **self.beside_text}
 
 
-MESSAGE = _Kind("msg", "output_text", "response.output_text", {"type": "message", "role": "assistant"})
-REASONING = _Kind("rs", "reasoning_text", "response.reasoning_text", {"type": "reasoning", "summary": []})
-BESIDE_TEXT: dict[str, dict[str, Any]] = {"output_text": {"annotations": [], "logprobs": []}, "reasoning_text": {}}
+MESSAGE = _Kind("msg", "output_text", {"type": "message", "role": "assistant"}, {"annotations": [], "logprobs": []})
+REASONING = _Kind("rs", "reasoning_text", {"type": "reasoning", "summary": []}, {})
 
 
 class OutputItems:
@@ -48,7 +50,7 @@ class OutputItems:
             yield from self.close()
             yield from self._open(kind)
         self._texts.append(part.text)
-        yield {"type": f"{kind.event}.delta", **self._place, **self._logprobs(kind), "delta": part.text}
+        yield {"type": f"response.{kind.part}.delta", **self._place, **self._logprobs(kind), "delta": part.text}
 
     def finish(self, status: str) -> Iterator[Event]:
         """When no part comes any more; an answer of nothing is an empty message."""
@@ -61,8 +63,8 @@ class OutputItems:
         if self._kind is None:
             return
         kind, text, place = self._kind, "".join(self._texts), self._place
-        part = {"type": kind.part, "text": text, **BESIDE_TEXT[kind.part]}
-        yield {"type": f"{kind.event}.done", **place, **self._logprobs(kind), "text": text}
+        part = kind.content(text)
+        yield {"type": f"response.{kind.part}.done", **place, **self._logprobs(kind), "text": text}
         yield {"type": "response.content_part.done", **place, "part": part}
         self._kind = None
         yield self._end({**kind.head, "id": self._id, "status": status, "content": [part]})
@@ -70,8 +72,7 @@ class OutputItems:
     def _open(self, kind: _Kind) -> Iterator[Event]:
         self._kind, self._id, self._texts = kind, f"{kind.prefix}_{uuid.uuid4().hex}", []
         yield self._begin({**kind.head, "id": self._id, "status": "in_progress", "content": []})
-        part = {"type": kind.part, "text": "", **BESIDE_TEXT[kind.part]}
-        yield {"type": "response.content_part.added", **self._place, "part": part}
+        yield {"type": "response.content_part.added", **self._place, "part": kind.content("")}
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
         item = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call.id, "name": call.name}

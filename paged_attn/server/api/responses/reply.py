@@ -12,6 +12,7 @@ from typing import Any
 from paged_attn.asynchronous.errors import ServingError
 from paged_attn.asynchronous.job import Job
 from paged_attn.asynchronous.texts import Texts
+from paged_attn.chat.answers.reader import read_event
 from paged_attn.chat.parts import Reasoning
 from paged_attn.server.api.responses.body import ResponsesBody
 from paged_attn.server.api.responses.output_items import Event, OutputItems
@@ -58,13 +59,10 @@ class ResponsesReply:
     async def _events(self) -> AsyncIterator[Event]:
         for name in ("created", "in_progress"):
             yield self._response(name, "in_progress")
-        reader, items, reason = self._form.reader(), self._items, "stop"
+        reader, items, reason = self._form.reader(), self._items, None
         async for _, event in self.job.events():
             self._num_tokens += event.token_id is not None
-            parts = reader.feed(event.text) if event.text else []
-            if event.finish_reason is not None:
-                reason = str(event.finish_reason)
-                parts += reader.finish()
+            parts, reason = read_event(reader, event), event.finish_reason
             for part in parts:
                 for each in items.add(part):
                     yield each
