@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
-from paged_attn.backends.needs import Needs
+from paged_attn.backends.needs import FLASHINFER, HALF, Needs
 
 # Of FlashInfer's ActivationType, by our activations.
 GATED = {"silu": "Swiglu", "gelu_tanh": "Geglu"}
@@ -27,9 +26,9 @@ class FlashInferExpertsBackend(ExpertsBackend):
     name = "flashinfer"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        dtypes=HALF,
         architectures=frozenset({90, 100, 103}),
-        requirements=(REQUIREMENT,),
+        requirements=(FLASHINFER,),
         note="never taken by itself: nvcc compiles it for minutes; gated experts with up before gate, or lists of them",
     )
 

@@ -14,16 +14,14 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf, Span
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flash_style import for_kernel
-from paged_attn.backends.needs import Requirement, importing
+from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
 
-_DTYPES = frozenset({torch.bfloat16, torch.float16})
 SPLITS = 1  # another number is chosen by lengths on the host, which a captured graph would keep
 
 
@@ -48,8 +46,8 @@ class CutlassMlaBackend(DecodeOnlyBackend):
     name, prefill_with = "cutlass_mla", "triton"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset({Feature.MLA}),
         architectures=frozenset({100, 103}),
         head_dims=LATENTS_ONLY,
@@ -57,7 +55,7 @@ class CutlassMlaBackend(DecodeOnlyBackend):
         page_sizes=OneOf({128}),
         group_sizes=Span(1, 128),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        requirements=(Requirement("sgl_kernel", "0.4.2", install_line("sgl")),),
+        requirements=(SGL_KERNEL,),
         note="CUTLASS latent attention of sgl-kernel, decode only: use it as triton,cutlass_mla; tested against its signature, not yet run "
         "on a GPU by this project",
         phases=frozenset({"decode"}),

@@ -22,13 +22,12 @@ from paged_attn.backends.attention.flashinfer.choose import PrefillChoice, casca
 from paged_attn.backends.attention.flashinfer.graph import GraphDecode
 from paged_attn.backends.attention.flashinfer.kinds import LN_2, RANK, ROTATED, Kind, PoolKinds, kind_for, kinds_of
 from paged_attn.backends.attention.flashinfer.launches import Cascade, LatentLaunch, Launch
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
+from paged_attn.backends.attention.flashinfer.package import import_flashinfer
 from paged_attn.backends.attention.flashinfer.planner import Planner
 from paged_attn.backends.attention.flashinfer.tables import Part, Tables, parts_of, prefix_tables, shared_pages, tables_of
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
 from paged_attn.backends.devices import architecture_of
-
-DTYPES = frozenset({torch.bfloat16, torch.float16})
+from paged_attn.backends.needs import FLASHINFER, HALF
 
 
 @dataclass
@@ -76,14 +75,14 @@ class FlashInferBackend(StoringBackend):
     name = "flashinfer"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=DTYPES,
-        kv_dtypes=DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE, Feature.MLA}),
         architectures=frozenset({80, 86, 89, 90, 100, 103, 120}),
         head_dims=OneOf({64, 128, 256}),
         latent_dims=(OneOf({RANK}), OneOf({ROTATED})),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        requirements=(REQUIREMENT,),
+        requirements=(FLASHINFER,),
         conflicts=frozenset(
             {frozenset({Feature.SOFTCAP, Feature.SINKS}), frozenset({Feature.MLA, Feature.WINDOW}),
              frozenset({Feature.MLA, Feature.SOFTCAP}), frozenset({Feature.MLA, Feature.SINKS})}

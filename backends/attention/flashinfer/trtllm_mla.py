@@ -16,8 +16,8 @@ from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.launches import readable, writable
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
 from paged_attn.backends.attention.flashinfer.trtllm import Plan, TrtllmBackend
+from paged_attn.backends.needs import FLASHINFER
 
 DTYPES = frozenset({torch.bfloat16})
 BLOCK = 128  # tokens
@@ -43,7 +43,7 @@ class TrtllmMlaBackend(TrtllmBackend):
         latent_dims=(OneOf(KEY_DIMS), OneOf({64})),
         page_sizes=OneOf({32, 64}),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        requirements=(REQUIREMENT,),
+        requirements=(FLASHINFER,),
         note="TensorRT-LLM's latent attention through flashinfer, decode only: use it as triton,trtllm_mla; tested against its signature, "
         "not yet run on a GPU by this project",
         phases=frozenset({"decode"}),

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
-from paged_attn.backends.needs import TRITON, Needs, Requirement
+from paged_attn.backends.needs import HALF, SGL_KERNEL, TRITON, Needs, Requirement
 
 # Of sgl_kernel's functions, each of rows [gate, up], by our activations.
 GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
@@ -28,13 +27,9 @@ class SglKernelExpertsBackend(ExpertsBackend):
     name = "sgl_kernel"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        dtypes=HALF,
         architectures=frozenset({90}),
-        requirements=(
-            Requirement("sgl_kernel", "0.4.2", install_line("sgl")),
-            Requirement("triton_kernels", "", install_line("sgl")),
-            TRITON,
-        ),
+        requirements=(SGL_KERNEL, Requirement("triton_kernels", "", SGL_KERNEL.install), TRITON),
         note="never taken by itself: not measured; products of triton_kernels, which that wheel brings",
     )
 
