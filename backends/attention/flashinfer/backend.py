@@ -171,7 +171,7 @@ class FlashInferBackend(StoringBackend):
         shared = plan.shared_for(index) if self._cascade else 0
         if not cascade_pays(kind, part.last - part.first, shared * plan.batch.page_size):
             return plan.planner.decode(kind, plan.tables_for(index), plan)
-        announce("merge", (), "any layer")
+        announce("merge", "any layer")
         prefix = plan.planner.prefill(kind, prefix_tables(plan.batch, part, shared), plan, "fa2", causal=False)
         return Cascade(prefix, plan.planner.decode(kind, plan.tables_for(index, shared), plan), self._module.merge_state_in_place)
 

@@ -18,7 +18,7 @@ from paged_attn.backends.attention.flashinfer.launches import writable
 from paged_attn.backends.attention.flashinfer.trtllm import Plan, TrtllmBackend
 from paged_attn.backends.attention.flashinfer.wrappers import announce
 from paged_attn.backends.devices import architecture_of
-from paged_attn.backends.needs import FLASHINFER, HALF
+from paged_attn.backends.needs import FLASHINFER, HALF, short_dtype
 
 
 class TrtllmMhaBackend(TrtllmBackend):
@@ -62,9 +62,8 @@ class TrtllmMhaBackend(TrtllmBackend):
                     f"{key.stride()} and {value.stride()}: layers of several head dims in one pool do not fit; take another backend"
                 )
         for spec in specs.values():
-            words = [f"head dim {spec.qk_head_dim}", f"group {spec.group_size}", f"page size {pool.page_size}", str(pool.dtype)[6:]]
-            words += ["window"] * (spec.sliding_window is not None)
-            announce("XQA", tuple(words), ", ".join(words))
+            words = [f"head dim {spec.qk_head_dim}", f"group {spec.group_size}", f"page size {pool.page_size}", short_dtype(pool.dtype)]
+            announce("XQA", *words, *["window"] * (spec.sliding_window is not None))
 
     def plan_in_graph(self, plan: Plan) -> None:
         """Copy the page table if XQA can not read it in place; a copy made in `plan` would be stale when a graph is replayed."""
