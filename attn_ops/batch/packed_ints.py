@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ ALIGNMENT = 128  # bytes; kernels that load by 16 bytes, or through TMA, may tak
 _WORDS = ALIGNMENT // 8
 _PLAIN = frozenset({list, tuple, bytes, range})
 _ARRAYS, _TYPECODE = frozenset({array}), attrgetter("typecode")
-Memory = TypeVar("Memory", NDArray[Any], Tensor)
 
 
 class IntBuffer:
@@ -88,7 +87,7 @@ class _Layout:
     narrow: list[slice]
     size: int
 
-    def views(self, memory: Memory, int32: Any) -> list[Memory]:
+    def views(self, memory: Any, int32: Any) -> list[Any]:
         """The fields of int64 memory, an array or a tensor, with its type for int32."""
         halved = memory.view(int32)
         return [*[memory[span] for span in self.wide], *[halved[span] for span in self.narrow]]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
@@ -70,14 +69,9 @@ class GroupedBackend(AttentionBackend):
     def graph_variant(self, batch: Batch, pool: KVPool) -> int:
         return self.children[0].graph_variant(batch, pool)
 
-    def forward(
-        self, plan: GroupPlan, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
-        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def forward(self, plan: GroupPlan, layer_id: int, *operands: Any, **options: Any) -> None:
         group, index = plan.indices[layer_id]
-        self.children[group].forward(
-            plan.plans[group], index, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
-        )
+        self.children[group].forward(plan.plans[group], index, *operands, **options)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
         raise AssertionError("models with latents have no groups of layers")

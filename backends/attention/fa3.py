@@ -58,13 +58,6 @@ class FA3Plan:
 
 
 class FA3Backend(StoringBackend):
-    """FlashAttention 3 on Hopper.
-
-    Raises:
-        ImportError: sgl-kernel is not installed; the message holds the install line.
-        UnsupportedError: deterministic=True.
-    """
-
     name = "fa3"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),

@@ -93,10 +93,6 @@ class Inputs:
         for pooled, _ in self._pooled():
             pooled[self._pages, self._offsets] = float("nan")
 
-    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of the new tokens, [T, kv_heads, dim] each, as they are in the pool."""
-        return self.pool.key(layer)[self._pages, self._offsets], self.pool.value(layer)[self._pages, self._offsets]
-
     def num_wrong(self) -> int:
         """Rows of K and V of new tokens, over all layers, that are not in the pool as they were given."""
         wrong = [(pooled[self._pages, self._offsets] != new).flatten(1).any(1).sum() for pooled, new in self._pooled()]

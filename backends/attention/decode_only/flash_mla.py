@@ -33,12 +33,7 @@ class FlashMlaPlan:
 
 
 class FlashMlaBackend(DecodeOnlyBackend):
-    """FlashMLA on Hopper; for prefill name another backend in front: backend="fa3,flash_mla".
-
-    Raises:
-        ImportError: sgl-kernel is not installed, or without FlashMLA; the message holds the install line.
-        UnsupportedError: deterministic=True.
-    """
+    """FlashMLA on Hopper; for prefill name another backend in front: backend="fa3,flash_mla"."""
 
     name, prefill_with = "flash_mla", "fa3"
     capabilities = Capabilities(

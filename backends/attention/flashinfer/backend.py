@@ -66,10 +66,6 @@ class FlashInferBackend(StoringBackend):
     Args:
         prefill: the kernel for extending requests; "auto" chooses per step (see `choose.prefill_kernel`).
         cascade: whether shared prefixes may be attended to once.
-
-    Raises:
-        ImportError: FlashInfer is not installed; the message holds the install line.
-        UnsupportedError: deterministic=True.
     """
 
     name = "flashinfer"
@@ -90,9 +86,7 @@ class FlashInferBackend(StoringBackend):
         note="tested on SM90; compiles its kernels on first use; no bidirectional window off SM90; latents in pools of up to 2^32 numbers",
     )  # fmt: skip
 
-    def __init__(
-        self, *, deterministic: bool = False, prefill: PrefillChoice = "auto", cascade: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, *, deterministic: bool = False, prefill: PrefillChoice = "auto", cascade: bool = True) -> None:
         super().__init__(deterministic=deterministic)
         if prefill not in get_args(PrefillChoice):
             raise ValueError(f"prefill is {prefill!r}; allowed are {', '.join(map(repr, get_args(PrefillChoice)))}")

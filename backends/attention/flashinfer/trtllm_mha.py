@@ -13,21 +13,17 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
+from paged_attn.backends.attention.decode_only.base import WorkspacePlan
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.launches import writable
-from paged_attn.backends.attention.flashinfer.trtllm import Plan, TrtllmBackend
+from paged_attn.backends.attention.flashinfer.trtllm import TrtllmBackend
 from paged_attn.backends.attention.flashinfer.wrappers import announce
 from paged_attn.backends.devices import architecture_of
 from paged_attn.backends.needs import FLASHINFER, HALF, short_dtype
 
 
 class TrtllmMhaBackend(TrtllmBackend):
-    """XQA decode; for prefill name another backend in front: backend="fa3,trtllm_mha".
-
-    Raises:
-        ImportError: FlashInfer is not installed; the message holds the install line.
-        UnsupportedError: deterministic=True.
-    """
+    """XQA decode; for prefill name another backend in front: backend="fa3,trtllm_mha"."""
 
     name, prefill_with = "trtllm_mha", "fa3"
     capabilities = Capabilities(
@@ -65,11 +61,11 @@ class TrtllmMhaBackend(TrtllmBackend):
             words = [f"head dim {spec.qk_head_dim}", f"group {spec.group_size}", f"page size {pool.page_size}", short_dtype(pool.dtype)]
             announce("XQA", *words, *["window"] * (spec.sliding_window is not None))
 
-    def plan_in_graph(self, plan: Plan) -> None:
+    def plan_in_graph(self, plan: WorkspacePlan) -> None:
         """Copy the page table if XQA can not read it in place; a copy made in `plan` would be stale when a graph is replayed."""
         plan.page_table = plan.batch.page_table.contiguous()
 
-    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
+    def forward_decode(self, plan: WorkspacePlan, call: AttentionCall) -> None:
         batch, spec = plan.batch, call.spec
         _check_call(spec, call, plan.pool)
         count = batch.num_requests
