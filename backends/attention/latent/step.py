@@ -83,9 +83,7 @@ def _attend(backend: Backend, plan: Any, call: LatentCall, mapped: Tensor, outpu
     spec = call.spec
     sums = mapped.new_empty((mapped.shape[0], spec.num_q_heads, spec.rank))
     no_key = mapped[:, :1]  # of the right shape; the step's rows are in the pool
-    backend.forward(
-        plan, call.layer_id, spec, mapped, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False, sinks=None, bias=None, lse_out=None
-    )
+    backend.forward(plan, call.layer_id, spec, mapped, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False)
     mapped_back(spec, sums, call.weight_v, output)
 
 

@@ -105,11 +105,10 @@ class TritonBackend(AttentionBackend):
         batch, pool = plan.batch, plan.pool
         self._store_rows(call.key, call.value, pool.key(call.layer_id), pool.value(call.layer_id), batch.slots, batch.num_tokens)
 
-    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
-        self._attend(plan, call, fused_write=False)
-
     def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
         self._attend(plan, call, fused_write=False)
+
+    forward_decode = forward_extend
 
     def _attend(self, plan: Plan, call: AttentionCall, fused_write: bool) -> None:
         if call.output.stride(-1) != 1:
@@ -123,10 +122,7 @@ class TritonBackend(AttentionBackend):
             shares = plan.shares[index]
             launch = launches.get(key := (call.layer_id, shares.kind, fused_write))
             if launch is None:
+                layer = (plan.pool, call.layer_id, shares.kind)
                 latent = isinstance(plan.pool.layers[call.layer_id], LatentSpec)
-                launch = launches[key] = (
-                    self._latent_launch(plan.pool, call.layer_id, shares.kind)
-                    if latent
-                    else self._layer_launch(plan.pool, call.layer_id, shares.kind, fused_write)
-                )
+                launch = launches[key] = self._latent_launch(*layer) if latent else self._layer_launch(*layer, fused_write)
             launch(plan, shares, call)
