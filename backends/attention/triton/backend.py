@@ -50,8 +50,9 @@ class TritonBackend(AttentionBackend):
         from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
         from paged_attn.backends.attention.triton.launch import LayerLaunch
         from paged_attn.backends.attention.triton.plan import Plan, small_step
-        from paged_attn.backends.attention.triton.tiling import in_hopper_kernel, machine_of
+        from paged_attn.backends.attention.triton.tiling import in_hopper_kernel
         from paged_attn.backends.kv_write.launch import store_rows
+        from paged_attn.backends.machine import machine_of
 
         self._small_step, self._in_hopper_kernel, self._machine_of = small_step, in_hopper_kernel, machine_of
         self._make_plan, self._layer_launch, self._latent_launch, self._store_rows = Plan.of, LayerLaunch.of, LatentLaunch.of, store_rows

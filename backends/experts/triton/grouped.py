@@ -11,12 +11,12 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.attention.triton.tiling import early_start
 from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.experts.triton.arguments import constants_of, strides_of
 from paged_attn.backends.experts.triton.grouped_kernel import grouped_first, grouped_second, sum_parts
 from paged_attn.backends.experts.triton.hopper import BLOCK, hopper_products
 from paged_attn.backends.experts.triton.sort_kernel import count_pairs, sort_few_pairs, sort_pairs
+from paged_attn.backends.machine import early_start
 
 SORTED_AT_ONCE = 128  # pairs of a program
 ONE_PROGRAM = 1024  # pairs: so many are sorted by one launch of one

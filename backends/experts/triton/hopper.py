@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.attention.triton.tiling import machine_of
 from paged_attn.backends.compile_ahead import Boxes, launch
 from paged_attn.backends.experts.triton.arguments import constants_of
+from paged_attn.backends.machine import machine_of
 
 BLOCK = 128  # pairs of a tile
 COLUMNS, DEPTH = 256, 64

@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 if not torch.cuda.is_available():
     from paged_attn.backends.attention.triton.backend import TritonBackend
-    from paged_attn.backends.attention.triton.tiling import Machine, power_of_2, tiling
+    from paged_attn.backends.attention.triton.tiling import tiling
     from paged_attn.backends.kv_write.launch import store_latent_rows
+    from paged_attn.backends.machine import Machine, power_of_2
 
     TRITON, DETERMINISTIC = TritonBackend(), TritonBackend(deterministic=True)
 MACHINE = "paged_attn.backends.attention.triton.plan.machine_of"
