@@ -21,11 +21,10 @@ from paged_attn.backends.attention.capabilities import GraphSupport
 
 @dataclass
 class GroupPlan:
-    """A step, the plan of each group, and by layer its group and its index there."""
+    """A step, and the plan of each group."""
 
     batch: Batch
     plans: list[Any]
-    indices: dict[int, tuple[int, int]]
 
 
 class GroupedBackend(AttentionBackend):
@@ -46,7 +45,7 @@ class GroupedBackend(AttentionBackend):
                 "RequestColumns with group_tables, or take a pool without groups"
             )
         parts = zip(self.children, pool.parts, strict=True)
-        return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)], self.indices)
+        return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)])
 
     def plan_in_graph(self, plan: GroupPlan) -> None:
         for child, each in zip(self.children, plan.plans, strict=True):
@@ -70,7 +69,7 @@ class GroupedBackend(AttentionBackend):
         return self.children[0].graph_variant(batch, pool)
 
     def forward(self, plan: GroupPlan, layer_id: int, *operands: Any, **options: Any) -> None:
-        group, index = plan.indices[layer_id]
+        group, index = self.indices[layer_id]
         self.children[group].forward(plan.plans[group], index, *operands, **options)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
