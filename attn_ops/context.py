@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
     from paged_attn.attn_ops.specs.attention import AttentionSpec
 
-_active = threading.local()
+
+class _Active(threading.local):
+    """The contexts that this thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.contexts: list[ForwardContext] = []
+
+
+_active = _Active()
 
 
 class Backend(Protocol):
@@ -30,7 +38,7 @@ class Backend(Protocol):
 
     def forward(
         self, plan: Any, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
-        *, save_kv_cache: bool, sinks: Tensor | None, bias: Tensor | None, lse_out: Tensor | None,
+        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
     ) -> None: ...  # fmt: skip
 
     def forward_latent(self, context: ForwardContext, call: Any) -> None: ...
@@ -92,11 +100,11 @@ class ForwardContext:
         self.recurrent_plan = None if self.recurrent is None else self.recurrent.plan(self.batch)
         self._gradients = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
-        _stack().append(self)
+        _active.contexts.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        stack = _stack()
+        stack = _active.contexts
         if not stack or stack[-1] is not self:
             if self in stack:  # its block is over: nothing of it may stay active
                 del stack[stack.index(self) :]
@@ -112,17 +120,9 @@ class ForwardContext:
             )
 
 
-def _stack() -> list[ForwardContext]:
-    if not hasattr(_active, "stack"):
-        _active.stack = []
-    stack: list[ForwardContext] = _active.stack
-    return stack
-
-
 def current_context() -> ForwardContext | None:
     """The innermost context of this thread, or None outside any. For op bodies only: never read it while tracing."""
-    stack = getattr(_active, "stack", None)
-    return stack[-1] if stack else None
+    return _active.contexts[-1] if _active.contexts else None
 
 
 def context_of(op: str, rows: int) -> ForwardContext:

@@ -1,8 +1,10 @@
-"""Devices in the words of `Capabilities.devices`."""
+"""Devices in the words of `Capabilities.devices`, and whether Triton is here."""
 
 from __future__ import annotations
 
+import importlib.util
 import platform
+from functools import cache
 
 import torch
 
@@ -46,3 +48,9 @@ def devices_here() -> dict[str, list[int]]:
         if module is not None and module.is_available():
             found[kind] = []
     return found
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels of our own can be compiled."""
+    return importlib.util.find_spec("triton") is not None

@@ -41,12 +41,10 @@ class FastKernel:
         for argument, number in zip(arguments, plain, strict=True):
             if isinstance(argument, Tensor):
                 joined |= number  # type: ignore[operator]
+        odd: tuple[int, ...] = ()
         if joined & 15:
             odd = tuple(i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.data_ptr() & 15)
-            full = (key, device, odd)
-        else:
-            full = (key, device, ())
-        known = self._compiled.get(full)
+        known = self._compiled.get(full := (key, device, odd))
         if known is None:
             taken = {name: value for name, value in options.items() if value or name != "launch_pdl"}  # ROCm's compiler has none
             compiled = self.kernel[grid](*arguments, **constants, **taken)

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from paged_attn.attn_ops.install_line import install_line
+
+HALF = frozenset({torch.bfloat16, torch.float16})
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -28,6 +32,8 @@ def importing(backend: str, what: str, requirement: Requirement) -> Iterator[Non
 
 
 TRITON = Requirement("triton", "3.6", "pip install 'triton>=3.6'")
+FLASHINFER = Requirement("flashinfer", "0.6.8", install_line("flashinfer"))
+SGL_KERNEL = Requirement("sgl_kernel", "0.4.2", install_line("sgl"))
 
 
 @dataclass(frozen=True, kw_only=True)

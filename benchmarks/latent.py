@@ -4,8 +4,8 @@ python benchmarks/latent.py [--device cuda --dtype bfloat16 --heads 16 [--pytorc
 
 latent_decode.py times decode steps on a GPU.
 
-A request of `new` tokens extends `cached` ones. The factor that makes the operations of both agree with their times is printed last: it is
-what `PAIR_COST` of that device should be.
+A request of `new` tokens extends `cached` ones. The factor that makes the operations of both agree with their times is printed last;
+`choose.py` counts with 1.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
     print(f"{'new':>5} {'cached':>6} {'absorbed ms':>11} {'expanded ms':>11}  takes")
     for new, cached in SHAPES + (LONGER if device.type == "cuda" else ()):
         absorbed, expanded = (milliseconds(spec, new, cached, expand, dtype, device) for expand in (False, True))
-        takes = "expanded" if choose.expands(spec, new, cached, device.type) else "absorbed"
+        takes = "expanded" if choose.expands(spec, new, cached) else "absorbed"
         print(f"{new:5} {cached:6} {absorbed:11.2f} {expanded:11.2f}  {takes}", flush=True)
         if new > 1:
             operations = choose.absorbed_operations(spec, new, cached) / choose.expanded_operations(spec, new, cached)

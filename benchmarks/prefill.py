@@ -85,7 +85,8 @@ def backends_for(dims: str, others: dict[str, AttentionBackend], tilings: Sequen
 
 def tiling_of(problem: TimedProblem, device: torch.device) -> str:
     """What `tiling.py` chose: the kernel for Hopper or not, and its numbers."""
-    from paged_attn.backends.attention.triton.tiling import machine_of, tiling
+    from paged_attn.backends.attention.triton.tiling import tiling
+    from paged_attn.backends.machine import machine_of
 
     lengths = [cached + new for cached, new in problem.requests]
     longest = max(new for _, new in problem.requests)

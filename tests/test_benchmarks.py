@@ -165,7 +165,8 @@ def test_prefill_times_tiny_prompts_and_takes_numbers_of_tilings(
 
 def test_prefill_launches_with_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from paged_attn.backends.attention.triton.tiling import Machine, Tiling
+    from paged_attn.backends.attention.triton.tiling import Tiling
+    from paged_attn.backends.machine import Machine
 
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     prefill, case = script("prefill"), make([(0, 140)], spec_of(dim=128), page_size=16, dtype=torch.bfloat16)

@@ -204,7 +204,7 @@ class Batch:
             state_slots_host=(*columns.state_slots.tolist(), *(0,) * num_dummies),
             page_table_host=full_tables[0],
             num_dummies=num_dummies,
-            checkpoints=columns.checkpoints,
+            checkpoints=columns.checkpoints or {},
             groups=groups,
         )
 

@@ -41,7 +41,7 @@ class IntBuffer:
             if len(self._views) == self.KEPT:
                 self._views.clear()
             with torch.inference_mode(False):
-                self._views[layout] = self.ints[: layout.size], layout.views(self.ints)
+                self._views[layout] = self.ints[: layout.size], layout.views(self.ints, torch.int32)
         start, fields = self._views[layout]
         start.copy_(host, non_blocking=True)
         return fields
@@ -65,13 +65,13 @@ class PackedInts:
         self._device, self._into = torch.device(device) if into is None else into.ints.device, into
         self._layout = _layout(tuple(int64), tuple(int32), room)
         self._buffer = torch.zeros(self._layout.size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self.host: list[NDArray[Any]] = self._layout.arrays(self._buffer.numpy())
+        self.host: list[NDArray[Any]] = self._layout.views(self._buffer.numpy(), np.int32)
 
     def to_device(self) -> list[Tensor]:
         """Every field as a tensor [size]: views of one buffer, copied without waiting."""
         if self._into is not None:
             return self._into.copy_from(self._buffer, self._layout)
-        return self._layout.views(self._buffer.to(self._device, non_blocking=True))
+        return self._layout.views(self._buffer.to(self._device, non_blocking=True), torch.int32)
 
 
 def words(int64: Sequence[int], int32: Sequence[int], room: int = 0) -> int:
@@ -87,12 +87,9 @@ class _Layout:
     narrow: list[slice]
     size: int
 
-    def arrays(self, memory: NDArray[np.int64]) -> list[NDArray[Any]]:
-        halved = memory.view(np.int32)
-        return [*[memory[span] for span in self.wide], *[halved[span] for span in self.narrow]]
-
-    def views(self, memory: Tensor) -> list[Tensor]:
-        halved = memory.view(torch.int32)
+    def views(self, memory: Any, int32: Any) -> list[Any]:
+        """The fields of int64 memory, an array or a tensor, with its type for int32."""
+        halved = memory.view(int32)
         return [*[memory[span] for span in self.wide], *[halved[span] for span in self.narrow]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ class BatchRequest(NamedTuple):
     length: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class RequestColumns:
     """R BatchRequests as arrays, which is what a batch is made of: who has hundreds of requests keeps them so.
 
@@ -57,28 +59,17 @@ class RequestColumns:
             there are any, `page_table` and these have 0 for pages that were given back, whose tokens no query of the step sees.
     """
 
-    __slots__ = (
-        "checkpoints", "group_tables", "lengths", "lora_slots", "num_cached", "num_logits", "num_new", "num_pages", "page_table",
-        "state_slots", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        tokens: NDArray[np.int64],
-        page_table: NDArray[np.int32],
-        num_pages: NDArray[np.int64],
-        num_cached: NDArray[np.int64],
-        num_new: NDArray[np.int64],
-        num_logits: NDArray[np.int64],
-        state_slots: NDArray[np.int64],
-        lora_slots: NDArray[np.int64] | None = None,
-        checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None,
-        group_tables: NDArray[np.int32] | None = None,
-        lengths: NDArray[np.int64] | None = None,
-    ) -> None:
-        self.tokens, self.page_table, self.num_pages, self.num_cached = tokens, page_table, num_pages, num_cached
-        self.num_new, self.num_logits, self.state_slots, self.lora_slots = num_new, num_logits, state_slots, lora_slots
-        self.checkpoints, self.group_tables, self.lengths = checkpoints or {}, group_tables, lengths
+    tokens: NDArray[np.int64]
+    page_table: NDArray[np.int32]
+    num_pages: NDArray[np.int64]
+    num_cached: NDArray[np.int64]
+    num_new: NDArray[np.int64]
+    num_logits: NDArray[np.int64]
+    state_slots: NDArray[np.int64]
+    lora_slots: NDArray[np.int64] | None = None
+    checkpoints: Mapping[int, Sequence[StateCheckpoint]] | None = None
+    group_tables: NDArray[np.int32] | None = None
+    lengths: NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, requests: Sequence[BatchRequest] | RequestColumns) -> RequestColumns:
@@ -116,7 +107,7 @@ class RequestColumns:
                 self.tokens[start:end].tolist(),
                 table[:pages].tolist(),
                 *others,
-                self.checkpoints.get(index, ()),
+                (self.checkpoints or {}).get(index, ()),
                 0 if self.lengths is None else self.lengths.item(index),
             )
             for index, (start, end, table, pages, others) in enumerate(

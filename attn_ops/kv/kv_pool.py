@@ -59,9 +59,9 @@ class KVPool:
             self.page_elements, self.storage = within.page_elements, within.storage
         self.parts = tuple(KVPool(g.specs(self.layers), num_pages, page_size, dtype, device, within=self) for g in self.groups)
         if self.groups:
-            views = {layer: (part, index) for g, part in zip(groups, self.parts, strict=True) for index, layer in enumerate(g.layers)}
-            self._keys = [views[layer][0].key(views[layer][1]) for layer in range(len(self.layers))]
-            self._values = [views[layer][0].value(views[layer][1]) for layer in range(len(self.layers))]
+            found = {layer: (part, index) for g, part in zip(groups, self.parts, strict=True) for index, layer in enumerate(g.layers)}
+            where = [found[layer] for layer in range(len(self.layers))]
+            self._keys, self._values = [part.key(i) for part, i in where], [part.value(i) for part, i in where]
         else:
             self._keys, self._values = self._views()
 
@@ -70,7 +70,6 @@ class KVPool:
         self.storage.untyped_storage().resize_(0)
 
     def _views(self) -> tuple[list[Tensor], list[Tensor]]:
-        page_size = self.page_size
         keys: list[Tensor] = []
         values: list[Tensor] = []
         offset = 0
@@ -80,13 +79,14 @@ class KVPool:
                 keys.append(keys[spec.kv_layer])
                 values.append(values[spec.kv_layer])
                 continue
+            key = self._view(spec.num_kv_heads, spec.qk_head_dim, offset)
             if isinstance(spec, LatentSpec):
-                keys.append(self._view(spec.num_kv_heads, spec.qk_head_dim, offset))
-                values.append(keys[-1][..., : spec.v_head_dim])
+                value = key[..., : spec.v_head_dim]
             else:
-                keys.append(self._view(spec.num_kv_heads, spec.qk_head_dim, offset))
-                values.append(self._view(spec.num_kv_heads, spec.v_head_dim, offset + keys[-1][0].numel()))
-            offset += page_size * spec.kv_elements
+                value = self._view(spec.num_kv_heads, spec.v_head_dim, offset + key[0].numel())
+            keys.append(key)
+            values.append(value)
+            offset += self.page_size * spec.kv_elements
         return keys, values
 
     def _view(self, heads: int, dim: int, offset: int) -> Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
@@ -16,7 +18,7 @@ MOST_GROUPS = 8  # each has a page table, and a plan in every step
 LENGTH = 16_384  # tokens of the request that groups are chosen for, where the model takes that many
 WORTH_IT = 0.9  # of the bytes of one group, at most
 
-Position = TypeVar("Position", int, NDArray[np.int64])
+Position = TypeVar("Position", int, NDArray[np.int64], Tensor)
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,13 @@ class Retention:
         return min(each for each in (self.window, self.chunk) if each is not None)
 
     def first(self, position: Position) -> Position:
-        """The first token that queries at `position` and after may see."""
-        if isinstance(position, int):
-            behind = 0 if self.window is None else position - (self.window - 1)
-            return max(0, behind, 0 if self.chunk is None else position // self.chunk * self.chunk)
-        behind = position * 0 if self.window is None else np.maximum(position - (self.window - 1), 0)
-        return behind if self.chunk is None else np.maximum(behind, position // self.chunk * self.chunk)
+        """The first token that queries at `position`, one or many, and after may see."""
+        limits = [position * 0]
+        if self.window is not None:
+            limits.append(position - (self.window - 1))
+        if self.chunk is not None:
+            limits.append(position // self.chunk * self.chunk)
+        return max(limits) if isinstance(position, int) else reduce(lambda one, other: one.clip(min=other), limits)
 
     def tokens(self, length: int, step: int = 1) -> int:
         """Of a request of `length` tokens how many are kept at most, while steps of `step` tokens are computed."""

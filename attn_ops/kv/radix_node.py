@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(slots=True, eq=False)
 class RadixNode:
     """One edge of the tree and the node at its end. Callers hold it as a handle and only read it.
 
@@ -21,18 +23,15 @@ class RadixNode:
         payload: what a user attached to the prefix that ends here, or None. A split leaves it with the lower half, which ends here.
     """
 
-    __slots__ = ("children", "last_access", "lock_count", "namespace", "own_locks", "pages", "parent", "payload", "tokens")
-
-    def __init__(self, namespace: Hashable, tokens: list[int], pages: list[int], parent: RadixNode | None, last_access: int = 0) -> None:
-        self.namespace = namespace
-        self.tokens = tokens
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[tuple[int, ...], RadixNode] = {}
-        self.own_locks = 0
-        self.lock_count = 0
-        self.last_access = last_access
-        self.payload: Any = None
+    namespace: Hashable
+    tokens: list[int]
+    pages: list[int]
+    parent: RadixNode | None
+    last_access: int = 0
+    children: dict[tuple[int, ...], RadixNode] = field(default_factory=dict, init=False)
+    own_locks: int = field(default=0, init=False)
+    lock_count: int = field(default=0, init=False)
+    payload: Any = field(default=None, init=False)
 
     def __repr__(self) -> str:
         state = "root" if self.is_root else "evicted" if self.is_evicted else f"lock_count={self.lock_count}"

@@ -28,9 +28,8 @@ def _run(query: Tensor, successive: Tensor, inter: Tensor, key: Tensor, value: T
     lse = torch.full((len(queries), *output.shape[:2]), -torch.inf, dtype=torch.float32, device=output.device)
     for index, each in enumerate(queries):
         context.backend.forward(
-            context.plan, layer_id, spec.parts[index], each, key, value, outputs[index],
-            save_kv_cache=index == 0, sinks=None, bias=None, lse_out=lse[index],
-        )  # fmt: skip
+            context.plan, layer_id, spec.parts[index], each, key, value, outputs[index], save_kv_cache=index == 0, lse_out=lse[index]
+        )
     # A part that a query sees no key of weighs exactly 0, so that a row does not depend on how many parts its step has.
     weights = torch.softmax(lse, 0)[..., None]
     output.copy_(torch.where(weights > 0, outputs, 0).mul(weights).sum(0))

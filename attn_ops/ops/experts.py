@@ -6,6 +6,7 @@ It reads nothing but its operands, so that it stays inside a piece and inside ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,11 +53,9 @@ def _first_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _run(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None,
-    activation: str, gated: bool, interleaved: bool, limit: float, alpha: float, gate_softcap: float, up_softcap: float, up_first: bool,
-    backend: str,
-) -> Tensor:  # fmt: skip
-    gating = Gating(activation, gated, interleaved, limit, alpha, gate_softcap, up_softcap, up_first)
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, *gating_and_backend: Any
+) -> Tensor:
+    gating, backend = Gating(*gating_and_backend[:-1]), gating_and_backend[-1]
     if backend == ONE_BY_ONE:
         return experts_one_by_one(x, ids, weights, w1, w2, b1, b2, gating)
     if _backends is None:

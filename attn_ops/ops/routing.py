@@ -5,6 +5,8 @@ It reads nothing but its operands, so that it stays inside a piece and inside ca
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,8 @@ from paged_attn.attn_ops.specs.routing import Routing
 ROUTE_KERNEL = GpuKernel()
 
 
-def _run(
-    logits: Tensor, bias: Tensor | None, dtype: torch.dtype, top_k: int, score: str, after: str, groups: int, top_groups: int,
-    group_best: int, hidden: float, renormalise: bool, eps: float, scale: float, rounded: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    routing = Routing(top_k, score, after, groups, top_groups, group_best, hidden, renormalise, eps, scale, rounded)
+def _run(logits: Tensor, bias: Tensor | None, dtype: torch.dtype, *fields: Any) -> tuple[Tensor, Tensor]:
+    routing = Routing(*fields)
     result: tuple[Tensor, Tensor] | None = ROUTE_KERNEL(logits, bias, routing, dtype)
     if result is not None:
         return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +51,9 @@ class Gating:
     up_first: bool = False
 
     @property
-    def arguments(self) -> tuple[str, bool, bool, float, float, float, float, bool]:
+    def arguments(self) -> tuple[Any, ...]:
         """As the op takes it."""
-        softcaps = self.gate_softcap, self.up_softcap
-        return self.activation, self.gated, self.interleaved, self.limit, self.alpha, *softcaps, self.up_first
+        return astuple(self)
 
     def describe(self) -> str:
         """`silu(gate) * up`, for people."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
@@ -22,11 +21,10 @@ from paged_attn.backends.attention.capabilities import GraphSupport
 
 @dataclass
 class GroupPlan:
-    """A step, the plan of each group, and by layer its group and its index there."""
+    """A step, and the plan of each group."""
 
     batch: Batch
     plans: list[Any]
-    indices: dict[int, tuple[int, int]]
 
 
 class GroupedBackend(AttentionBackend):
@@ -47,7 +45,7 @@ class GroupedBackend(AttentionBackend):
                 "RequestColumns with group_tables, or take a pool without groups"
             )
         parts = zip(self.children, pool.parts, strict=True)
-        return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)], self.indices)
+        return GroupPlan(batch, [child.plan(batch.of_group(i), part) for i, (child, part) in enumerate(parts)])
 
     def plan_in_graph(self, plan: GroupPlan) -> None:
         for child, each in zip(self.children, plan.plans, strict=True):
@@ -70,14 +68,9 @@ class GroupedBackend(AttentionBackend):
     def graph_variant(self, batch: Batch, pool: KVPool) -> int:
         return self.children[0].graph_variant(batch, pool)
 
-    def forward(
-        self, plan: GroupPlan, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
-        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        group, index = plan.indices[layer_id]
-        self.children[group].forward(
-            plan.plans[group], index, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
-        )
+    def forward(self, plan: GroupPlan, layer_id: int, *operands: Any, **options: Any) -> None:
+        group, index = self.indices[layer_id]
+        self.children[group].forward(plan.plans[group], index, *operands, **options)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
         raise AssertionError("models with latents have no groups of layers")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -55,20 +54,11 @@ class Span:
         return f"{self.low} to {self.high}" + (f" in steps of {self.step}" if self.step > 1 else "")
 
 
-@dataclass(frozen=True, init=False)
-class OneOf:
+class OneOf(frozenset[int]):
     """Some integers: `OneOf({64, 96, 128})`."""
 
-    values: frozenset[int]
-
-    def __init__(self, values: Iterable[int]) -> None:
-        object.__setattr__(self, "values", frozenset(values))
-
-    def __contains__(self, value: int) -> bool:
-        return value in self.values
-
     def __str__(self) -> str:
-        return ", ".join(map(str, sorted(self.values))) or "none"
+        return ", ".join(map(str, sorted(self))) or "none"
 
 
 @dataclass(frozen=True)

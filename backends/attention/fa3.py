@@ -23,16 +23,14 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
 from paged_attn.backends.attention.flash_style import check_pool, finish, for_kernel, kernel_takes, scratch_like, window_of
-from paged_attn.backends.needs import Requirement, importing
+from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
 
-_DTYPES = frozenset({torch.bfloat16, torch.float16})
 SINK_HEADS = 64
 SMALLEST_KEY_BLOCK = 64
 
@@ -60,18 +58,11 @@ class FA3Plan:
 
 
 class FA3Backend(StoringBackend):
-    """FlashAttention 3 on Hopper.
-
-    Raises:
-        ImportError: sgl-kernel is not installed; the message holds the install line.
-        UnsupportedError: deterministic=True.
-    """
-
     name = "fa3"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset(
             {Feature.WINDOW, Feature.CHUNK, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE, Feature.MLA}
         ),
@@ -82,7 +73,7 @@ class FA3Backend(StoringBackend):
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
         # On an H200 (sgl-kernel 0.4.2.post2) rows of a mixed batch were wrong with a window and chunks.
         conflicts=frozenset({frozenset({Feature.WINDOW, Feature.CHUNK})}),
-        requirements=(Requirement("sgl_kernel", "0.4.2", install_line("sgl")),),
+        requirements=(SGL_KERNEL,),
         note="FlashAttention 3 of sgl-kernel; pages of 64 tokens and more are read without TMA",
     )
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
@@ -22,9 +21,7 @@ from paged_attn.backends.attention.alibi import slopes_of
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, Span
 from paged_attn.backends.attention.flash_style import finish, for_kernel, key_starts, window_of
-from paged_attn.backends.needs import Requirement, importing
-
-_DTYPES = frozenset({torch.bfloat16, torch.float16})
+from paged_attn.backends.needs import HALF, Requirement, importing
 
 
 @dataclass(slots=True)
@@ -51,8 +48,8 @@ class FlashAttnBackend(StoringBackend):
     name = "flash_attn"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.ALIBI, Feature.BIDIRECTIONAL, Feature.LSE}),
         architectures=frozenset({80, 86, 87, 89, 90, 100, 120}),
         head_dims=Span(8, 256, 8),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -70,14 +69,9 @@ class HybridBackend(AttentionBackend):
     def graph_variant(self, batch: Batch, pool: KVPool) -> int:
         return self.decode.graph_variant(batch, pool)
 
-    def forward(
-        self, plan: HybridPlan, layer_id: int, spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, output: Tensor,
-        *, save_kv_cache: bool, sinks: Tensor | None = None, bias: Tensor | None = None, lse_out: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    def forward(self, plan: HybridPlan, *operands: Any, **options: Any) -> None:
         """The child's own `forward`, which may fuse the KV write into attention."""
-        plan.child.forward(
-            plan.plan, layer_id, spec, query, key, value, output, save_kv_cache=save_kv_cache, sinks=sinks, bias=bias, lse_out=lse_out
-        )
+        plan.child.forward(plan.plan, *operands, **options)
 
     def attends_expanded(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
         """As the one that serves prefill: decode steps expand nothing."""

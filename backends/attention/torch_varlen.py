@@ -21,9 +21,7 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, Span
 from paged_attn.backends.attention.flash_style import finish, for_kernel, key_starts, window_of
-from paged_attn.backends.needs import Requirement
-
-_DTYPES = frozenset({torch.bfloat16, torch.float16})
+from paged_attn.backends.needs import HALF, Requirement
 
 
 @dataclass(slots=True)
@@ -39,8 +37,8 @@ class TorchVarlenBackend(StoringBackend):
     name = "torch_varlen"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset({Feature.WINDOW, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE}),
         architectures=frozenset({80, 86, 87, 89, 90, 100, 120}),
         head_dims=Span(8, 256, 8),

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from typing import ClassVar, NoReturn
 
-import torch
-
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
 from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.attention.capabilities import ANY_SIZE, Capabilities, Feature, OneOf, Sizes
-from paged_attn.backends.needs import Requirement
+from paged_attn.backends.needs import HALF, Requirement
 
-HALF = frozenset({torch.bfloat16, torch.float16})
 NO_ROCM = "a CUDA GPU or a CPU; nothing here has run on ROCm"
 PAGE_128 = OneOf({128})
 LLAMAS = OneOf({128})  # the head dim of Llama 3.1 and Qwen2.5

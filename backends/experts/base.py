@@ -35,6 +35,12 @@ class ExpertsProblem:
         return cls(spec, first.dtype, device_word(first.device), architecture_of(first.device), in_rows)
 
 
+def odd_widths(problem: ExpertsProblem, alignment: int) -> list[str]:
+    """Reasons against a kernel that reads rows of so many bytes at a time, one for each width that is no multiple of them."""
+    multiple = alignment // problem.dtype.itemsize
+    return [f"a width of {width} is no multiple of {multiple}" for width in (problem.spec.hidden, problem.spec.inner) if width % multiple]
+
+
 class ExpertsBackend(ABC):
     """Computes layers of experts. It keeps nothing, so that one object serves all layers and engines.
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
-from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
-from paged_attn.backends.needs import Needs
+from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem, odd_widths
+from paged_attn.backends.needs import FLASHINFER, HALF, Needs
 
 # Of FlashInfer's ActivationType, by our activations.
 GATED = {"silu": "Swiglu", "gelu_tanh": "Geglu"}
@@ -27,14 +26,14 @@ class FlashInferExpertsBackend(ExpertsBackend):
     name = "flashinfer"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        dtypes=HALF,
         architectures=frozenset({90, 100, 103}),
-        requirements=(REQUIREMENT,),
+        requirements=(FLASHINFER,),
         note="never taken by itself: nvcc compiles it for minutes; gated experts with up before gate, or lists of them",
     )
 
     def unmet(self, problem: ExpertsProblem) -> list[str]:
-        reasons, spec, gating = super().unmet(problem), problem.spec, problem.spec.gating
+        reasons, gating = super().unmet(problem), problem.spec.gating
         if gating.gated and not gating.up_first:
             reasons.append("its kernels take up before gate, the weights of this layer have gate first")
         if gating.interleaved:
@@ -46,8 +45,7 @@ class FlashInferExpertsBackend(ExpertsBackend):
             reasons.append(f"it has no {gating.describe()}, only {', '.join(known)}")
         if not problem.in_rows:
             reasons.append("the weights of this layer lie transposed, or gate and up apart")
-        odd = [width for width in (spec.hidden, spec.inner) if width * problem.dtype.itemsize % ALIGNMENT]
-        return reasons + [f"a width of {width} is no multiple of {ALIGNMENT // problem.dtype.itemsize}" for width in odd]
+        return reasons + odd_widths(problem, ALIGNMENT)
 
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
+from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem, odd_widths
 from paged_attn.backends.needs import Needs
 
 OLDEST = 80  # SM80
@@ -24,11 +24,10 @@ class GroupedMmBackend(ExpertsBackend):
     )
 
     def unmet(self, problem: ExpertsProblem) -> list[str]:
-        reasons, spec = super().unmet(problem), problem.spec
+        reasons = super().unmet(problem)
         if problem.architecture is not None and problem.architecture < OLDEST:
             reasons.append(f"needs SM{OLDEST} or newer, this GPU is SM{problem.architecture}")
-        odd = [width for width in (spec.hidden, spec.inner) if width * problem.dtype.itemsize % ALIGNMENT]
-        return reasons + [f"a width of {width} is no multiple of {ALIGNMENT // problem.dtype.itemsize}" for width in odd]
+        return reasons + odd_widths(problem, ALIGNMENT)
 
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating

@@ -6,8 +6,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.backends.fast_launch import FastKernel, device_index
-from paged_attn.backends.kv_write.kernel import store_kernel
-from paged_attn.backends.kv_write.latent_kernel import store_latent_kernel
+from paged_attn.backends.kv_write.kernels import store_kernel, store_latent_kernel
 
 _fast_store, _fast_store_latent = FastKernel(store_kernel), FastKernel(store_latent_kernel)
 

@@ -1,14 +1,13 @@
-"""Store a step's new K and V in the pool: the one way for every backend that has no kernel of its own for it."""
+"""Store a step's new K and V, or rows of latents, in the pool: the one way for every backend that has no kernel of its own for it."""
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
+import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.backends.devices import has_triton
 
 
 def store_kv(pool: KVPool, layer_id: int, key: Tensor, value: Tensor, batch: Batch) -> None:
@@ -27,6 +26,22 @@ def store_kv(pool: KVPool, layer_id: int, key: Tensor, value: Tensor, batch: Bat
     values.index_put_(index, value[:count].to(pool.dtype))
 
 
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def store_latent(
+    pool: KVPool, layer_id: int, latent: Tensor, rotated: Tensor | None, batch: Batch, queries: tuple[Tensor, Tensor] | None = None
+) -> None:  # fmt: skip
+    """Write the first `batch.num_tokens` rows of latent [T, rank] and rotated [T, width] (or none) to `batch.slots`, in the pool's dtype.
+
+    Args:
+        queries: the rotated part [T, heads, width] of the step's queries, and where it goes: the end of rows [T, heads, rank + width] with
+            their last dim contiguous.
+    """
+    if pool.device.type == "cuda" and has_triton():
+        from paged_attn.backends.kv_write.launch import store_latent_rows
+
+        store_latent_rows(latent, rotated, pool.key(layer_id), batch.slots, batch.num_tokens, queries)
+        return
+    rank = latent.shape[1]
+    key = (latent if rotated is None else torch.cat((latent, rotated), -1))[:, None]
+    store_kv(pool, layer_id, key, key[..., :rank], batch)
+    if queries is not None:
+        queries[1][..., rank:] = queries[0]

@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from paged_attn.backends.attention.triton.tiling import machine_of, power_of_2
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.linear.gemv_kernel import one_row_kernel
+from paged_attn.backends.machine import machine_of, power_of_2
 
 LONGEST_ROW = 32768  # bytes of a weight's row that a program holds
 PROGRAM_ELEMENTS = 4096  # of the weight that a program holds at least, so that there is always enough on the way

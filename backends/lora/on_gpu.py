@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from paged_attn.backends.attention.triton.tiling import machine_of
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
 from paged_attn.backends.lora.up_kernel import up_kernel
+from paged_attn.backends.machine import machine_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS = 1024  # of the first kernel at least, so that few rows are read by enough of them

@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from paged_attn.backends.attention.triton.tiling import machine_of, power_of_2
 from paged_attn.backends.fast_launch import FastKernel, device_index
+from paged_attn.backends.machine import machine_of, power_of_2
 from paged_attn.backends.sampling.sample_kernel import MOST_BITS, choose, draw, spread, weigh
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 

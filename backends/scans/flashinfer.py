@@ -15,8 +15,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import EPS, gated_delta_extend
 from paged_attn.attn_ops.scans.state_rows import Extends, Wave
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
-from paged_attn.backends.needs import Needs
+from paged_attn.backends.needs import FLASHINFER, HALF, Needs
 from paged_attn.backends.scans.base import Kernels, ScanProblem, ScansBackend
 from paged_attn.backends.scans.by_segments import run_by_segments
 
@@ -27,9 +26,9 @@ class FlashInferScans(ScansBackend):
     name = "flashinfer"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        dtypes=HALF,
         architectures=frozenset({90}),
-        requirements=(REQUIREMENT,),
+        requirements=(FLASHINFER,),
         note=f"prompts; keys and values of {SIZE}; compiles at first use (on Blackwell theirs need nvidia-cutlass-dsl: not tried)",
     )
     ops = frozenset({"gated_delta_rule"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -63,7 +62,7 @@ def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:
         if reasons := reasons_against(name, problem):
             raise UnsupportedError(_refusal(name, problem, {name: "; ".join(reasons)}))
         return ExpertsSelection(name, {other: "asked for another by name" for other in BUILT_IN if other != name})
-    order, rejected = _order(problem), dict[str, str]()
+    order, rejected = ORDER.get(problem.device.partition("-")[0], ORDER[""]), dict[str, str]()
     for each in order:
         if reasons := reasons_against(each, problem):
             rejected[each] = "; ".join(reasons)
@@ -71,10 +70,6 @@ def select_experts(name: str, problem: ExpertsProblem) -> ExpertsSelection:
         later = {other: f"ranked after {each}" for other in order[order.index(each) + 1 :]}
         return ExpertsSelection(each, rejected | later)
     raise UnsupportedError(_refusal(name, problem, rejected))
-
-
-def _order(problem: ExpertsProblem) -> Sequence[str]:
-    return ORDER.get(problem.device.partition("-")[0], ORDER[""])
 
 
 def _refusal(name: str, problem: ExpertsProblem, against: dict[str, str]) -> str:

@@ -46,21 +46,22 @@ class MatrixRow:
 
     @classmethod
     def of(cls, name: str, capabilities: Capabilities) -> MatrixRow:
-        architectures = architecture_words(capabilities.architectures)
+        devices, dtypes, needs, note, here = _needs_cells(capabilities)
+        conflicts = ("not " + " with ".join(sorted(map(feature_word, group))) for group in capabilities.conflicts)
         return cls(
             backend=name,
-            devices=_listed(capabilities.devices) + (f" ({architectures})" if architectures else ""),
+            devices=devices,
             phases="both" if capabilities.phases == PHASES else f"{_listed(capabilities.phases)} only",
-            dtypes=_listed(map(short_dtype, capabilities.dtypes)),
+            dtypes=dtypes,
             kv_dtypes=_listed(map(short_dtype, capabilities.kv_dtypes)),
             page_sizes=_sizes(capabilities.page_sizes),
             head_dims=", ".join(_head_dims(capabilities)),
             group_sizes=_sizes(capabilities.group_sizes),
-            features="; ".join([_listed(map(feature_word, capabilities.features)) or "none", *_conflicts(capabilities)]),
+            features="; ".join([_listed(map(feature_word, capabilities.features)) or "none", *sorted(conflicts)]),
             graphs=", ".join(f"{phase}: {support.value}" for phase, support in capabilities.graphs.items()),
-            needs=", ".join(map(requirement_words, capabilities.requirements)) or "nothing",
-            note="; ".join(filter(None, (capabilities.note, capabilities.blocked))),
-            here=available_here(capabilities),
+            needs=needs,
+            note=note,
+            here=here,
         )
 
     @classmethod
@@ -139,9 +140,11 @@ def scans_cells() -> list[list[str]]:
 
 
 def _needs_cells(needs: Needs) -> list[str]:
-    dtypes, words = _listed(map(short_dtype, needs.dtypes)), ", ".join(map(requirement_words, needs.requirements)) or "nothing"
+    """What all kinds of backends say of themselves: the columns of EXPERTS_HEADERS after the first."""
     devices = _listed(needs.devices) + (f" ({architecture_words(needs.architectures)})" if needs.architectures else "")
-    return [devices, dtypes, words, needs.note, available_here(needs)]
+    packages = ", ".join(map(requirement_words, needs.requirements)) or "nothing"
+    note = "; ".join(filter(None, (needs.note, needs.blocked)))
+    return [devices, _listed(map(short_dtype, needs.dtypes)), packages, note, available_here(needs)]
 
 
 def experts_markdown() -> str:
@@ -190,10 +193,6 @@ def _install_lines() -> list[str]:
             if what_is_lacking(need) and name not in names.get(need.install, ()):
                 names.setdefault(need.install, []).append(name)
     return [f"  {', '.join(found)}: {line}" for line, found in names.items()]
-
-
-def _conflicts(capabilities: Capabilities) -> list[str]:
-    return sorted("not " + " with ".join(sorted(map(feature_word, group))) for group in capabilities.conflicts)
 
 
 def _legend() -> list[tuple[str, str]]:

@@ -35,11 +35,7 @@ class OptionalPackage:
 
 PACKAGES = (
     OptionalPackage(
-        "triton",
-        ("triton", "pytorch-triton", "triton-windows"),
-        "the Triton backend and Inductor's kernels",
-        "pip install triton",
-        True,
+        "triton", ("triton", "pytorch-triton", "triton-windows"), "the Triton backend and Inductor's kernels", "pip install triton", True
     ),
     OptionalPackage("flashinfer", ("flashinfer-python",), "FlashInfer's paged attention kernels (CUDA)", install_line("flashinfer"), True),
     OptionalPackage(
@@ -84,7 +80,8 @@ def unmet_requirements(requirements: Iterable[Requirement]) -> list[str]:
 def what_is_lacking(requirement: Requirement) -> str | None:
     """As `unmet_requirement`, without the install line, which is as long as the path of this installation."""
     module, needed = requirement.module, requirement.version
-    found = installed_version(module, _distributions(module))
+    distributions = next((package.distributions for package in PACKAGES if package.module == module), (module,))
+    found = installed_version(module, distributions)
     if found is None:
         return f"{requirement_words(requirement)} is not installed"
     if not needed:
@@ -100,7 +97,3 @@ def what_is_lacking(requirement: Requirement) -> str | None:
 def requirement_words(requirement: Requirement) -> str:
     """`flashinfer 0.6.8`"""
     return f"{requirement.module} {requirement.version}".strip()
-
-
-def _distributions(module: str) -> tuple[str, ...]:
-    return next((package.distributions for package in PACKAGES if package.module == module), (module,))

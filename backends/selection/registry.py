@@ -26,7 +26,7 @@ BUILT_IN = {
     "torch_native": "paged_attn.backends.attention.torch_native:TorchNativeBackend",
     "reference": "paged_attn.backends.attention.reference:ReferenceBackend",
 }
-# Known and refused with the true reason; see `elsewhere`.
+# Known and refused with the true reason; see `unsupported.py`.
 UNSUPPORTED = {
     "fa4": "paged_attn.backends.attention.unsupported:FA4Backend",
     "dual_chunk_flash_attn": "paged_attn.backends.attention.unsupported:DualChunkBackend",

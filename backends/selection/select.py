@@ -167,13 +167,9 @@ def split_name(name: str) -> list[str]:
             f"('auto' is not one of two); known names are {', '.join(backend_names())}"
         )
     for part in names:
-        _check_known(part)
+        if part not in backend_names():
+            backend_class(part)  # raises, and lists the known names
     return names
-
-
-def _check_known(name: str) -> None:
-    if name not in backend_names():
-        backend_class(name)  # raises, and lists the known names
 
 
 def _made(names: Sequence[str], deterministic: bool) -> tuple[list[AttentionBackend], dict[str, str]]:

@@ -21,6 +21,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.private_files import read_file
 from paged_attn.attn_ops.switches import path_of_variable
 from paged_attn.backends.attention.capabilities import Feature, Problem
+from paged_attn.backends.needs import short_dtype
 from paged_attn.backends.selection.packages import PACKAGES, installed_version
 from paged_attn.backends.selection.ranking import Order
 
@@ -47,9 +48,8 @@ class Kind:
 
     @classmethod
     def of(cls, problem: Problem) -> Kind:
-        dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (problem.dtype, problem.kv_dtype))
-        dims = (problem.spec.qk_head_dim, problem.spec.v_head_dim)
-        return cls(problem.spec.group_size, *dims, dtype, kv_dtype, problem.page_size, Feature.DETERMINISTIC in problem.extra)
+        spec, dtypes = problem.spec, (short_dtype(problem.dtype), short_dtype(problem.kv_dtype))
+        return cls(spec.group_size, spec.qk_head_dim, spec.v_head_dim, *dtypes, problem.page_size, Feature.DETERMINISTIC in problem.extra)
 
     def __str__(self) -> str:
         dims = f"{self.qk_head_dim}" if self.qk_head_dim == self.v_head_dim else f"{self.qk_head_dim}/{self.v_head_dim}"

@@ -86,29 +86,22 @@ class Inputs:
     def store_new(self) -> None:
         """Put K and V of the new tokens in the pool."""
         for pooled, new in self._pooled():
-            pooled[self._pages, self._offsets] = new
+            pooled[self._new] = new
 
     def poison_new(self) -> None:
         """Forget K and V of the new tokens in the pool."""
         for pooled, _ in self._pooled():
-            pooled[self._pages, self._offsets] = float("nan")
-
-    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of the new tokens, [T, kv_heads, dim] each, as they are in the pool."""
-        return self.pool.key(layer)[self._pages, self._offsets], self.pool.value(layer)[self._pages, self._offsets]
+            pooled[self._new] = float("nan")
 
     def num_wrong(self) -> int:
         """Rows of K and V of new tokens, over all layers, that are not in the pool as they were given."""
-        wrong = [(pooled[self._pages, self._offsets] != new).flatten(1).any(1).sum() for pooled, new in self._pooled()]
+        wrong = [(pooled[self._new] != new).flatten(1).any(1).sum() for pooled, new in self._pooled()]
         return int(torch.stack(wrong).sum())
 
     @cached_property
-    def _pages(self) -> Tensor:
-        return self.batch.slots // self.batch.page_size
-
-    @cached_property
-    def _offsets(self) -> Tensor:
-        return self.batch.slots % self.batch.page_size
+    def _new(self) -> tuple[Tensor, Tensor]:
+        """Pages and offsets of the new tokens."""
+        return self.batch.slots // self.batch.page_size, self.batch.slots % self.batch.page_size
 
     def _pooled(self) -> list[tuple[Tensor, Tensor]]:
         layers = range(self.num_sets)

@@ -17,7 +17,7 @@ from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
 from paged_attn.attn_ops.ops.linears.lora import LORA_KERNEL, LORA_UP_KERNEL
 from paged_attn.attn_ops.ops.routing import ROUTE_KERNEL
 from paged_attn.backends.attention.by_group import by_group
-from paged_attn.backends.kv_write.store import has_triton
+from paged_attn.backends.devices import has_triton
 from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.select import Selection, select_for_pool

@@ -17,7 +17,7 @@ from paged_attn.attn_ops.batch.batch import RequestColumns
 from paged_attn.attn_ops.errors import ContextError, UnsupportedError
 from paged_attn.attn_ops.kv.layer_groups import group_layers
 from paged_attn.attn_ops.kv.state_pool import StatePool
-from paged_attn.backends.kv_write.store import has_triton
+from paged_attn.backends.devices import has_triton
 from paged_attn.calling.compiled_calls import uncompiled
 from paged_attn.calling.plain_modes import in_plain_modes
 from paged_attn.capture.graphs.recorder import Recorder

@@ -17,8 +17,9 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.triton.attend_kernel import attend
 from paged_attn.backends.attention.triton.hopper_kernel import attend_hopper
 from paged_attn.backends.attention.triton.launch import LayerLaunch
-from paged_attn.backends.attention.triton.tiling import Machine, tiling
+from paged_attn.backends.attention.triton.tiling import tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind
+from paged_attn.backends.machine import Machine
 from tests.backends.kernel_resources import resources_of
 
 SIXTEEN_BITS = {"query", "keys", "values", "out", "new_keys", "new_values", "sinks", "bias", "lse"}

@@ -19,9 +19,10 @@ from paged_attn.backends.attention.triton.latent.attend_kernel import attend_lat
 from paged_attn.backends.attention.triton.latent.hopper_kernel import attend_latent_hopper
 from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
 from paged_attn.backends.attention.triton.latent.merge_kernel import merge_latent
-from paged_attn.backends.attention.triton.tiling import Machine, tiling
+from paged_attn.backends.attention.triton.tiling import tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind
-from paged_attn.backends.kv_write.latent_kernel import store_latent_kernel
+from paged_attn.backends.kv_write.kernels import store_latent_kernel
+from paged_attn.backends.machine import Machine
 from tests.backends.kernel_resources import resources_of
 
 TYPED = {"query", "rows", "out", "lse", "latent", "rotated", "mapped"}

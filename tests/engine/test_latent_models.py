@@ -82,7 +82,7 @@ def _called(runner: Any) -> list[str]:
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("expand", [False, True], ids=["absorbed", "expanded"])
 def test_both_ways_give_the_models_tokens(monkeypatch: pytest.MonkeyPatch, page_size: int, expand: bool) -> None:
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: expand and new > 1)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: expand and new > 1)
     with one_capture():
         assert served(page_size=page_size, num_pages=200 // page_size, max_batch_tokens=16)[0] == truth()[1]
 

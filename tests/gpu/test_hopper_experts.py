@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.attention.triton.tiling import machine_of
 from paged_attn.backends.experts.triton import grouped, hopper
+from paged_attn.backends.machine import machine_of
 from tests.backends.experts.operands import GATINGS, close, in_float32, operands, with_loads
 
 pytestmark = pytest.mark.skipif(

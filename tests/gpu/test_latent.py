@@ -179,7 +179,7 @@ def test_prompts_come_to_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch, 
     """New prompts and one that goes on, between decoding requests, with contexts for both of its blocks."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 3)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: new > 3)
     tilings = []
     made = step.paged_expansions
 
@@ -202,7 +202,7 @@ def test_contexts_that_are_expanded_in_parts(monkeypatch: pytest.MonkeyPatch, he
     """A new prompt, and one that goes on, whose parts hold old tokens, new ones or both; joined by log-sum-exps."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 3)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: new > 3)
     monkeypatch.setattr(step, "most_tokens", lambda call: 500)
     for way in ("attend_expanded", "FreshPrompts"):
         monkeypatch.setattr(step, way, lambda *_: pytest.fail("not by the kernel"))

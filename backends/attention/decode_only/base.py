@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
+from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.backends.attention.base import AttentionCall, StoringBackend
+
+
+@dataclass(slots=True)
+class WorkspacePlan:
+    """A step of a kernel that has a workspace; `page_table` [R, width] int32 is made as it wants it on the device (`plan_in_graph`)."""
+
+    batch: Batch
+    pool: KVPool
+    workspace: Tensor
+    page_table: Tensor
 
 
 class DecodeOnlyBackend(StoringBackend):

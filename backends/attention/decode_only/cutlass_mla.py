@@ -7,49 +7,31 @@ a page table that counts those: `adjacent_pages`. It reads whole pages, and pads
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf, Span
-from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
+from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, WorkspacePlan
 from paged_attn.backends.attention.flash_style import for_kernel
-from paged_attn.backends.needs import Requirement, importing
+from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
 
-_DTYPES = frozenset({torch.bfloat16, torch.float16})
 SPLITS = 1  # another number is chosen by lengths on the host, which a captured graph would keep
 
 
-@dataclass(slots=True)
-class CutlassMlaPlan:
-    """`page_table` [R, width] int32 counts adjacent pages; it is made on the device (`plan_in_graph`)."""
-
-    batch: Batch
-    pool: KVPool
-    workspace: Tensor
-    page_table: Tensor
-
-
 class CutlassMlaBackend(DecodeOnlyBackend):
-    """CUTLASS MLA; for prefill name another backend in front: backend="triton,cutlass_mla".
-
-    Raises:
-        ImportError: sgl-kernel is not installed, or without this kernel; the message holds the install line.
-        UnsupportedError: deterministic=True.
-    """
+    """CUTLASS MLA; for prefill name another backend in front: backend="triton,cutlass_mla"."""
 
     name, prefill_with = "cutlass_mla", "triton"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset({Feature.MLA}),
         architectures=frozenset({100, 103}),
         head_dims=LATENTS_ONLY,
@@ -57,7 +39,7 @@ class CutlassMlaBackend(DecodeOnlyBackend):
         page_sizes=OneOf({128}),
         group_sizes=Span(1, 128),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        requirements=(Requirement("sgl_kernel", "0.4.2", install_line("sgl")),),
+        requirements=(SGL_KERNEL,),
         note="CUTLASS latent attention of sgl-kernel, decode only: use it as triton,cutlass_mla; tested against its signature, not yet run "
         "on a GPU by this project",
         phases=frozenset({"decode"}),
@@ -70,20 +52,20 @@ class CutlassMlaBackend(DecodeOnlyBackend):
             self._attend, self._workspace_bytes = module.cutlass_mla_decode, module.cutlass_mla_get_workspace_size
         self._workspaces: list[Tensor] = []  # the last is in use; captured graphs may hold the others
 
-    def plan(self, batch: Batch, pool: KVPool) -> CutlassMlaPlan:
-        """Only a workspace is made.
+    def plan(self, batch: Batch, pool: KVPool) -> WorkspacePlan:
+        """Only a workspace is made; the page table will count adjacent pages.
 
         Raises:
             UnsupportedError: a pool that is not made of such rows alone.
         """
         workspace = self._workspace(batch) if batch.num_requests else batch.page_table.new_empty(0, dtype=torch.uint8)
         pages_in_page(pool)
-        return CutlassMlaPlan(batch, pool, workspace, batch.page_table)
+        return WorkspacePlan(batch, pool, workspace, batch.page_table)
 
-    def plan_in_graph(self, plan: CutlassMlaPlan) -> None:
+    def plan_in_graph(self, plan: WorkspacePlan) -> None:
         plan.page_table = plan.batch.page_table * pages_in_page(plan.pool)
 
-    def forward_decode(self, plan: CutlassMlaPlan, call: AttentionCall) -> None:
+    def forward_decode(self, plan: WorkspacePlan, call: AttentionCall) -> None:
         batch, rows, spec = plan.batch, adjacent_pages(plan.pool, call.layer_id), call.spec
         count, rank = batch.num_requests, spec.v_head_dim
         query = for_kernel(call.query[:count], rows.dtype)

@@ -11,20 +11,16 @@ import importlib
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
-from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
 from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
 from paged_attn.backends.attention.flash_style import check_pool, for_kernel
-from paged_attn.backends.needs import Requirement, importing
-
-_DTYPES = frozenset({torch.bfloat16, torch.float16})
+from paged_attn.backends.needs import HALF, SGL_KERNEL, importing
 
 
 @dataclass(slots=True)
@@ -37,25 +33,20 @@ class FlashMlaPlan:
 
 
 class FlashMlaBackend(DecodeOnlyBackend):
-    """FlashMLA on Hopper; for prefill name another backend in front: backend="fa3,flash_mla".
-
-    Raises:
-        ImportError: sgl-kernel is not installed, or without FlashMLA; the message holds the install line.
-        UnsupportedError: deterministic=True.
-    """
+    """FlashMLA on Hopper; for prefill name another backend in front: backend="fa3,flash_mla"."""
 
     name, prefill_with = "flash_mla", "fa3"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset({Feature.MLA}),
         architectures=frozenset({90}),
         head_dims=LATENTS_ONLY,
         latent_dims=(OneOf({512}), OneOf({64})),
         page_sizes=OneOf({64}),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        requirements=(Requirement("sgl_kernel", "0.4.2", install_line("sgl")),),
+        requirements=(SGL_KERNEL,),
         note="FlashMLA of sgl-kernel, decode only: use it as fa3,flash_mla",
         phases=frozenset({"decode"}),
     )

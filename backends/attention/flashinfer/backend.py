@@ -22,13 +22,12 @@ from paged_attn.backends.attention.flashinfer.choose import PrefillChoice, casca
 from paged_attn.backends.attention.flashinfer.graph import GraphDecode
 from paged_attn.backends.attention.flashinfer.kinds import LN_2, RANK, ROTATED, Kind, PoolKinds, kind_for, kinds_of
 from paged_attn.backends.attention.flashinfer.launches import Cascade, LatentLaunch, Launch
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT, import_flashinfer
+from paged_attn.backends.attention.flashinfer.package import import_flashinfer
 from paged_attn.backends.attention.flashinfer.planner import Planner
 from paged_attn.backends.attention.flashinfer.tables import Part, Tables, parts_of, prefix_tables, shared_pages, tables_of
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool, announce
 from paged_attn.backends.devices import architecture_of
-
-DTYPES = frozenset({torch.bfloat16, torch.float16})
+from paged_attn.backends.needs import FLASHINFER, HALF
 
 
 @dataclass
@@ -67,23 +66,19 @@ class FlashInferBackend(StoringBackend):
     Args:
         prefill: the kernel for extending requests; "auto" chooses per step (see `choose.prefill_kernel`).
         cascade: whether shared prefixes may be attended to once.
-
-    Raises:
-        ImportError: FlashInfer is not installed; the message holds the install line.
-        UnsupportedError: deterministic=True.
     """
 
     name = "flashinfer"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=DTYPES,
-        kv_dtypes=DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.BIDIRECTIONAL, Feature.LSE, Feature.MLA}),
         architectures=frozenset({80, 86, 89, 90, 100, 103, 120}),
         head_dims=OneOf({64, 128, 256}),
         latent_dims=(OneOf({RANK}), OneOf({ROTATED})),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        requirements=(REQUIREMENT,),
+        requirements=(FLASHINFER,),
         conflicts=frozenset(
             {frozenset({Feature.SOFTCAP, Feature.SINKS}), frozenset({Feature.MLA, Feature.WINDOW}),
              frozenset({Feature.MLA, Feature.SOFTCAP}), frozenset({Feature.MLA, Feature.SINKS})}
@@ -91,9 +86,7 @@ class FlashInferBackend(StoringBackend):
         note="tested on SM90; compiles its kernels on first use; no bidirectional window off SM90; latents in pools of up to 2^32 numbers",
     )  # fmt: skip
 
-    def __init__(
-        self, *, deterministic: bool = False, prefill: PrefillChoice = "auto", cascade: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, *, deterministic: bool = False, prefill: PrefillChoice = "auto", cascade: bool = True) -> None:
         super().__init__(deterministic=deterministic)
         if prefill not in get_args(PrefillChoice):
             raise ValueError(f"prefill is {prefill!r}; allowed are {', '.join(map(repr, get_args(PrefillChoice)))}")
@@ -172,7 +165,7 @@ class FlashInferBackend(StoringBackend):
         shared = plan.shared_for(index) if self._cascade else 0
         if not cascade_pays(kind, part.last - part.first, shared * plan.batch.page_size):
             return plan.planner.decode(kind, plan.tables_for(index), plan)
-        announce("merge", (), "any layer")
+        announce("merge", "any layer")
         prefix = plan.planner.prefill(kind, prefix_tables(plan.batch, part, shared), plan, "fa2", causal=False)
         return Cascade(prefix, plan.planner.decode(kind, plan.tables_for(index, shared), plan), self._module.merge_state_in_place)
 

@@ -88,13 +88,11 @@ class GraphDecode(StoringBackend):
             slot.wait()
             if kind.rank:
                 planner.plan_latent(slot, kind, tables, causal=False)
-                plan.launches.append(LatentLaunch(slot.wrapper, kind))
-                continue
-            if kind.has_sinks:
-                planner.plan_prefill(slot, kind, tables, "fa2", kind.causal)
+            elif kind.has_sinks:
+                planner.plan_prefill(slot, kind, tables, kind.causal)
             else:
                 planner.plan_decode(slot, kind, tables)
-            plan.launches.append(Launch(slot.wrapper, kind))
+            plan.launches.append((LatentLaunch if kind.rank else Launch)(slot.wrapper, kind))
         return plan
 
     def refresh(self, plan: GraphPlan, batch: Batch) -> None:

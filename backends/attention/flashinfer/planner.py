@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -25,32 +24,24 @@ from paged_attn.backends.attention.flashinfer.launches import LatentLaunch, Laun
 from paged_attn.backends.attention.flashinfer.tables import Tables
 from paged_attn.backends.attention.flashinfer.wrappers import Slot, WrapperPool, announce
 from paged_attn.backends.devices import architecture_of
+from paged_attn.backends.needs import short_dtype
 
 LAYOUT = "NHD"
 
 
-@dataclass
 class GraphBuffers:
     """The int32 device buffers that a captured graph reads: their addresses never change.
 
     qo_indptr_buf, kv_indptr_buf [requests + 1]; last_page_len_buf, kv_len_buf [requests]; kv_indices_buf [pages], of all requests together.
     """
 
-    requests: int
-    pages: int
-    device: torch.device
-    qo_indptr_buf: Tensor = field(init=False)
-    kv_indptr_buf: Tensor = field(init=False)
-    last_page_len_buf: Tensor = field(init=False)
-    kv_len_buf: Tensor = field(init=False)
-    kv_indices_buf: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, requests: int, pages: int, device: torch.device) -> None:
         def zeros(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=self.device)
+            return torch.zeros(size, dtype=torch.int32, device=device)
 
-        self.qo_indptr_buf, self.kv_indptr_buf = zeros(self.requests + 1), zeros(self.requests + 1)
-        self.last_page_len_buf, self.kv_len_buf, self.kv_indices_buf = zeros(self.requests), zeros(self.requests), zeros(self.pages)
+        self.requests = requests
+        self.qo_indptr_buf, self.kv_indptr_buf = zeros(requests + 1), zeros(requests + 1)
+        self.last_page_len_buf, self.kv_len_buf, self.kv_indices_buf = zeros(requests), zeros(requests), zeros(pages)
 
 
 class Planner:
@@ -74,7 +65,7 @@ class Planner:
         """Any queries against the pool's pages. `causal` overrides the kind's, for a prefix that every query sees whole."""
         key = ("paged", kernel, kind, self._dtype)
         slot = self._wrappers.take(key, owner, self._device, lambda: self.make_prefill(kind, kernel, None))
-        self.plan_prefill(slot, kind, tables, kernel, kind.causal if causal is None else causal)
+        self.plan_prefill(slot, kind, tables, kind.causal if causal is None else causal)
         return Launch(slot.wrapper, kind, any_strides=kernel == "fa3")
 
     def ragged(self, kind: Kind, tables: Tables, owner: object, kernel: PrefillKernel) -> Launch:
@@ -129,8 +120,7 @@ class Planner:
 
     def make_latent(self, kind: Kind, buffers: GraphBuffers | None) -> Any:
         kernel = "fa3" if architecture_of(self._device) == 90 else "fa2"
-        what = (kind.rank, kind.head_dim - kind.rank, self._dtype)
-        announce(f"{kernel} latent", what, f"rows of {what[0]} + {what[1]}, {str(self._dtype).removeprefix('torch.')}")
+        announce(f"{kernel} latent", f"rows of {kind.rank} + {kind.head_dim - kind.rank}", short_dtype(self._dtype))
         graph: dict[str, Any] = {}
         if buffers is not None:
             graph = {
@@ -150,7 +140,7 @@ class Planner:
         )  # fmt: skip
         slot.planned()
 
-    def plan_prefill(self, slot: Slot, kind: Kind, tables: Tables, kernel: PrefillKernel, causal: bool) -> None:
+    def plan_prefill(self, slot: Slot, kind: Kind, tables: Tables, causal: bool) -> None:
         slot.wrapper.plan(
             tables.qo_indptr, tables.kv_indptr, tables.kv_indices, tables.last_page_len,
             kind.num_q_heads, kind.num_kv_heads, kind.head_dim, self._page_size,
@@ -189,11 +179,7 @@ class Planner:
 
     def _announce(self, kernel: str, kind: Kind) -> None:
         flags = [word for word, on in (("window", kind.window_left >= 0), ("softcap", kind.softcap > 0), ("sinks", kind.has_sinks)) if on]
-        announce(
-            kernel,
-            (kind.head_dim, self._dtype, *flags),
-            ", ".join([f"head dim {kind.head_dim}", str(self._dtype).removeprefix("torch."), *flags]),
-        )
+        announce(kernel, f"head dim {kind.head_dim}", short_dtype(self._dtype), *flags)
 
 
 def _sink_variant(kind: Kind, kernel: PrefillKernel, dtype: torch.dtype) -> dict[str, Any]:
@@ -205,7 +191,7 @@ def _sink_variant(kind: Kind, kernel: PrefillKernel, dtype: torch.dtype) -> dict
     from flashinfer.jit.attention.variants import attention_sink_decl
 
     windowed = kind.window_left >= 0
-    name = f"paged_attn_sink_{kernel}_{str(dtype).removeprefix('torch.')}_dim_{kind.head_dim}_swa_{windowed}"
+    name = f"paged_attn_sink_{kernel}_{short_dtype(dtype)}_dim_{kind.head_dim}_swa_{windowed}"
     tensors, scalars = (["sink"], ["float"]), (["sm_scale"], ["double"])
     return {
         "jit_args": [

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend
+from paged_attn.backends.attention.decode_only.base import DecodeOnlyBackend, WorkspacePlan
 from paged_attn.backends.attention.flashinfer.package import import_flashinfer
 from paged_attn.backends.attention.flashinfer.wrappers import WrapperPool
 
 WORKSPACE = 128 << 20  # counters are in it (8 MiB of XQA's), which must be zero at first and are zero again after each launch
-
-
-@dataclass
-class Plan:
-    batch: Batch
-    pool: KVPool
-    workspace: Tensor
-    page_table: Tensor
 
 
 class TrtllmBackend(DecodeOnlyBackend):
@@ -32,12 +21,12 @@ class TrtllmBackend(DecodeOnlyBackend):
         self._buffers = WrapperPool()
         self._checked: weakref.WeakSet[KVPool] = weakref.WeakSet()
 
-    def plan(self, batch: Batch, pool: KVPool) -> Plan:
+    def plan(self, batch: Batch, pool: KVPool) -> WorkspacePlan:
         """Nothing is planned on the host. Raises UnsupportedError: see `check_pool`."""
         if pool not in self._checked:
             self.check_pool(pool)
             self._checked.add(pool)
-        return Plan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)
+        return WorkspacePlan(batch, pool, self._buffers.workspace(pool.device, WORKSPACE), batch.page_table)
 
     @abstractmethod
     def check_pool(self, pool: KVPool) -> None:

@@ -13,50 +13,59 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import Capabilities, Feature, GraphSupport, OneOf, Span
+from paged_attn.backends.attention.decode_only.base import WorkspacePlan
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.launches import writable
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
-from paged_attn.backends.attention.flashinfer.trtllm import Plan, TrtllmBackend
+from paged_attn.backends.attention.flashinfer.trtllm import TrtllmBackend
 from paged_attn.backends.attention.flashinfer.wrappers import announce
 from paged_attn.backends.devices import architecture_of
-
-DTYPES = frozenset({torch.bfloat16, torch.float16})
+from paged_attn.backends.needs import FLASHINFER, HALF, short_dtype
 
 
 class TrtllmMhaBackend(TrtllmBackend):
-    """XQA decode; for prefill name another backend in front: backend="fa3,trtllm_mha".
-
-    Raises:
-        ImportError: FlashInfer is not installed; the message holds the install line.
-        UnsupportedError: deterministic=True.
-    """
+    """XQA decode; for prefill name another backend in front: backend="fa3,trtllm_mha"."""
 
     name, prefill_with = "trtllm_mha", "fa3"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
-        dtypes=DTYPES,
-        kv_dtypes=DTYPES,
+        dtypes=HALF,
+        kv_dtypes=HALF,
         features=frozenset({Feature.WINDOW, Feature.SINKS}),
         architectures=frozenset({90}),
         head_dims=OneOf({64, 128, 256}),
         page_sizes=OneOf({16, 32, 64, 128}),
         group_sizes=Span(1, 16),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        requirements=(REQUIREMENT,),
+        requirements=(FLASHINFER,),
         note="XQA, decode only: use it as fa3,trtllm_mha; FlashInfer's trtllm-gen kernels for SM100 are not tested by this project",
         phases=frozenset({"decode"}),
     )
 
     def check_pool(self, pool: KVPool) -> None:
         """A pool on SM90 whose K and V have the same strides, in whole heads."""
-        _check_pool(pool)
-        _announce(pool)
+        architecture = architecture_of(pool.device)
+        if architecture is not None and architecture not in self.capabilities.architectures:
+            raise UnsupportedError(
+                f"trtllm_mha runs on SM90; got SM{architecture}: not tested on SM{architecture} by this project; take backend='auto'"
+            )
+        specs = {layer: spec for layer, spec in enumerate(pool.layers) if spec.by_backend}
+        for layer, spec in specs.items():
+            key, value = pool.key(layer), pool.value(layer)
+            in_heads = not any(stride % spec.qk_head_dim for stride in key.stride()[:-1])  # the kernel divides them, without a check
+            if key.stride() != value.stride() or not in_heads or not (is_vectored(key) and is_vectored(value)):
+                raise UnsupportedError(
+                    f"trtllm_mha needs the same strides for K and V, in whole heads of {spec.qk_head_dim}; layer {layer} has "
+                    f"{key.stride()} and {value.stride()}: layers of several head dims in one pool do not fit; take another backend"
+                )
+        for spec in specs.values():
+            words = [f"head dim {spec.qk_head_dim}", f"group {spec.group_size}", f"page size {pool.page_size}", short_dtype(pool.dtype)]
+            announce("XQA", *words, *["window"] * (spec.sliding_window is not None))
 
-    def plan_in_graph(self, plan: Plan) -> None:
+    def plan_in_graph(self, plan: WorkspacePlan) -> None:
         """Copy the page table if XQA can not read it in place; a copy made in `plan` would be stale when a graph is replayed."""
         plan.page_table = plan.batch.page_table.contiguous()
 
-    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
+    def forward_decode(self, plan: WorkspacePlan, call: AttentionCall) -> None:
         batch, spec = plan.batch, call.spec
         _check_call(spec, call, plan.pool)
         count = batch.num_requests
@@ -79,32 +88,6 @@ class TrtllmMhaBackend(TrtllmBackend):
         )
         if target is not output:
             output.copy_(target)
-
-
-def _check_pool(pool: KVPool) -> None:
-    architecture = architecture_of(pool.device)
-    if architecture is not None and architecture not in TrtllmMhaBackend.capabilities.architectures:
-        raise UnsupportedError(
-            f"trtllm_mha runs on SM90; got SM{architecture}: not tested on SM{architecture} by this project; take backend='auto'"
-        )
-    for layer, spec in enumerate(pool.layers):
-        if not spec.by_backend:
-            continue
-        key, value = pool.key(layer), pool.value(layer)
-        in_heads = not any(stride % spec.qk_head_dim for stride in key.stride()[:-1])  # the kernel divides them, without a check
-        if key.stride() != value.stride() or not in_heads or not (is_vectored(key) and is_vectored(value)):
-            raise UnsupportedError(
-                f"trtllm_mha needs the same strides for K and V, in whole heads of {spec.qk_head_dim}; layer {layer} has {key.stride()} "
-                f"and {value.stride()}: layers of several head dims in one pool do not fit; take another backend"
-            )
-
-
-def _announce(pool: KVPool) -> None:
-    for spec in pool.layers:
-        if spec.by_backend:
-            words = [f"head dim {spec.qk_head_dim}", f"group {spec.group_size}", f"page size {pool.page_size}", str(pool.dtype)[6:]]
-            words += ["window"] * (spec.sliding_window is not None)
-            announce("XQA", tuple(words), ", ".join(words))
 
 
 def _check_call(spec: AttentionSpec, call: AttentionCall, pool: KVPool) -> None:

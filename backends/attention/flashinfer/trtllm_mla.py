@@ -14,10 +14,11 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.capabilities import LATENTS_ONLY, Capabilities, Feature, GraphSupport, OneOf
+from paged_attn.backends.attention.decode_only.base import WorkspacePlan
 from paged_attn.backends.attention.flashinfer.kinds import is_vectored
 from paged_attn.backends.attention.flashinfer.launches import readable, writable
-from paged_attn.backends.attention.flashinfer.package import REQUIREMENT
-from paged_attn.backends.attention.flashinfer.trtllm import Plan, TrtllmBackend
+from paged_attn.backends.attention.flashinfer.trtllm import TrtllmBackend
+from paged_attn.backends.needs import FLASHINFER
 
 DTYPES = frozenset({torch.bfloat16})
 BLOCK = 128  # tokens
@@ -25,12 +26,7 @@ KEY_DIMS = {512: 128, 256: 64}  # by rank: the width of the models' keys for whi
 
 
 class TrtllmMlaBackend(TrtllmBackend):
-    """trtllm-gen decode over rows of latents; for prefill name another backend in front: backend="triton,trtllm_mla".
-
-    Raises:
-        ImportError: FlashInfer is not installed; the message holds the install line.
-        UnsupportedError: deterministic=True.
-    """
+    """trtllm-gen decode over rows of latents; for prefill name another backend in front: backend="triton,trtllm_mla"."""
 
     name, prefill_with = "trtllm_mla", "triton"
     capabilities = Capabilities(
@@ -43,7 +39,7 @@ class TrtllmMlaBackend(TrtllmBackend):
         latent_dims=(OneOf(KEY_DIMS), OneOf({64})),
         page_sizes=OneOf({32, 64}),
         graphs={"extend": GraphSupport.NEVER, "decode": GraphSupport.UNIFORM_DECODE},
-        requirements=(REQUIREMENT,),
+        requirements=(FLASHINFER,),
         note="TensorRT-LLM's latent attention through flashinfer, decode only: use it as triton,trtllm_mla; tested against its signature, "
         "not yet run on a GPU by this project",
         phases=frozenset({"decode"}),
@@ -58,11 +54,11 @@ class TrtllmMlaBackend(TrtllmBackend):
                     f"{pool.key(layer).stride()}: take another backend, such as 'triton'"
                 )
 
-    def plan_in_graph(self, plan: Plan) -> None:
+    def plan_in_graph(self, plan: WorkspacePlan) -> None:
         table = plan.batch.page_table
         plan.page_table = F.pad(table, (0, -table.shape[1] % (BLOCK // plan.batch.page_size))).contiguous()
 
-    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
+    def forward_decode(self, plan: WorkspacePlan, call: AttentionCall) -> None:
         batch, spec = plan.batch, call.spec
         assert isinstance(spec, LatentSpec)
         count = batch.num_requests

@@ -16,7 +16,7 @@ MIN_WORKSPACE = 128 << 20
 WRAPPER_BYTES = 8 << 20  # each wrapper allocates them, on the device and pinned on the host
 SLOTS = 3  # steps that the host may be ahead of the device before it waits
 SECONDS = {"decode": 25, "fa3": 94}  # to compile, measured on the H200 host
-_announced: set[Hashable] = set()
+_announced: set[tuple[str, tuple[str, ...]]] = set()
 
 
 class Slot:
@@ -99,15 +99,15 @@ class WrapperPool:
         return sum(buffer.numel() for buffer in self._workspaces.values()) + wrappers * WRAPPER_BYTES
 
 
-def announce(kernel: str, key: Hashable, what: str) -> None:
-    """Say once per process, before the first use of a kernel, that it may be compiled now."""
-    if (kernel, key) in _announced:
+def announce(kernel: str, *words: str) -> None:
+    """Say once per process, before the first use of a kernel for what the words say, that it may be compiled now."""
+    if (kernel, words) in _announced:
         return
-    _announced.add((kernel, key))
+    _announced.add((kernel, words))
     seconds = SECONDS.get(kernel)
     logger.info(
         "flashinfer: first use of its %s kernel for %s; unless it is in FlashInfer's cache (~/.cache/flashinfer) it is compiled now%s",
-        kernel, what, f", which takes about {seconds} s" if seconds else ", which may take minutes",
+        kernel, ", ".join(words), f", which takes about {seconds} s" if seconds else ", which may take minutes",
     )  # fmt: skip
 
 

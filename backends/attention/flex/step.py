@@ -75,7 +75,7 @@ class Keys:
         host_blocks = [-(-(length - kept.first(length - new)) // KEY_BLOCK) for length, new in lengths]
         count, most = sum(host_blocks), max(AT_LEAST, *host_blocks)
         lens = batch.seq_lens
-        begin = _first_visible(lens - batch.query_lens, spec)
+        begin = kept.first(lens - batch.query_lens)
         blocks = (lens - begin + KEY_BLOCK - 1) // KEY_BLOCK
         block_starts = _before(blocks)
         owner = _repeated(blocks, count).repeat_interleave(KEY_BLOCK)
@@ -87,7 +87,7 @@ class Keys:
         end = last + 1
         if not spec.causal:
             end = lens[request] if spec.chunk is None else torch.minimum(lens[request], (last // spec.chunk + 1) * spec.chunk)
-        low = (_first_visible(first, spec) - begin[request]) // KEY_BLOCK
+        low = (kept.first(first) - begin[request]) // KEY_BLOCK
         counts = torch.where(tiles.queries > 0, (end - begin[request] + KEY_BLOCK - 1) // KEY_BLOCK - low, 0)
         listed = torch.clamp((block_starts[request] + low)[:, None] + _arange(most, lens), 0, count - 1)
         where = Where(
@@ -109,10 +109,3 @@ def _before(counts: Tensor) -> Tensor:
 def _repeated(counts: Tensor, total: int) -> Tensor:
     """[0] * counts[0] + [1] * counts[1] + ..., of a length that the host knows, so that nothing waits for the device."""
     return torch.repeat_interleave(_arange(counts.shape[0], counts), counts, output_size=total)
-
-
-def _first_visible(position: Tensor, spec: AttentionSpec) -> Tensor:
-    first = torch.zeros_like(position)
-    if spec.sliding_window is not None:
-        first = torch.maximum(first, position - (spec.sliding_window - 1))
-    return first if spec.chunk is None else torch.maximum(first, position // spec.chunk * spec.chunk)

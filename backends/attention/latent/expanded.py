@@ -24,7 +24,7 @@ def attend_expanded(call: LatentCall, pool: KVPool, batch: Batch, request: int, 
     spec, length = call.spec, batch.seq_lens_host[request]
     query = call.query[rows].transpose(0, 1)  # [heads, new, dim]
     if length <= most_tokens(call):
-        keys, values = _of_request(call, pool, batch, request, 0, length)
+        keys, values = keys_and_values(call, pool, slots_of(batch, request, 0, length))
         visible = None if query.shape[1] == length else _visible(query, length, 0, length)
         result = F.scaled_dot_product_attention(
             query[None], keys[None], values[None], attn_mask=visible, is_causal=visible is None, scale=spec.scale
@@ -45,7 +45,7 @@ def _in_parts(call: LatentCall, pool: KVPool, batch: Batch, request: int, query:
     result = query.new_zeros((*query.shape[:2], call.spec.value_dim))
     for start in range(0, length, step):
         end = min(start + step, length)
-        keys, values = (each.to(query.dtype) for each in _of_request(call, pool, batch, request, start, end))
+        keys, values = (each.to(query.dtype) for each in keys_and_values(call, pool, slots_of(batch, request, start, end)))
         scores = (query @ keys.transpose(1, 2)) * call.spec.scale
         scores = scores.masked_fill(~_visible(query, length, start, end), float("-inf"))
         higher = torch.maximum(most, scores.amax(-1, keepdim=True))  # the first part holds token 0, which all see
@@ -74,11 +74,6 @@ def expand(call: LatentCall, pool: KVPool, slots: Tensor, keys: Tensor, values: 
         torch.bmm(latent, spec.keys.of(call.weight_k, heads, spec.key_dim).transpose(1, 2), out=plain)
         torch.bmm(latent, spec.values.of(call.weight_v, heads, spec.value_dim).transpose(1, 2), out=values)
         rotated.copy_(kept[:, spec.rank :].expand(heads, -1, -1))
-
-
-def _of_request(call: LatentCall, pool: KVPool, batch: Batch, request: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """`keys_and_values` of a request's tokens from `start` up to `end`."""
-    return keys_and_values(call, pool, slots_of(batch, request, start, end))
 
 
 def slots_of(batch: Batch, request: int, start: int, end: int) -> Tensor:

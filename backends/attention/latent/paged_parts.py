@@ -65,10 +65,8 @@ class PagedParts:
             for piece in pieces:
                 mine = query[piece.rows]
                 output, lse = mine.new_empty((*mine.shape[:2], width)), totals.new_empty(mine.shape[:2])
-                backend.forward(
-                    piece.plan, piece.layer, self.pool.layers[piece.layer], mine, mine, mine[..., :width], output,
-                    save_kv_cache=False, sinks=None, bias=None, lse_out=lse,
-                )  # fmt: skip
+                spec, no_value = self.pool.layers[piece.layer], mine[..., :width]
+                backend.forward(piece.plan, piece.layer, spec, mine, mine, no_value, output, save_kv_cache=False, lse_out=lse)
                 before = totals[piece.rows]
                 after = torch.logaddexp(before, lse)
                 sums[piece.rows] = sums[piece.rows] * (before - after).exp()[..., None] + output * (lse - after).exp()[..., None]

@@ -21,7 +21,7 @@ from paged_attn.backends.attention.latent.expanded import attend_expanded, most_
 from paged_attn.backends.attention.latent.fresh import FreshPrompts, of_like_lengths
 from paged_attn.backends.attention.latent.paged import PagedExpansion
 from paged_attn.backends.attention.latent.paged_parts import PagedParts, paged_expansions
-from paged_attn.backends.kv_write.latent import store_latent
+from paged_attn.backends.kv_write.store import store_latent
 
 
 class LatentBackend(Backend, Protocol):
@@ -83,9 +83,7 @@ def _attend(backend: Backend, plan: Any, call: LatentCall, mapped: Tensor, outpu
     spec = call.spec
     sums = mapped.new_empty((mapped.shape[0], spec.num_q_heads, spec.rank))
     no_key = mapped[:, :1]  # of the right shape; the step's rows are in the pool
-    backend.forward(
-        plan, call.layer_id, spec, mapped, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False, sinks=None, bias=None, lse_out=None
-    )
+    backend.forward(plan, call.layer_id, spec, mapped, no_key, no_key[..., : spec.rank], sums, save_kv_cache=False)
     mapped_back(spec, sums, call.weight_v, output)
 
 
@@ -102,10 +100,10 @@ def _step_part(backend: LatentBackend, context: ForwardContext, call: LatentCall
 
 
 def _deal_out(backend: LatentBackend, context: ForwardContext, spec: LatentSpec, dtype: torch.dtype, most: int) -> StepPart | None:
-    batch, device = context.batch, context.pool.device.type
+    batch, device = context.batch, context.pool.device
     starts = list(itertools.accumulate(batch.query_lens_host, initial=0))
     lengths = list(zip(batch.query_lens_host, batch.seq_lens_host, strict=True))
-    chosen = [r for r, (new, length) in enumerate(lengths) if expands(spec, new, length - new, device)]
+    chosen = [r for r, (new, length) in enumerate(lengths) if expands(spec, new, length - new)]
     if not chosen:
         return None
     others = [r for r in range(batch.num_requests) if r not in set(chosen)]
@@ -115,9 +113,9 @@ def _deal_out(backend: LatentBackend, context: ForwardContext, spec: LatentSpec,
         plan = backend.plan(part, context.pool)
         backend.plan_in_graph(plan)
         planned = (part, plan, at)
-    if backend.attends_expanded(spec.expanded, dtype, context.pool.device):
+    if backend.attends_expanded(spec.expanded, dtype, device):
         return StepPart(paged_expansions(backend, spec.expanded, dtype, batch, chosen, most), (), (), planned)
     rows = {r: slice(starts[r], starts[r + 1]) for r in chosen}
     whole = [r for r in chosen if lengths[r][0] == lengths[r][1] <= most]
-    fresh = tuple(FreshPrompts.of(group, context.pool.device) for group in of_like_lengths([rows[r] for r in whole], most))
+    fresh = tuple(FreshPrompts.of(group, device) for group in of_like_lengths([rows[r] for r in whole], most))
     return StepPart((), fresh, tuple((r, rows[r]) for r in chosen if r not in set(whole)), planned)

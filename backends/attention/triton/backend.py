@@ -50,8 +50,9 @@ class TritonBackend(AttentionBackend):
         from paged_attn.backends.attention.triton.latent.launch import LatentLaunch
         from paged_attn.backends.attention.triton.launch import LayerLaunch
         from paged_attn.backends.attention.triton.plan import Plan, small_step
-        from paged_attn.backends.attention.triton.tiling import in_hopper_kernel, machine_of
+        from paged_attn.backends.attention.triton.tiling import in_hopper_kernel
         from paged_attn.backends.kv_write.launch import store_rows
+        from paged_attn.backends.machine import machine_of
 
         self._small_step, self._in_hopper_kernel, self._machine_of = small_step, in_hopper_kernel, machine_of
         self._make_plan, self._layer_launch, self._latent_launch, self._store_rows = Plan.of, LayerLaunch.of, LatentLaunch.of, store_rows
@@ -105,11 +106,10 @@ class TritonBackend(AttentionBackend):
         batch, pool = plan.batch, plan.pool
         self._store_rows(call.key, call.value, pool.key(call.layer_id), pool.value(call.layer_id), batch.slots, batch.num_tokens)
 
-    def forward_decode(self, plan: Plan, call: AttentionCall) -> None:
-        self._attend(plan, call, fused_write=False)
-
     def forward_extend(self, plan: Plan, call: AttentionCall) -> None:
         self._attend(plan, call, fused_write=False)
+
+    forward_decode = forward_extend
 
     def _attend(self, plan: Plan, call: AttentionCall, fused_write: bool) -> None:
         if call.output.stride(-1) != 1:
@@ -123,10 +123,7 @@ class TritonBackend(AttentionBackend):
             shares = plan.shares[index]
             launch = launches.get(key := (call.layer_id, shares.kind, fused_write))
             if launch is None:
+                layer = (plan.pool, call.layer_id, shares.kind)
                 latent = isinstance(plan.pool.layers[call.layer_id], LatentSpec)
-                launch = launches[key] = (
-                    self._latent_launch(plan.pool, call.layer_id, shares.kind)
-                    if latent
-                    else self._layer_launch(plan.pool, call.layer_id, shares.kind, fused_write)
-                )
+                launch = launches[key] = self._latent_launch(*layer) if latent else self._layer_launch(*layer, fused_write)
             launch(plan, shares, call)

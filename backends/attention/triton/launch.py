@@ -16,9 +16,9 @@ from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.flash_style import for_kernel
 from paged_attn.backends.attention.triton.attend_kernel import attend as attend_kernel
 from paged_attn.backends.attention.triton.plan import Plan, kept_rows
-from paged_attn.backends.attention.triton.tiling import power_of_2
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
 from paged_attn.backends.fast_launch import FastKernel, device_index
+from paged_attn.backends.machine import power_of_2
 
 _general = FastKernel(attend_kernel)
 

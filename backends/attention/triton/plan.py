@@ -13,8 +13,9 @@ from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, machine_of, power_of_2, tiling
+from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
+from paged_attn.backends.machine import machine_of, power_of_2
 
 
 @dataclass

@@ -20,63 +20,17 @@ Off Hopper what is known is that they compile for SM90, and how much of a multip
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 import torch
-import triton
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
+from paged_attn.backends.machine import Machine, power_of_2
 
-logger = logging.getLogger("paged_attn")
 RowsKind = Literal["one", "more", "all"]
-
-
 HOPPER_BYTES = 224 << 10  # of shared memory, for tiles: 227 KiB less what converts layouts, and barriers
-GLUON_VERSIONS = ("3.6", "3.7")  # of Triton, for which `hopper_kernel` compiles: Gluon is experimental and changes
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What launches depend on.
-
-    Attributes:
-        multiprocessors: of the GPU.
-        hopper: whether `hopper_kernel` runs there: compute capability 9.0 and a Triton that it is written for.
-        early: whether kernels may be launched before the one in front has ended: compute capability 9.0 or more; measured on 9.0 only.
-        l2_bytes: of its L2 cache; 0: not known.
-    """
-
-    multiprocessors: int
-    hopper: bool
-    early: bool
-    l2_bytes: int = 0
-
-
-@cache
-def machine_of(device: torch.device) -> Machine:
-    """In Triton's interpreter, on the CPU, there are as many multiprocessors as make small tests cut their items."""
-    if device.type != "cuda":
-        return Machine(3, hopper=False, early=False)
-    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)  # ROCm's are numbers of another kind
-    hopper = capability == (9, 0)
-    if hopper and not (known := triton.__version__.startswith(GLUON_VERSIONS)):
-        logger.warning(
-            "Triton %s: the prefill kernel for Hopper compiles with %s; the general one runs instead, at about 0.65 of its pace",
-            triton.__version__, " and ".join(GLUON_VERSIONS),
-        )  # fmt: skip
-        hopper = known
-    properties = torch.cuda.get_device_properties(device)
-    return Machine(properties.multi_processor_count, hopper, capability >= (9, 0), properties.L2_cache_size)
-
-
-def early_start(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """EARLY of a kernel that may be launched before the one in front has ended, with Triton's option for it, which not every GPU's
-    compiler knows."""
-    return {"EARLY": True, "launch_pdl": True} if wanted and machine_of(device).early else {"EARLY": False}
 
 
 @dataclass(frozen=True)
@@ -112,11 +66,6 @@ class Tiling:
     producer_registers: int = 72
     waves: int = 1
     turns: bool = True
-
-
-def power_of_2(size: int) -> int:
-    """The least power of two that is not below `size`."""
-    return 1 << (size - 1).bit_length()
 
 
 def tiling(

@@ -1,4 +1,4 @@
 """Experts by what the wheel of sgl-kernel brings: `matmul_ogs` of its `triton_kernels` for the products, its own kernels for the gate.
 
-Pairs are sorted by ours, and summed up by ours: `ragged.py` says what its product wants to know of them.
+Pairs are sorted by ours, and summed up by ours (`sum_kernel.py`).
 """

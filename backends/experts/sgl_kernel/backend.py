@@ -7,20 +7,21 @@ activated in the first product, all others behind it; the second writes a pair's
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.install_line import install_line
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem
-from paged_attn.backends.needs import TRITON, Needs, Requirement
+from paged_attn.backends.experts.base import ExpertsBackend, ExpertsProblem, odd_widths
+from paged_attn.backends.needs import HALF, SGL_KERNEL, TRITON, Needs, Requirement
 
 # Of sgl_kernel's functions, each of rows [gate, up], by our activations.
 GATES = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_tanh": "gelu_tanh_and_mul"}
 ALIGNMENT = 16  # bytes, of a row
+SMALLEST_BLOCK = 16  # of rows of one expert
 SCRATCH = 1 << 20  # bytes; 132 persistent programs keep a descriptor of 128 bytes each for every tensor that they write by TMA
 
 
@@ -28,32 +29,25 @@ class SglKernelExpertsBackend(ExpertsBackend):
     name = "sgl_kernel"
     needs: ClassVar[Needs] = Needs(
         devices=frozenset({"cuda"}),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        dtypes=HALF,
         architectures=frozenset({90}),
-        requirements=(
-            Requirement("sgl_kernel", "0.4.2", install_line("sgl")),
-            Requirement("triton_kernels", "", install_line("sgl")),
-            TRITON,
-        ),
+        requirements=(SGL_KERNEL, Requirement("triton_kernels", "", SGL_KERNEL.install), TRITON),
         note="never taken by itself: not measured; products of triton_kernels, which that wheel brings",
     )
 
     def unmet(self, problem: ExpertsProblem) -> list[str]:
-        reasons, spec = super().unmet(problem), problem.spec
-        odd = [width for width in (spec.hidden, spec.inner) if width * problem.dtype.itemsize % ALIGNMENT]
-        return reasons + [f"a width of {width} is no multiple of {ALIGNMENT // problem.dtype.itemsize}" for width in odd]
+        return super().unmet(problem) + odd_widths(problem, ALIGNMENT)
 
     def forward(
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
     ) -> Tensor:
-        from paged_attn.backends.experts.sgl_kernel.ragged import rows_by_expert
         from paged_attn.backends.experts.sgl_kernel.sum_kernel import weighted_sum
 
         if not len(x):  # `matmul_ogs` divides by their number
             return x.new_empty((0, w2.shape[1]))
         products, (experts, hidden, _) = _products(), w2.shape
         given, ids, weights = x.to(w1.dtype).contiguous(), ids.contiguous(), weights.contiguous()
-        rows = rows_by_expert(ids, experts)
+        rows = RowsByExpert.of(ids, experts)
         _hold_scratch(w1.device)
         inner = _first_product(given, w1, b1, gating, rows.routing(ids.shape[1]), products.GatherIndx(rows.pairs, rows.pairs))
         # With one expert to a row, rows go where `dst_indx` says. Those of no expert are not written, and the sum leaves them out.
@@ -61,6 +55,33 @@ class SglKernelExpertsBackend(ExpertsBackend):
             inner, w2.transpose(1, 2), _bias(b2), rows.routing(1), scatter_indx=products.ScatterIndx(ids.view(-1), rows.pairs)
         )  # fmt: skip
         return weighted_sum(parts.view(*ids.shape, hidden), ids, weights, experts).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class RowsByExpert:
+    """What `matmul_ogs` wants to know of sorted pairs.
+
+    `pairs` [T k]: the pair of each row; `counts` [E]: rows of each expert; both int32; `metadata`: where blocks of rows begin.
+    """
+
+    pairs: Tensor
+    counts: Tensor
+    metadata: Any
+
+    @classmethod
+    def of(cls, ids: Tensor, experts: int) -> RowsByExpert:
+        """`ids` [T, k] is contiguous; those of no expert come last, where no block is."""
+        from triton_kernels.tensor import make_ragged_tensor_metadata
+
+        from paged_attn.backends.experts.triton.grouped import sorted_pairs
+
+        pairs, _, counts = sorted_pairs(ids, experts, SMALLEST_BLOCK)
+        counts = counts[:experts]
+        return cls(pairs, counts, make_ragged_tensor_metadata(counts, ids.numel()))
+
+    def routing(self, top_k: int) -> Any:
+        """For a product that reads row pair // top_k of its operand where it gathers."""
+        return _products().RoutingData(None, self.counts, len(self.counts), top_k, self.metadata)
 
 
 def _first_product(x: Tensor, w1: Tensor, b1: Tensor | None, gating: Gating, routing: Any, gather: Any) -> Tensor:

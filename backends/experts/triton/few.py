@@ -9,10 +9,10 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.attention.triton.tiling import early_start
 from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.experts.triton.arguments import constants_of, strides_of
 from paged_attn.backends.experts.triton.few_kernel import few_first, few_second
-from paged_attn.backends.experts.triton.strides import strides_of
+from paged_attn.backends.machine import early_start
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,8 @@ def few_experts(
     launch(
         few_first, (tokens * top_k, triton.cdiv(width, tiling.rows)),
         x, ids, w1, b1, inner, x.stride(0), *strides_of(w1, width), 0 if b1 is None else b1.stride(0), gating.limit, gating.alpha,
-        EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
-        ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
-        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first,
-        BLOCK_I=tiling.rows, BLOCK_H=min(tiling.columns, triton.next_power_of_2(hidden)), num_warps=tiling.warps,
-        **early,
+        EXPERTS=experts, TOP_K=top_k, H=hidden, WIDTH=width, HAS_BIAS=b1 is not None, BLOCK_I=tiling.rows,
+        BLOCK_H=min(tiling.columns, triton.next_power_of_2(hidden)), num_warps=tiling.warps, **constants_of(gating), **early,
     )  # fmt: skip
     launch(
         few_second, (tokens, triton.cdiv(hidden, tiling.second_rows)),

@@ -11,12 +11,12 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.attention.triton.tiling import early_start
 from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.experts.triton.arguments import constants_of, strides_of
 from paged_attn.backends.experts.triton.grouped_kernel import grouped_first, grouped_second, sum_parts
 from paged_attn.backends.experts.triton.hopper import BLOCK, hopper_products
 from paged_attn.backends.experts.triton.sort_kernel import count_pairs, sort_few_pairs, sort_pairs
-from paged_attn.backends.experts.triton.strides import strides_of
+from paged_attn.backends.machine import early_start
 
 SORTED_AT_ONCE = 128  # pairs of a program
 ONE_PROGRAM = 1024  # pairs: so many are sorted by one launch of one
@@ -98,9 +98,7 @@ def _general_products(
     launch(
         grouped_first, (num_blocks * triton.cdiv(width, tiling.n),),
         x, pairs, blocks, w1, b1, inner, num_blocks, x.stride(0), *strides_of(w1, width), 0 if b1 is None else b1.stride(0),
-        gating.limit, gating.alpha, TOP_K=top_k, INTERLEAVED=gating.interleaved, GATED=gating.gated, HAS_BIAS=b1 is not None,
-        ACTIVATION=gating.activation, HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0,
-        GATE_SOFTCAP=gating.gate_softcap, UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first, **how, **early,
+        gating.limit, gating.alpha, TOP_K=top_k, HAS_BIAS=b1 is not None, **constants_of(gating), **how, **early,
     )  # fmt: skip
     launch(
         grouped_second, (num_blocks * triton.cdiv(hidden, tiling.n),),

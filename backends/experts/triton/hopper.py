@@ -9,8 +9,9 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends.attention.triton.tiling import machine_of
 from paged_attn.backends.compile_ahead import Boxes, launch
+from paged_attn.backends.experts.triton.arguments import constants_of
+from paged_attn.backends.machine import machine_of
 
 BLOCK = 128  # pairs of a tile
 COLUMNS, DEPTH = 256, 64
@@ -76,10 +77,8 @@ class Product:
             product_hopper, (min(tiles, machine_of(weight.device).multiprocessors),),
             left, pairs, blocks, Boxes(weight, matrix.shape, matrix.stride, box, layout), left if self.bias is None else self.bias, scales,
             out, blocks.shape[1], left.stride(0), matrix.expert_rows, matrix.up_rows, 0 if self.bias is None else self.bias.stride(0),
-            gating.limit, gating.alpha, EXPERTS=len(weight), TOP_K=top_k, N=n, K=left.shape[1], K_FIRST=matrix.k_first, GATED=gating.gated,
-            INTERLEAVED=gating.interleaved, HAS_BIAS=self.bias is not None, SCALED=self.gating is None, ACTIVATION=gating.activation,
-            HAS_LIMIT=gating.limit != 0.0, HAS_ALPHA=gating.alpha != 0.0, GATE_SOFTCAP=gating.gate_softcap,
-            UP_SOFTCAP=gating.up_softcap, UP_FIRST=gating.up_first, STAGES=STAGES, num_warps=4,
+            gating.limit, gating.alpha, EXPERTS=len(weight), TOP_K=top_k, N=n, K=left.shape[1], K_FIRST=matrix.k_first,
+            HAS_BIAS=self.bias is not None, SCALED=self.gating is None, STAGES=STAGES, num_warps=4, **constants_of(gating),
         )  # fmt: skip
 
 

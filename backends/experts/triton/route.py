@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.routing import Routing
-from paged_attn.backends.attention.triton.tiling import early_start
 from paged_attn.backends.experts.triton.route_kernel import route_kernel
+from paged_attn.backends.machine import early_start
 
 MOST_EXPERTS = 1024  # that a program holds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paged_attn.backends.kv_write.store import has_triton
+from paged_attn.backends.devices import has_triton
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 
 

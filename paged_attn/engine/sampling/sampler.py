@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
-from paged_attn.backends.kv_write.store import has_triton
+from paged_attn.backends.devices import has_triton
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine.sampling.forbidden import forbid
 from paged_attn.engine.sampling.sample_tokens import sample_tokens

@@ -59,7 +59,7 @@ def test_layers_of_other_kinds_may_share_the_pool_of_flash_mla() -> None:
 @pytest.mark.parametrize("cls", BACKENDS)
 def test_behind_a_backend_for_prefill(cls: Decoding, sgl: FakeSglMla, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixed steps go to the other one; what is left of a step that is dealt out, if it decodes, does not."""
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 2)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: new > 2)
     backend = hybrid_of(TorchNativeBackend(), cls())
     for lengths in (*STEPS.values(), DECODE):
         make(SPEC, lengths, BACKENDS[cls], BF16, beside=SPEC).assert_right(backend, TOLERANCE[BF16])

@@ -170,7 +170,8 @@ def test_tritons_graphs_are_planned_as_the_steps_that_they_serve(layers, dtype, 
     """`shortest`: contexts below which a second graph is not worth it; the interpreter's machine is too small for the true one."""
     pytest.importorskip("triton")
     from paged_attn.backends.attention.triton.backend import TritonBackend
-    from paged_attn.backends.attention.triton.tiling import few_keys, machine_of
+    from paged_attn.backends.attention.triton.tiling import few_keys
+    from paged_attn.backends.machine import machine_of
 
     backend, pool = TritonBackend(), KVPool(layers, 2, 1, dtype)
     cached = [min(c, width - 1) for c in cached[:requests]]

@@ -22,7 +22,7 @@ from tests.backends.latent_problems import SPECS, STEPS, make
 
 
 def always(monkeypatch: pytest.MonkeyPatch, expand: bool) -> None:
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: expand)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: expand)
 
 
 @pytest.mark.parametrize("expand", [False, True], ids=["absorbed", "expanded"])
@@ -45,7 +45,7 @@ def test_a_step_is_dealt_out(monkeypatch: pytest.MonkeyPatch, backend: Attention
     """Some requests one way and some the other, in one step."""
     asked = []
 
-    def long_ones(spec: LatentSpec, new: int, cached: int, device: str) -> bool:
+    def long_ones(spec: LatentSpec, new: int, cached: int) -> bool:
         asked.append((cached, new))
         return new > 2
 
@@ -121,7 +121,7 @@ def test_a_backend_attends_to_what_is_expanded(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("kind", SPECS)
 def test_a_backend_attends_to_as_many_as_fit_into_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Requests that are not neighbours, too."""
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 2)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: new > 2)
     monkeypatch.setattr(step, "most_tokens", lambda call: 50)
     backend = AttendsExpanded()
     make(kind, ((0, 9), (5, 1), (0, 40), (0, 33), (12, 8), (0, 10)), 4).assert_right(backend)
@@ -131,7 +131,7 @@ def test_a_backend_attends_to_as_many_as_fit_into_memory(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", SPECS)
 def test_longer_contexts_come_to_a_backend_in_parts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """All new; with a part that holds old and new tokens, and parts of old ones alone; and a short one besides."""
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 1)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: new > 1)
     monkeypatch.setattr(step, "most_tokens", lambda call: 16)
     for way in ("attend_expanded", "FreshPrompts"):
         monkeypatch.setattr(step, way, lambda *_: pytest.fail("not by the backend"))
@@ -141,7 +141,7 @@ def test_longer_contexts_come_to_a_backend_in_parts(monkeypatch: pytest.MonkeyPa
 
 
 def test_parts_take_no_more_memory_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: True)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: True)
     monkeypatch.setattr(step, "most_tokens", lambda call: 16)
     made = []
     build = paged_parts.KVPool
@@ -171,5 +171,5 @@ def test_batch_invariant_backends_attend_to_rows_alone(monkeypatch: pytest.Monke
 def test_which_way_is_taken() -> None:
     """DeepSeek-V2-Lite's sizes."""
     spec = LatentSpec(16, 1, 576, 512, 0.1, rotated=64, key_dim=128, value_dim=128, keys=HeadRows(0, 256), values=HeadRows(128, 256))
-    assert expands(spec, 2048, 0, "cuda") and expands(spec, 512, 4096, "cuda")
-    assert not expands(spec, 1, 0, "cuda") and not expands(spec, 1, 100_000, "cuda") and not expands(spec, 16, 4096, "cuda")
+    assert expands(spec, 2048, 0) and expands(spec, 512, 4096)
+    assert not expands(spec, 1, 0) and not expands(spec, 1, 100_000) and not expands(spec, 16, 4096)

@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs where there is a GPU")
 if not torch.cuda.is_available():
     from paged_attn.backends.attention.triton.backend import TritonBackend
-    from paged_attn.backends.attention.triton.tiling import Machine, in_latent_hopper, prefers_latent_hopper, tiling
+    from paged_attn.backends.attention.triton.tiling import in_latent_hopper, prefers_latent_hopper, tiling
+    from paged_attn.backends.machine import Machine
     from tests.backends.gluon_on_cpu import on_cpu
 ROOM = "paged_attn.backends.attention.triton."
 DECODE, MIXED = ((70, 1), (63, 1), (0, 1), (300, 1)), ((17, 1), (0, 1), (6, 5), (130, 1), (0, 9))

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's inte
 if not torch.cuda.is_available():
     from paged_attn.backends.attention.triton import tiling
     from paged_attn.backends.attention.triton.backend import TritonBackend
-    from paged_attn.backends.attention.triton.tiling import Machine, Tiling
+    from paged_attn.backends.attention.triton.tiling import Tiling
+    from paged_attn.backends.machine import Machine
 
     TRITON, DETERMINISTIC, REFERENCE = TritonBackend(), TritonBackend(deterministic=True), ReferenceBackend()
 

@@ -17,8 +17,9 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 if not torch.cuda.is_available():
     from paged_attn.backends.attention.triton.backend import TritonBackend
-    from paged_attn.backends.attention.triton.tiling import Machine, power_of_2, tiling
+    from paged_attn.backends.attention.triton.tiling import tiling
     from paged_attn.backends.kv_write.launch import store_latent_rows
+    from paged_attn.backends.machine import Machine, power_of_2
 
     TRITON, DETERMINISTIC = TritonBackend(), TritonBackend(deterministic=True)
 MACHINE = "paged_attn.backends.attention.triton.plan.machine_of"
@@ -43,7 +44,7 @@ def test_deterministic_cuts_give_the_same_numbers(lengths: str) -> None:
 @pytest.mark.parametrize(("kind", "lengths"), zip(SPECS, ("prompts", "chunks", "mixed"), strict=True))
 def test_what_is_expanded_comes_to_the_kernel(monkeypatch: pytest.MonkeyPatch, kind: str, lengths: str) -> None:
     """As on a GPU of compute capability 9.0, with the general kernel in place of the one for it."""
-    monkeypatch.setattr(step, "expands", lambda spec, new, cached, device: new > 1)
+    monkeypatch.setattr(step, "expands", lambda spec, new, cached: new > 1)
     monkeypatch.setattr(TRITON, "attends_expanded", lambda spec, dtype, device: True)
     for way in ("attend_expanded", "FreshPrompts"):
         monkeypatch.setattr(step, way, lambda *_: pytest.fail("not by the kernel"))

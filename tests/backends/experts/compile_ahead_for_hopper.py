@@ -14,11 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from paged_attn.attn_ops.specs.experts import Gating
-from paged_attn.backends import compile_ahead
-from paged_attn.backends.attention.triton import tiling
-from paged_attn.backends.attention.triton.tiling import Machine
+from paged_attn.backends import compile_ahead, machine
 from paged_attn.backends.experts.triton import few, grouped, hopper
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
+from paged_attn.backends.machine import Machine
 from tests.backends.experts.operands import operands
 
 OTHERS = (Gating("silu", gate_softcap=4.0, up_softcap=25.0), Gating("gelu", up_first=True), Gating("silu", True, True, 0.5, up_first=True))
@@ -49,7 +48,7 @@ def only_compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constan
 
 def main() -> None:
     driver.set_active(NoGPU())  # type: ignore[arg-type]
-    tiling.machine_of = hopper.machine_of = lambda device: Machine(132, hopper=True, early=True)  # type: ignore[assignment]
+    machine.machine_of = hopper.machine_of = lambda device: Machine(132, hopper=True, early=True)  # type: ignore[assignment]
     compiled: list[str] = []
     starts: dict[str, bool] = {}
     original = JITFunction._do_compile

@@ -12,9 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from paged_attn.backends.attention.triton.tiling import Machine
 from paged_attn.backends.experts.triton import hopper
 from paged_attn.backends.experts.triton import hopper_kernel as kernel
+from paged_attn.backends.machine import Machine
 from tests.backends.experts.operands import GATINGS, operands
 from tests.backends.kernel_resources import resources_of
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from paged_attn.backends.attention.triton.tiling import Machine
 from paged_attn.backends.compile_ahead import Boxes
 from paged_attn.backends.experts.triton import grouped, hopper
+from paged_attn.backends.machine import Machine
 from tests.backends.experts.operands import DEVICE, GATINGS, close, in_float32, operands, with_loads
 from tests.backends.gluon_on_cpu import Described, on_cpu
 

@@ -152,5 +152,5 @@ def test_a_log_line_before_what_may_compile(backend, caplog):
 
 def test_an_unknown_compile_time_is_said_so(caplog):
     with caplog.at_level(logging.INFO, "paged_attn"):
-        announce("new kernel", object(), "something")
+        announce("new kernel", "something")
     assert "may take minutes" in caplog.text
