@@ -13,12 +13,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
-from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.calling.no_attention import without_attention
 from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
 from paged_attn.check.runs.boundaries import Boundary
-from paged_attn.check.runs.running import NoAttention, must_run
+from paged_attn.check.runs.running import must_run
 from paged_attn.check.runs.served import Seen, Served
 from paged_attn.check.runs.steps import SHORTEST  # frequencies may change at any length
 from paged_attn.check.runs.truth import Truth
@@ -77,8 +76,7 @@ def _seen(served: Served, truth: Truth, position: int) -> Mapping[Any, Seen]:
         rows[:count] = truth.served(SHORTEST, name, boundary).reshape(rows[:count].shape).to(value.dtype)
         return copied
 
-    pool = KVPool((), 2, page_size, served.kv_dtype, prompt.device)
-    with ForwardContext(batch, pool, NoAttention()), must_run("the model", f"a token at position {position}"):  # type: ignore[arg-type]
+    with without_attention(batch, served.kv_dtype), must_run("the model", f"a token at position {position}"):
         return served.run_pieces(batch, visit)
 
 

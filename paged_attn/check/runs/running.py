@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.model_code import model_code
-
-
-class NoAttention:
-    """A backend for runs that call no paged attention."""
-
-    def plan(self, batch: Batch, pool: KVPool) -> None: ...
-
-    def plan_in_graph(self, plan: None) -> None: ...
 
 
 @contextmanager

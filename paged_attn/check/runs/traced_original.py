@@ -9,11 +9,11 @@ from torch import Tensor, fx
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.calling.no_attention import without_attention
 from paged_attn.check.runs.boundaries import Boundaries, Boundary
 from paged_attn.check.runs.choices import ChosenRun, PerturbedRun
 from paged_attn.check.runs.inner_reads import inner_reads
-from paged_attn.check.runs.running import NoAttention, must_run
+from paged_attn.check.runs.running import must_run
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original
 from paged_attn.check.runs.steps import LONGEST
 from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, WideRun
@@ -82,10 +82,9 @@ class TracedOriginal(Original):
 
     def _context(self, tokens: Tensor, token_by_token: bool) -> ForwardContext:
         """Recurrent layers are ops of this graph, too, and need a state to write."""
-        pool = KVPool((), 2, len(tokens), self.narrow, tokens.device)
         batch = Batch.build([BatchRequest(tokens.tolist(), [1], 0, len(tokens), 1)], len(tokens), tokens.device)
         runner = runner_of(self.recurrent, 1, tokens.device, TokenByToken if token_by_token else RecurrentRunner)
-        return ForwardContext(batch, pool, NoAttention(), runner)  # type: ignore[arg-type]
+        return without_attention(batch, self.narrow, runner)
 
     def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor) -> Tensor | str:
         """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
-from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.recurrent import StateSpec
@@ -23,6 +21,7 @@ from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.selection.scans import ScanSelection, scans_backend, select_scan
 from paged_attn.calling.evaluating import evaluating
 from paged_attn.calling.forward_scopes import forward_scopes
+from paged_attn.calling.no_attention import without_attention
 from paged_attn.recurrent.as_ops.functions import (
     FUNCTIONS,
     NoOpFits,
@@ -175,10 +174,9 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
 
 def _by_ops(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: StatePool, batch: Batch, inputs: Sequence[Tensor]) -> Tensor:
     """The output of the layer's forward [1, rows, ...] with ops in the places of functions."""
-    no_kv = KVPool((), 2, PAGE, torch.float32, _device(layer))
     shapes = [state.shape for state in layer.spec.states]
     ops = RecurrentRunner([layer], pool)
-    with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(shapes), replaced_functions(scopes):
+    with without_attention(batch, torch.float32, ops), layer_of_ops(shapes), replaced_functions(scopes):
         return layer.run_without_cache(inputs)
 
 
@@ -250,15 +248,3 @@ def kind_of(layer: RecurrentLayer) -> tuple[Any, ...]:
     numbers = [[(key, value) for key, value in values if key not in _INDICES] for _, _, values in parts]
     owned = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in layer.module.state_dict(keep_vars=True).items()]
     return tuple(kind for _, kind, _ in parts), repr(numbers), tuple(owned), repr([(s.shape, s.dtype) for s in layer.spec.states])
-
-
-class _NoAttention:
-    """The backend of a context in which no attention runs."""
-
-    def plan(self, batch: Batch, pool: KVPool) -> None: ...
-
-    def plan_in_graph(self, plan: None) -> None: ...
-
-    def forward(self, *_: Any, **__: Any) -> None: ...
-
-    def forward_latent(self, *_: Any) -> None: ...
