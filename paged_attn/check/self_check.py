@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.body import Body
 from paged_attn.check.compare.against_model import check_against_model, check_rows
 from paged_attn.check.compare.diagnosis import refusal
@@ -23,7 +22,7 @@ from paged_attn.check.compare.later_tokens import check_later_tokens
 from paged_attn.check.compare.long_positions import check_long_positions
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.ragged import compare_ragged
-from paged_attn.check.compare.suspects import ON_ANOTHER_RANK, without_choices
+from paged_attn.check.compare.suspects import without_choices
 from paged_attn.check.compare.windows import Attention, check_windows
 from paged_attn.check.runs.served import Original, Served
 from paged_attn.check.runs.steps import ProbeSettings, probe_prompts
@@ -96,8 +95,8 @@ def check_served(
         check_later_tokens(original, truth, noise, served.settings)
     check_long_positions(served, truth, longest, model)
     found = without_choices(compare_ragged(served, truth, noise), original, truth, noise, served.settings)
-    if served.settings.any_rank(bool(found)):
-        raise refusal(found[0], served, original, truth, noise) if found else UnsupportedError(ON_ANOTHER_RANK)
+    if served.settings.fails(bool(found)):
+        raise refusal(found[0], served, original, truth, noise)
     check_windows(served, attention, truth, noise, longest)
 
 

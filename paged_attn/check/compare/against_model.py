@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.check.compare.suspects import ENOUGH, ON_ANOTHER_RANK, TRIES, UNITS
+from paged_attn.check.compare.suspects import ENOUGH, TRIES, UNITS
 from paged_attn.check.runs.choices import Choices, Perturbation, same_choices
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.steps import ProbeSettings
@@ -47,10 +47,7 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
     for prompt, (expected, got) in enumerate(pairs):
         generator = torch.Generator().manual_seed(prompt)
         wrong.append((_unexplained(expected, got, original, truth.prompts[prompt], limit, generator, settings), prompt))
-    differs = sum(count for count, _ in wrong) > math.ceil(1.5 * chosen)
-    if settings.any_rank(differs):
-        if not differs:
-            raise UnsupportedError(ON_ANOTHER_RANK)
+    if settings.fails(sum(count for count, _ in wrong) > math.ceil(1.5 * chosen)):
         count, prompt = max(wrong)
         raise UnsupportedError(
             f"self-check failed: the graph that torch.compile traced gives other logits than {name} itself for {count} of the "

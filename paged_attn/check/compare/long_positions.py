@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.no_attention import without_attention
-from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.running import must_run
 from paged_attn.check.runs.served import Seen, Served
@@ -42,10 +41,9 @@ def check_long_positions(served: Served, truth: Truth, longest: int | None, mode
         return
     near = _seen(served, truth, count)
     moved = _first_move(served, near, _seen(served, truth, longest - 1), count)
-    if not served.settings.any_rank(moved is not None):
+    if not served.settings.fails(moved is not None):
         return
-    if moved is None:
-        raise UnsupportedError(ON_ANOTHER_RANK)
+    assert moved is not None
     module, error, limit = moved
     first = _original_positions(model) if served.settings.ranks is None else None  # the others would have to run what tells more
     stays = first is not None and count < first < longest and _first_move(served, near, _seen(served, truth, first - 1), count) is None

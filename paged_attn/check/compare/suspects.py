@@ -24,7 +24,6 @@ from paged_attn.tolerances import MULTIPLE, row_errors
 
 TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
 ENOUGH = 4  # runs that say how far rounding moves a row
-ON_ANOTHER_RANK = "self-check failed on another rank of this sharded model, whose message says where. Nothing was generated."
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,6 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.ragged import RowsOfStep
-from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
 from paged_attn.check.runs.served import Served
 from paged_attn.check.runs.steps import LONGEST, Part, ProbeSettings, Step, Steps
 from paged_attn.check.runs.truth import Truth
@@ -58,8 +57,8 @@ def check_windows(served: Served, attention: Attention, truth: Truth, noise: Noi
         reason, wrong = _too_large(spec, tokens, truth.prompts[LONGEST].device), ""
         if not served.settings.any_rank(bool(reason)):  # all ranks look, or none: it takes all of them
             reason, wrong = _check(served, attention, truth, noise, boundary.layer, tokens)
-        if served.settings.any_rank(bool(wrong)):
-            raise UnsupportedError(wrong or ON_ANOTHER_RANK)
+        if served.settings.fails(bool(wrong)):
+            raise UnsupportedError(wrong)
         if reason:
             logger.info("where the window of %s ends was proved on its mask alone: %s", spec.module or f"layer {layer_id}", reason)
 
