@@ -22,7 +22,7 @@ from paged_attn.check.compare.windows import attend_in_steps
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original, Seen, Served, VisitBoundary
 from paged_attn.check.runs.steps import ProbeSettings
-from paged_attn.check.runs.tapped import Visit
+from paged_attn.check.runs.tapped import Visit, wider
 from paged_attn.check.runs.truth import Truth
 from paged_attn.check.self_check import check_served
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
@@ -64,7 +64,7 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
         original = HookedOriginal(taps)
         truth = Truth(original, taps.boundaries, prompts)
         served = HookedServed(taps, settings or ProbeSettings())
-        noise = Noise.of(original, truth, served.is_causal, served.settings.length_borders)
+        noise = Noise(original, truth, served.is_causal, served.settings.length_borders)
         check_against_model(model_logits, original, truth, type(patched.model).__name__, served.settings)
         check_served(served, original, truth, noise, served.exact_attention, max_positions(patched.model), patched.model)
     logger.info("self-check of the hooked model passed in %.2f s", time.perf_counter() - started)
@@ -137,8 +137,7 @@ class HookedOriginal(Original):
         """With `wide`, attention is computed in wider numbers and all else as it is; nothing is perturbed but what `visit` returns,
         and no choice is seen."""
         rows = torch.arange(len(prompt), device=prompt.device) if how.positions is None else how.positions
-        wider = torch.float32 if self.narrow.itemsize < 4 else torch.float64
-        return self.taps.run(prompt, rows, Watch(visit, wider if how.wide else None))
+        return self.taps.run(prompt, rows, Watch(visit, wider(self.narrow) if how.wide else None))
 
     def padded_length(self, count: int) -> int:
         return count

@@ -13,6 +13,7 @@ from paged_attn.check.compare.suspects import ENOUGH, TRIES, UNITS
 from paged_attn.check.runs.choices import Choices, Perturbation, same_choices
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.steps import ProbeSettings
+from paged_attn.check.runs.tapped import unchanged
 from paged_attn.check.runs.truth import Truth
 from paged_attn.tolerances import MULTIPLE, rounding, row_errors, typical, worst
 
@@ -38,7 +39,7 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
     if not settings.any_rank(not all(expected.dtype == got.dtype and torch.equal(expected, got) for expected, got in pairs)):
         return
 
-    wide = [original.run(prompt, _as_it_is, HowToRun(wide=True)) for prompt in truth.prompts]
+    wide = [original.run(prompt, unchanged, HowToRun(wide=True)) for prompt in truth.prompts]
     by_rounding = [row_errors(got, run) for (_, got), run in zip(pairs, wide, strict=True)]
     level = max(typical(torch.cat(by_rounding)), rounding(original.narrow, truth.logits[0].dtype))
     limit = MULTIPLE * level
@@ -70,7 +71,7 @@ def _unexplained(
         if not settings.any_rank(bool(wrong.any())):
             break
         perturbed = Perturbation(generator, 1.0 if attempt < ENOUGH else UNITS[attempt % len(UNITS)])
-        near = original.run(prompt, _as_it_is, HowToRun(perturbed=perturbed))
+        near = original.run(prompt, unchanged, HowToRun(perturbed=perturbed))
         wrong &= ~(row_errors(expected, near) <= limit)
         if attempt < ENOUGH:
             moved.append(row_errors(got, near).nan_to_num(posinf=0))
@@ -78,7 +79,7 @@ def _unexplained(
             wrong &= ~(errors <= MULTIPLE * torch.stack(moved).median(0).values)
         if settings.any_rank(not same_choices(chosen, perturbed.choices)):
             chosen = perturbed.choices
-            wrong &= ~(row_errors(expected, original.run(prompt, _as_it_is, HowToRun(choices=chosen))) <= limit)
+            wrong &= ~(row_errors(expected, original.run(prompt, unchanged, HowToRun(choices=chosen))) <= limit)
         if len(moved) == ENOUGH and not settings.any_rank(bool(chosen)):
             break  # only other choices would tell more
     return int(wrong.sum())
@@ -102,7 +103,3 @@ def check_rows(prompts: Sequence[Tensor], logits: Sequence[Tensor], takes_rows: 
                 f"this call gives logits of {each.shape[0]} rows for {len(prompt)} tokens, but a ragged batch needs those of "
                 f"any row; {advice}"
             )
-
-
-def _as_it_is(name: str, value: Tensor) -> Tensor:
-    return value

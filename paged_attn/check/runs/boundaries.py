@@ -38,8 +38,10 @@ class Boundary:
         if self.layer is None:
             return value
         order = self.layer.original_order
-        heads_first = value.permute(order).reshape(-1, *_last_two(value, order)) if value.dim() == len(order) else value[0]
-        return heads_first.transpose(0, 1)
+        if value.dim() != len(order):
+            return value[0].transpose(0, 1)
+        heads_first = value.permute(order)
+        return heads_first.reshape(-1, *heads_first.shape[-2:]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,3 @@ class Boundaries:
     def names(self) -> frozenset[str]:
         """Of the nodes of the original graph."""
         return frozenset(boundary.original for boundary in self.all)
-
-
-def _last_two(value: Tensor, order: tuple[int, ...]) -> tuple[int, int]:
-    return value.shape[order[-2]], value.shape[order[-1]]

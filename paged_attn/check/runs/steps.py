@@ -14,7 +14,6 @@ from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import runner_of
@@ -122,8 +121,7 @@ class Steps:
         self.pool.storage.fill_(float("nan"))
         free = [*range(2 + sum(counts), 1, -2), *range(1 + sum(counts), 0, -2)]
         self.tables = [[free.pop(0) for _ in range(n)] for n in counts]
-        selection = select_for_pool(settings.backend, self.pool, deterministic=settings.deterministic)
-        self.backend: AttentionBackend = selection.backend
+        self.backend = select_for_pool(settings.backend, self.pool, deterministic=settings.deterministic).backend
         self.states = runner_of(recurrent, len(prompts), self.device)
 
     def context(self, step: Step) -> ForwardContext:

@@ -19,6 +19,16 @@ _NARROW_ONLY = ("_grouped_mm", "grouped_mm", "_scaled_mm", "scaled_mm", "scaled_
 _NOT_IN_WIDE = (RuntimeError, TypeError, NotImplementedError)  # how torch says that an operation has no form for these dtypes
 
 
+def unchanged(_: object, value: Tensor) -> Tensor:
+    """Visits, and replaces nothing."""
+    return value
+
+
+def wider(narrow: torch.dtype) -> torch.dtype:
+    """In which a model of this floating type is run to see what it would compute if it did not round."""
+    return torch.float32 if narrow.itemsize < 4 else torch.float64
+
+
 @dataclass(frozen=True)
 class Taps:
     """Which values of a graph to look at.
@@ -95,7 +105,7 @@ class WideRun(TappedRun):
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype) -> None:
         super().__init__(gm, taps, visit)
         self.narrow = narrow
-        self.wide = torch.float32 if narrow.itemsize < 4 else torch.float64
+        self.wide = wider(narrow)
         self.computed_as_it_is: set[str] = set()
 
     def compute(self, n: fx.Node) -> Any:
@@ -122,9 +132,10 @@ class WideRun(TappedRun):
     def _has_wide_form(self, n: fx.Node, given: Any) -> bool:
         if getattr(n.target, "__name__", "") in _NARROW_ONLY or _namespace(n.target) not in _TORCH_NAMESPACES:
             return False
-        if writes_in_place(n) and (target := _first_tensor(given)) is not None and self._is_narrow(target):
+        tensors = tensors_in(given)
+        if writes_in_place(n) and tensors and self._is_narrow(tensors[0]):
             return False
-        return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors_in(given))
+        return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
     def _is_narrow(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dtype.itemsize < self.wide.itemsize
@@ -200,7 +211,3 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [tensor for each in value.values() for tensor in tensors_in(each)]
     return [value] if isinstance(value, Tensor) else []
-
-
-def _first_tensor(given: Any) -> Tensor | None:
-    return next(iter(tensors_in(given)), None)

@@ -32,10 +32,6 @@ class TracedOriginal(Original):
     Args:
         inputs: with the model's tensors bound.
         boundaries: the values that are handed to `visit`.
-
-    Attributes:
-        narrow: the model's own floating type.
-        computed_as_it_is: the operations that have no form in wider numbers, once `run` was asked for those.
     """
 
     def __init__(self, compiled: RewrittenGraph, inputs: GraphInputs, boundaries: Boundaries) -> None:
@@ -77,7 +73,6 @@ class TracedOriginal(Original):
         return f"{path} ({name})" if path else name
 
     def padded_length(self, count: int) -> int:
-        """Of a run of so many tokens; no two lengths become one."""
         return count if count >= self.min_tokens else self.min_tokens + count
 
     def _context(self, tokens: Tensor, token_by_token: bool) -> ForwardContext:
@@ -86,7 +81,7 @@ class TracedOriginal(Original):
         runner = runner_of(self.recurrent, 1, tokens.device, TokenByToken if token_by_token else RecurrentRunner)
         return without_attention(batch, self.narrow, runner)
 
-    def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor) -> Tensor | str:
+    def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor, _: dict[str, Tensor]) -> Tensor | str:
         """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one
         sequence; or why that can not be computed."""
         name = layer.original_node
