@@ -23,6 +23,7 @@ logger = logging.getLogger("paged_attn")
 Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2
 LIMIT_16_BIT = FORMULAS_APART = 4e-2
+_AGES = (1, 4, 7)  # three requests of different lengths take their next step together
 
 
 def verified(layer: RecurrentLayer) -> RecurrentLayer:
@@ -31,7 +32,7 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
     Raises:
         UnsupportedError: token by token it gives another result than for all tokens at once.
     """
-    inputs = [operand.of(layer.arguments) for operand in layer.operands]
+    inputs = layer.given
     count = inputs[0].shape[1]
     with torch.no_grad():
         whole = layer.run(inputs, None)
@@ -90,9 +91,6 @@ def in_parts(layer: RecurrentLayer, inputs: Sequence[Tensor], ends: Sequence[int
         start = end
     assert states is not None
     return torch.cat(outputs, 1), list(states)
-
-
-_AGES = (1, 4, 7)  # three requests of different lengths take their next step together
 
 
 def ages(inputs: Sequence[Tensor], along: list[Result], steps: Sequence[int]) -> tuple[list[Tensor], list[Tensor], Result]:

@@ -28,7 +28,6 @@ from paged_attn.recurrent.as_ops.functions import (
     layer_of_ops,
     ops_that_ran,
     replaced_functions,
-    states_that_were_taken,
 )
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner
@@ -116,8 +115,8 @@ def _not_without_cache(why: str) -> NoOpFits:
 
 
 def _selected(layer: RecurrentLayer, ops: Sequence[str], states: Sequence[StateSpec], backend: str) -> tuple[ScanSelection, ...]:
-    device, dtype = _device(layer), layer.operands[0].of(layer.arguments).dtype
-    where = (dtype, device_word(device), architecture_of(device))
+    hidden = layer.given[0]
+    where = (hidden.dtype, device_word(hidden.device), architecture_of(hidden.device))
     return tuple(select_scan(backend, ScanProblem(op, state.shape, *where)) for op, state in zip(ops, states, strict=True))
 
 
@@ -131,7 +130,8 @@ def _what_runs(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple
     pool = StatePool([layer.spec], 2, _device(layer))
     batch = Batch.build([BatchRequest([0] * 2, [1], state_slot=1)], PAGE, _device(layer), StepShape(2 + PADDING, MIN_ROWS))
     _by_ops(layer, scopes, pool, batch, _rows(layer, 2, 0))
-    return ops_that_ran(), [layer.spec.states[state] for state in states_that_were_taken()]
+    ran = ops_that_ran()
+    return tuple(ran.values()), [layer.spec.states[state] for state in ran]
 
 
 def _compared(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[float, float]:
@@ -159,7 +159,7 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
         total = sum(counts)
         batch = Batch.build(requests, PAGE, _device(layer), StepShape(total + PADDING, max(total, MIN_ROWS)))
         inputs = _rows(layer, total, number)
-        output = torch.zeros(1, total + PADDING, *_output_shape(layer), dtype=layer.output_dtype, device=_device(layer))
+        output = torch.zeros(1, total + PADDING, *layer.output_shape, dtype=layer.output_dtype, device=_device(layer))
         own.forward(own.plan(batch), 0, inputs, output)
         result = _by_ops(served, scopes, pools[1], batch, inputs)
         slots = [*(SLOTS[i] for i in active), *(kept.slot for kept in KEPT.get(number, ()))]
@@ -210,8 +210,7 @@ def _rows(layer: RecurrentLayer, count: int, seed: int) -> list[Tensor]:
     """What a layer is given for so many tokens [1, count + PADDING, ...], made of what it was given in a real call; padding is NaN."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for operand in layer.operands:
-        given = operand.of(layer.arguments)[0]
+    for given in (each[0] for each in layer.given):
         one, other = (torch.randint(0, len(given), (count + PADDING,), generator=generator).to(given.device) for _ in range(2))
         rows = given[one]
         if given.is_floating_point():
@@ -230,13 +229,8 @@ def _limit(layer: RecurrentLayer) -> float:
     return max(layer.own_error, MULTIPLE * rounding(*dtypes))
 
 
-def _output_shape(layer: RecurrentLayer) -> tuple[int, ...]:
-    return layer.outputs[0].shape if len(layer.outputs) == 1 else (sum(output.width for output in layer.outputs),)
-
-
 def _device(layer: RecurrentLayer) -> torch.device:
-    device: torch.device = layer.operands[0].of(layer.arguments).device
-    return device
+    return layer.given[0].device
 
 
 def kind_of(layer: RecurrentLayer) -> tuple[Any, ...]:
