@@ -49,7 +49,7 @@ class HookedModel(Protocol):
         """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
 
 
-def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings | None = None) -> None:
+def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings) -> None:
     """Compare a patched model with what it was.
 
     Args:
@@ -63,9 +63,9 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
         taps = Taps(patched)
         original = HookedOriginal(taps)
         truth = Truth(original, taps.boundaries, prompts)
-        served = HookedServed(taps, settings or ProbeSettings())
-        noise = Noise(original, truth, served.is_causal, served.settings.length_borders)
-        check_against_model(model_logits, original, truth, type(patched.model).__name__, served.settings)
+        served = HookedServed(taps, settings)
+        noise = Noise(original, truth, served.is_causal, settings.length_borders)
+        check_against_model(model_logits, original, truth, type(patched.model).__name__, settings)
         check_served(served, original, truth, noise, served.exact_attention, max_positions(patched.model), patched.model)
     logger.info("self-check of the hooked model passed in %.2f s", time.perf_counter() - started)
 

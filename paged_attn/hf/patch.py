@@ -54,7 +54,7 @@ class Patched:
                 f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; "
                 "use torch.compile(model, backend='paged_attn')"
             )
-        self.model, self.self_check, self.settings = model, self_check, settings
+        self.model, self.self_check, self.settings = model, self_check, settings or ProbeSettings()
         self.layers: tuple[AttentionSpec, ...] = ()
         self._sinks: dict[int, Tensor] = {}
         self._modules: list[nn.Module] = []
@@ -71,10 +71,15 @@ class Patched:
             original = self._run_alone(prompts)
             undo.callback(_forget_implementations, self._remember_implementations())
             undo.enter_context(attention_implementation(self.model, NAME))
-            self._check_switched()
+            if not _is_switched(self.model):
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} does not let its attention be replaced through transformers' AttentionInterface; "
+                    "use torch.compile(model, backend='paged_attn')"
+                )
             self._record_layers()
             if prompts:
-                self._check(prompts, original)
+                known = {id(prompt): logits for prompt, logits in zip(prompts, original, strict=True)}
+                check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
             self._undo = undo.pop_all()
         return self
 
@@ -85,13 +90,6 @@ class Patched:
         before = {id(config): config._attn_implementation for config in attention_configs(self.model)}
         _implementations.update(before)
         return list(before)
-
-    def _check_switched(self) -> None:
-        if not _is_switched(self.model):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} does not let its attention be replaced through transformers' AttentionInterface; "
-                "use torch.compile(model, backend='paged_attn')"
-            )
 
     def _record_layers(self) -> None:
         """Run a few tokens so that each attention layer says what it computes; the numbers do not matter."""
@@ -138,11 +136,6 @@ class Patched:
         what = f"{name} itself can not run a few tokens given as input_ids and position_ids, which is all that a paged batch has"
         with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
             return [self.logits(p, torch.arange(len(p), device=p.device)) for p in prompts]
-
-    def _check(self, prompts: list[Tensor], alone: list[Tensor]) -> None:
-        """Raises UnsupportedError if the patched model disagrees with the original."""
-        known = {id(prompt): logits for prompt, logits in zip(prompts, alone, strict=True)}
-        check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
 
     def _probe(self) -> list[Tensor]:
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
@@ -309,16 +302,13 @@ def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     if window is not None and window != family.window:
         raise UnsupportedError(f"layer at {where} asks for a sliding window of {window}, but its mask is {family.describe()}")
     check_declared(model, where, family, mask is not None)
-    given.append((key, key._version, value, value._version))  # kept alive, so that an identity is one tensor
-    owner = next(i for i, other in enumerate(given) if _same_tensors(other, given[-1]))
+    # The same keys and values, not written to in between: Gemma 3n's last layers read those of an earlier one.
+    kv = (id(key), key._version, id(value), value._version)
+    given.append((kv, key, value))  # kept alive, so that an id is one tensor
+    owner = next(i for i, (other, *_) in enumerate(given) if other == kv)
     found[module] = AttentionSpec(
         num_q_heads=query.shape[1], num_kv_heads=key.shape[1], qk_head_dim=query.shape[3], v_head_dim=value.shape[3],
         scale=float(scaling) if scaling is not None else query.shape[3] ** -0.5, causal=family.causal, sliding_window=family.window,
         window_ahead=family.ahead, chunk=family.chunk, softcap=softcap, has_sinks=sinks is not None, kv_layer=owner, module=where,
     )  # fmt: skip
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def _same_tensors(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two layers got the same keys and values (Gemma 3n's last layers read those of an earlier one), not written to in between."""
-    return one[0] is other[0] and one[2] is other[2] and (one[1], one[3]) == (other[1], other[3])

@@ -96,7 +96,7 @@ def _generate(
         params = params_of_rows(logits_processor, samples, input_ids, paddings, limit, ends)
     streamer = called["streamer"]
     if others or streamer is not None or with_scores:
-        scores = _scores_so_far(keepers, "scores", input_ids) if config.output_scores and with_scores else _no_scores
+        scores = _scores_so_far(keepers, "scores", input_ids) if config.output_scores and with_scores else lambda _: None
         forced = None if with_scores else pad  # where scores are kept, rows that ended go on with padding by themselves
         sequences = Lockstep(input_ids, ends, forced, others, streamer, scores).run(llm, rows, params, limit)
     else:
@@ -148,7 +148,3 @@ def _scores_so_far(keepers: list[ScoreKeeper], name: str, input_ids: Tensor) -> 
         return tuple(found[:columns])
 
     return so_far
-
-
-def _no_scores(columns: int) -> None:
-    return None
