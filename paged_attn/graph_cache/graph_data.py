@@ -116,16 +116,13 @@ def _function_data(target: Any) -> list[str]:
     else:
         qualified = str(getattr(target, "__qualname__", "")).removeprefix("_VariableFunctionsClass.")
         data = ["function", str(getattr(target, "__module__", None)), qualified]
-    if _function_or_none(data) is not target:
+    try:
+        known = _function_of(data)
+    except (ValueError, AttributeError, ImportError):
+        known = None
+    if known is not target:
         raise Indescribable(f"a graph that calls {target}")
     return data
-
-
-def _function_or_none(data: list[str]) -> Any:
-    try:
-        return _function_of(data)
-    except (ValueError, AttributeError, ImportError):
-        return None
 
 
 def _function_of(data: list[str]) -> Any:

@@ -110,11 +110,10 @@ class StableHasher:
 
     def _tensor(self, value: Tensor) -> str:
         facts = f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)} {value.layout} {value.requires_grad}"
-        if isinstance(value, nn.Parameter) or type(value) is not Tensor or value.device.type == "meta":
-            return self._unknown(value) if self.strict else facts
-        if value.layout != torch.strided or value.nbytes > MOST_BYTES:
-            return self._unknown(value) if self.strict else facts
-        return f"{facts} {tensor_digest(value)}"
+        has_values = type(value) is Tensor and value.device.type != "meta" and value.layout == torch.strided
+        if has_values and value.nbytes <= MOST_BYTES:
+            return f"{facts} {tensor_digest(value)}"
+        return self._unknown(value) if self.strict else facts
 
     def _function(self, value: types.FunctionType) -> str:
         name = f"function {value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"

@@ -19,12 +19,12 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.runners.model_watch import ModelChangedError
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
 from paged_attn.hf.compiled.call_rows import CallRows, call_rows, why_not
 from paged_attn.hf.compiled.ragged_cache import RaggedCache
 from paged_attn.hf.compiled.ragged_table import Lengths, RaggedTable
 from paged_attn.hf.compiled.row_steps import Part, steps
+from paged_attn.hf.generate.kept_engine import follows_model
 from paged_attn.hf.generate.refuse import generate_frame
 from paged_attn.hf.shared_pages import CacheFull, SharedPages
 
@@ -143,13 +143,9 @@ class PagedCalls:
 
     def _ready(self) -> bool:
         """Whether there is an engine for the model as it is now."""
-        if self.engine is not None:
-            try:
-                self.engine.look_at_model()
-            except ModelChangedError as change:
-                logger.warning("%s generate() makes a new engine.", change)
-                self.engine.close()
-                self.engine = self._pages = None
+        if self.engine is not None and not follows_model(self.engine):
+            self.engine.close()
+            self.engine = self._pages = None
         if self.engine is None:
             try:
                 engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables

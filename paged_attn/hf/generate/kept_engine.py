@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.runners.model_watch import ModelChangedError
 
@@ -43,7 +44,7 @@ class KeptEngine:
             RuntimeError: another thread generates with other settings, or the model was changed while one generates.
         """
         llm = self.llm
-        if llm is not None and (config != self._config or llm.closed or not self._follows(llm)):
+        if llm is not None and (config != self._config or llm.closed or not follows_model(llm)):
             if llm.engine.has_work:
                 raise RuntimeError(
                     f"the engine of this {type(model).__name__} is at work for another thread, with other settings or for the model as it "
@@ -56,15 +57,15 @@ class KeptEngine:
             self._config = config
         return llm
 
-    @staticmethod
-    def _follows(llm: LLM) -> bool:
-        """Whether the engine still computes what the model computes."""
-        try:
-            llm.look_at_model()
-        except ModelChangedError as change:
-            logger.warning("%s generate() makes a new engine.", change)
-            return False
-        return True
+
+def follows_model(engine: LLM | Engine) -> bool:
+    """Whether the engine still computes what its model computes; the log says what changed."""
+    try:
+        engine.look_at_model()
+    except ModelChangedError as change:
+        logger.warning("%s generate() makes a new engine.", change)
+        return False
+    return True
 
 
 def engine_of(model: nn.Module) -> LLM | None:
