@@ -62,7 +62,7 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
     with torch.no_grad():
         taps = Taps(patched)
         original = HookedOriginal(taps)
-        truth = Truth(original, taps.boundaries, prompts)
+        truth = Truth(original, list(taps.by_name.values()), prompts)
         served = HookedServed(taps, settings)
         noise = Noise(original, truth, served.is_causal, settings.length_borders)
         check_against_model(model_logits, original, truth, type(patched.model).__name__, settings)
@@ -106,10 +106,6 @@ class Taps:
         names = [*given, *(_block(path) for path in self.blocks)]
         self.by_name = {**{name: Boundary(name) for name in names}, **{each.original: each for each in self.by_layer.values()}}
         self.narrow = model_dtype(patched.model)
-
-    @property
-    def boundaries(self) -> list[Boundary]:
-        return list(self.by_name.values())
 
     def run(self, ids: Tensor, positions: Tensor, watch: Watch) -> Tensor:
         """Logits [T, vocabulary] of ids and positions [T], watched."""

@@ -25,11 +25,11 @@ _OURS = frozenset(kind.op for kind in KINDS if kind.on_disk)
 _COMPARISONS = {f"__{each.__name__}__": each for each in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)}
 _KINDS = ("placeholder", "call_function", "call_method", "get_attr", "output")
 _NAMED: dict[type, Callable[[str], Any]] = {  # values that torch writes as it reads them
-    torch.dtype: lambda name: _attribute(torch, name.removeprefix("torch."), torch.dtype),
-    torch.layout: lambda name: _attribute(torch, name.removeprefix("torch."), torch.layout),
-    torch.memory_format: lambda name: _attribute(torch, name.removeprefix("torch."), torch.memory_format),
-    torch.device: lambda name: torch.device(name),
-    complex: lambda name: complex(name),
+    torch.dtype: lambda name: _of_torch(name, torch.dtype),
+    torch.layout: lambda name: _of_torch(name, torch.layout),
+    torch.memory_format: lambda name: _of_torch(name, torch.memory_format),
+    torch.device: torch.device,
+    complex: complex,
     type(Ellipsis): lambda name: ...,
 }
 Data = Any  # None, bool, int, float, str, and lists and dicts of data
@@ -206,8 +206,9 @@ def _value(data: Data, nodes: list[fx.Node]) -> Any:
     return {known.__name__: read for known, read in _NAMED.items()}[kind](content)
 
 
-def _attribute(module: Any, name: str, kind: type) -> Any:
-    value = getattr(module, name)
+def _of_torch(name: str, kind: type) -> Any:
+    name = name.removeprefix("torch.")
+    value = getattr(torch, name)
     if not isinstance(value, kind):
         raise ValueError(f"{name} is no {kind.__name__}")
     return value

@@ -69,7 +69,9 @@ class Patched:
             undo.callback(self._forget)
             prompts = self._probe() if self.self_check else []
             original = self._run_alone(prompts)
-            undo.callback(_forget_implementations, self._remember_implementations())
+            for config in attention_configs(self.model):
+                _implementations[id(config)] = config._attn_implementation
+                undo.callback(_implementations.pop, id(config), None)
             undo.enter_context(attention_implementation(self.model, NAME))
             if not _is_switched(self.model):
                 raise UnsupportedError(
@@ -85,11 +87,6 @@ class Patched:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._undo.close()
-
-    def _remember_implementations(self) -> list[int]:
-        before = {id(config): config._attn_implementation for config in attention_configs(self.model)}
-        _implementations.update(before)
-        return list(before)
 
     def _record_layers(self) -> None:
         """Run a few tokens so that each attention layer says what it computes; the numbers do not matter."""
@@ -188,11 +185,6 @@ def register_attention() -> None:
 
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-
-
-def _forget_implementations(configs: list[int]) -> None:
-    for config in configs:
-        _implementations.pop(config, None)
 
 
 def _implementation(config: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from paged_attn.attn_ops.ops.overloads import overloads_of
 from paged_attn.passes.fx.graph_tools import value_of, writes_in_place
@@ -115,14 +116,14 @@ class WideRun(TappedRun):
         call = self.call_function if n.op == "call_function" else self.call_method
         if self._has_wide_form(n, (args, kwargs)):
             target = "to" if n.op == "call_method" and n.target in _NARROW_METHODS else n.target
-            given = _mapped((args, kwargs), self._widened)
+            given = fx.node.map_aggregate((args, kwargs), self._widened)
             given = ((*given[0], self.wide), given[1]) if target != n.target else given
             try:
                 return call(target, *given)
             except _NOT_IN_WIDE:
                 pass  # computed as it is, below
         narrowed: dict[int, tuple[Tensor, Tensor]] = {}
-        result = call(n.target, *_mapped((args, kwargs), self._as_traced(n, narrowed)))
+        result = call(n.target, *fx.node.map_aggregate((args, kwargs), self._as_traced(n, narrowed)))
         for given, copied in narrowed.values():
             if copied._version:  # the op has written to it
                 given.copy_(copied)
@@ -195,19 +196,6 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (tuple, list)):
-        changed = [_mapped(each, change) for each in value]
-        return type(value)(changed) if type(value) in (tuple, list) else tuple(changed)
-    if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
-    return change(value)
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Those in a value, through lists, tuples and dicts of any depth."""
-    if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in tensors_in(each)]
-    if isinstance(value, dict):
-        return [tensor for each in value.values() for tensor in tensors_in(each)]
-    return [value] if isinstance(value, Tensor) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
