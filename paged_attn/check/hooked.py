@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -42,9 +42,6 @@ class HookedModel(Protocol):
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[T, vocabulary] of token ids and positions [T], int64."""
 
-    def sinks(self, layer_id: int) -> Tensor | None:
-        """Of a layer, as of its last watched call."""
-
     def watched(self, watch: Watch) -> AbstractContextManager[None]:
         """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
 
@@ -78,11 +75,13 @@ class Watch:
         value: is given every value by its name, and returns what goes on in its place.
         wide: compute the model's own attention in wider numbers.
         without_attention: compute no attention; its output is zeros before `value` is given it.
+        sinks: of each layer that has them, as it was called.
     """
 
     value: Callable[[str, Tensor], Tensor]
     wide: torch.dtype | None = None
     without_attention: bool = False
+    sinks: dict[int, Tensor] = field(default_factory=dict)
 
     def given(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Each [1, heads, T, dim]."""
@@ -183,9 +182,9 @@ class HookedServed(Served):
                 found[names[name]] = value[0].transpose(0, 1).clone()
             return value
 
-        self._run(batch, Watch(see))
-        sinks = self.taps.patched.sinks(layer_id)
-        return found if sinks is None else {**found, "sinks": sinks}
+        watch = Watch(see)
+        self._run(batch, watch)
+        return {**found, "sinks": watch.sinks[layer_id]} if layer_id in watch.sinks else found
 
     def exact_attention(self, layer: LayerReport, chosen: Tensor, given: dict[str, Tensor]) -> Tensor | str:
         """The mask was proved as a function of positions, so that what the spec says, computed exactly, stands for the model's own."""

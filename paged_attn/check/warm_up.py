@@ -10,8 +10,7 @@ import torch
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.calling.no_attention import without_attention
-from paged_attn.check.runs.running import must_run
-from paged_attn.check.runs.served import Served
+from paged_attn.check.runs.served import Served, must_run
 from paged_attn.check.runs.tapped import unchanged
 from paged_attn.stopwatch import part
 

@@ -52,7 +52,7 @@ def graph_data(gm: fx.GraphModule) -> Data:
         nodes.append(data)
         numbers[node] = len(numbers)
     names = sorted({str(node.target) for node in gm.graph.nodes if node.op == "get_attr"})
-    return {"nodes": nodes, "buffers": {name: _tensor_data(_held(gm, name)) for name in names}}
+    return {"nodes": nodes, "buffers": {name: _buffer_data(gm, name) for name in names}}
 
 
 def graph_of(data: Data, device: torch.device) -> fx.GraphModule:
@@ -214,16 +214,12 @@ def _of_torch(name: str, kind: type) -> Any:
     return value
 
 
-def _held(gm: fx.GraphModule, name: str) -> Tensor:
+def _buffer_data(gm: fx.GraphModule, name: str) -> Data:
     value = operator.attrgetter(name)(gm)
     if type(value) is not Tensor or value.layout != torch.strided or "." in name:
         raise Indescribable(f"a graph that holds a {type(value).__name__} {name}")
     if value.nbytes > MOST_BUFFER_BYTES:
         raise Indescribable(f"a graph that holds {value.nbytes:,} bytes")
-    return value
-
-
-def _tensor_data(value: Tensor) -> Data:
     return {"dtype": str(value.dtype), "shape": list(value.shape), "bytes": base64.b64encode(tensor_bytes(value)).decode()}
 
 

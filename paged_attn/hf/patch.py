@@ -56,7 +56,6 @@ class Patched:
             )
         self.model, self.self_check, self.settings = model, self_check, settings or ProbeSettings()
         self.layers: tuple[AttentionSpec, ...] = ()
-        self._sinks: dict[int, Tensor] = {}
         self._modules: list[nn.Module] = []
         self._undo = ExitStack()
 
@@ -114,10 +113,6 @@ class Patched:
         """[T, vocabulary] of token ids and positions [T], int64."""
         logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
         return logits
-
-    def sinks(self, layer_id: int) -> Tensor | None:
-        """Of a layer, as of its last watched call."""
-        return self._sinks.get(layer_id)
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
@@ -244,11 +239,11 @@ def _paged(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keyword
 
 def _watched(watch: Watch, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
     """The same, or outside contexts what the module computed before it was patched, with `watch` at both ends."""
-    patched, layer_id = _patched[module]
+    _, layer_id = _patched[module]
     dtype = query.dtype
     query, key, value = watch.given(layer_id, query, key, value)
     if isinstance(sinks := keywords.get("s_aux"), Tensor):
-        patched._sinks[layer_id] = sinks
+        watch.sinks[layer_id] = sinks
     if watch.without_attention:
         output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     elif current_context() is not None:

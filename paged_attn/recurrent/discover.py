@@ -126,13 +126,10 @@ def state_outside_layers(model: nn.Module, inputs_of: InputsOf) -> str:
     for table, seen in ((kept, long), (others, short)):
         fields = vars(seen.output) if hasattr(seen.output, "__dict__") else {}
         for name in [n for n, value in fields.items() if n not in _PER_TOKEN and (value is not seen.cache or value is None)]:
-            table |= {f"its output's {name}": value for value in _matrices(fields[name])}
+            leaves = leaves_of(fields[name]).values()
+            table |= {f"its output's {name}": value for value in leaves if isinstance(value, Tensor) and value.dim() > 1}
     found = [where for where, value in kept.items() if where in others and value.shape == others[where].shape]
     return found[0] if found else ""
-
-
-def _matrices(root: Any) -> list[Tensor]:
-    return [value for value in leaves_of(root).values() if isinstance(value, Tensor) and value.dim() > 1]
 
 
 def _recurrent_calls(short: Watched, long: Watched) -> list[Call]:

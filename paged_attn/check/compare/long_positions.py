@@ -16,8 +16,7 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.no_attention import without_attention
 from paged_attn.check.runs.boundaries import Boundary
-from paged_attn.check.runs.running import must_run
-from paged_attn.check.runs.served import Seen, Served
+from paged_attn.check.runs.served import Seen, Served, must_run
 from paged_attn.check.runs.steps import SHORTEST  # frequencies may change at any length
 from paged_attn.check.runs.truth import Truth
 from paged_attn.passes.fx.model_facts import text_config

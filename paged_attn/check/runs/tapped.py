@@ -124,9 +124,9 @@ class WideRun(TappedRun):
                 pass  # computed as it is, below
         narrowed: dict[int, tuple[Tensor, Tensor]] = {}
         result = call(n.target, *fx.node.map_aggregate((args, kwargs), self._as_traced(n, narrowed)))
-        for given, copied in narrowed.values():
+        for tensor, copied in narrowed.values():
             if copied._version:  # the op has written to it
-                given.copy_(copied)
+                tensor.copy_(copied)
         self.computed_as_it_is.add(_name(n))
         return result
 

@@ -115,8 +115,7 @@ class PagedCalls:
             distinct = {tuple(row): None for row in rows}  # beams and returned sequences begin alike
             place = {row: i for i, row in enumerate(distinct)}
             order = np.array([place[tuple(row)] for row in rows], np.int64)
-            table = RaggedTable(self._pages)
-            table.start(len(distinct))
+            table = RaggedTable(self._pages, len(distinct))
             logits = self._run(table, [list(row) for row in distinct], called.wanted)
             if len(distinct) < len(rows):
                 table.select(order)

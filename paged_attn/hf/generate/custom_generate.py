@@ -77,7 +77,8 @@ def _generate(
     called = callers_keywords()
     refuse_others(model, config, called, given)
     rows, paddings = prompt_rows(input_ids, given)
-    ends, pad = _ends_of(criteria), _pad_of(config, criteria)
+    ends = frozenset(i for each in criteria if type(each) is EosTokenCriteria for i in each.eos_token_id.tolist())
+    pad = _pad_of(config, criteria)
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
     with_scores = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     if with_scores and others and len(rows) > 1:
@@ -122,10 +123,6 @@ def _whole_rows(llm: LLM, rows: list[list[int]], params: Any, input_ids: Tensor,
     longest = max(map(len, found))
     new = torch.tensor([tokens + [pad or 0] * (longest - len(tokens)) for tokens in found], dtype=torch.int64)
     return torch.cat([input_ids, new.view(len(rows), longest).to(input_ids.device)], 1)
-
-
-def _ends_of(criteria: StoppingCriteriaList) -> frozenset[int]:
-    return frozenset(i for each in criteria if type(each) is EosTokenCriteria for i in each.eos_token_id.tolist())
 
 
 def _pad_of(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
