@@ -97,10 +97,10 @@ class Taps:
     """Where a patched model is looked into."""
 
     def __init__(self, patched: HookedModel) -> None:
-        self.patched, self.model, self.specs = patched, patched.model, patched.layers
-        self.reports = [LayerReport(i, spec, "", "", "", _attention(i), HEADS_FIRST, "") for i, spec in enumerate(self.specs)]
-        self.by_layer = {i: Boundary(_attention(i), report) for i, report in enumerate(self.reports)}
-        self.blocks = _blocks(patched.model, [spec.module for spec in patched.layers])
+        self.patched, self.specs = patched, patched.layers
+        reports = [LayerReport(i, spec, "", "", "", _attention(i), HEADS_FIRST, "") for i, spec in enumerate(self.specs)]
+        self.by_layer = {i: Boundary(_attention(i), report) for i, report in enumerate(reports)}
+        self.blocks = _blocks(patched.model, [spec.module for spec in self.specs])
         given = [_operand(layer, name) for layer in self.by_layer for name in OPERANDS]
         names = [*given, *(_block(path) for path in self.blocks)]
         self.by_name = {**{name: Boundary(name) for name in names}, **{each.original: each for each in self.by_layer.values()}}

@@ -54,7 +54,7 @@ def suspects_in(
 ) -> list[Suspect]:
     """Of rows [N] with these errors and limits, the ones that are off by more; `rows` says prompt and token of each."""
     wrong = torch.nonzero(~(errors.cpu() <= limits)).flatten().tolist()
-    return [Suspect(name, *rows[i], float(errors[i]), float(limits[i]), got[i].clone(), step, boundary) for i in wrong]
+    return [Suspect(name, rows[i][0], rows[i][1], float(errors[i]), float(limits[i]), got[i].clone(), step, boundary) for i in wrong]
 
 
 def without_choices(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> list[Suspect]:

@@ -92,12 +92,8 @@ class Boundaries:
     @property
     def late(self) -> dict[str, list[str]]:
         """By the node of an attention's output, its operands to which something writes until it reads them."""
-        reports = [(name, boundary.layer) for name, boundary in self.written.items() if boundary.layer is not None]
-        return {
-            report.original_node: found
-            for name, report in reports
-            if (found := [each.original for each in self.given.get(name, ()) if each.operand is not None and each.operand.late])
-        }
+        late = {name: [each.original for each in given if each.operand and each.operand.late] for name, given in self.given.items()}
+        return {self.written[name].original: operands for name, operands in late.items() if operands}
 
     @property
     def names(self) -> frozenset[str]:

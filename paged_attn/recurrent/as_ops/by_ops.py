@@ -22,13 +22,7 @@ from paged_attn.backends.selection.scans import ScanSelection, scans_backend, se
 from paged_attn.calling.evaluating import evaluating
 from paged_attn.calling.forward_scopes import forward_scopes
 from paged_attn.calling.no_attention import without_attention
-from paged_attn.recurrent.as_ops.functions import (
-    FUNCTIONS,
-    NoOpFits,
-    layer_of_ops,
-    ops_that_ran,
-    replaced_functions,
-)
+from paged_attn.recurrent.as_ops.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts
