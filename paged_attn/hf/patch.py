@@ -30,7 +30,7 @@ from paged_attn.hf.mask import ProvedMask, prove_mask_function
 from paged_attn.passes.fx.model_facts import max_positions, model_device, text_config
 from paged_attn.passes.prove.config_claims import check_declared
 from paged_attn.passes.prove.mask_family import MaskFamily
-from paged_attn.recurrent.refuse import refuse_recurrent
+from paged_attn.recurrent.discover import refuse_recurrent
 
 NAME = "paged_attn"
 # Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.

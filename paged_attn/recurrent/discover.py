@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.recurrent import StateSpec, slot_bytes
-from paged_attn.calling.call_signature import plain_inputs
+from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.passes.fx.model_facts import model_device
@@ -113,6 +113,20 @@ def recurrent_modules(model: nn.Module, inputs_of: InputsOf) -> list[str]:
     if watched[1].cache is None:
         return [layer.spec.module for layer in carried_layers(model, inputs_of)]
     return [call.name for call in _recurrent_calls(*watched)]
+
+
+def refuse_recurrent(model: nn.Module, path: str, advice: str = "only paged_attn.LLM(model), which traces the model, has one") -> None:
+    """Raise UnsupportedError if the model, run on a few tokens with a cache of its own, writes recurrent state into it."""
+    if not takes(model, "input_ids") or not hasattr(model, "get_input_embeddings"):
+        return
+    with without_engine(model) as inputs_of:
+        found = recurrent_modules(model, inputs_of)
+    if found:
+        others = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
+        raise UnsupportedError(
+            f"{type(model).__name__} keeps recurrent state in {found[0]}{others}, and {path} has no place for the state of several "
+            f"requests; {advice}"
+        )
 
 
 def state_outside_layers(model: nn.Module, inputs_of: InputsOf) -> str:

@@ -111,13 +111,12 @@ class PagedCalls:
             if not self._ready():
                 return None
             assert self._pages is not None
-            rows = [tokens[shift:] for tokens, shift in zip(called.tokens, called.padding.tolist(), strict=True)]
-            distinct = {tuple(row): None for row in rows}  # beams and returned sequences begin alike
-            place = {row: i for i, row in enumerate(distinct)}
-            order = np.array([place[tuple(row)] for row in rows], np.int64)
-            table = RaggedTable(self._pages, len(distinct))
-            logits = self._run(table, [list(row) for row in distinct], called.wanted)
-            if len(distinct) < len(rows):
+            rows = [tuple(tokens[shift:]) for tokens, shift in zip(called.tokens, called.padding.tolist(), strict=True)]
+            indices = {row: index for index, row in enumerate(dict.fromkeys(rows))}  # beams and returned sequences begin alike
+            table = RaggedTable(self._pages, len(indices))
+            logits = self._run(table, [list(row) for row in indices], called.wanted)
+            if len(indices) < len(rows):
+                order = np.array([indices[row] for row in rows], np.int64)
                 table.select(order)
                 logits = logits[torch.from_numpy(order).to(logits.device)]
             length = given["input_ids"].shape[1]
