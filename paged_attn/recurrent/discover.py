@@ -36,7 +36,6 @@ from paged_attn.stopwatch import part
 logger = logging.getLogger("paged_attn")
 _PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attentions")
 
-
 InputsOf = Callable[[int], dict[str, Any]]
 
 

@@ -56,15 +56,15 @@ def allowed_error(result: Result, own_error: float) -> float:
 def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Result]) -> RecurrentLayer:
     """With `batches` and `mapped`: requests of different lengths step together, as the module itself takes them or mapped."""
     rows, states, expected = ages(inputs, along, _AGES)
-    as_it_is, mapped = (dataclasses.replace(layer, batches=True, mapped=mapped) for mapped in (False, True))
-    for form in (as_it_is, mapped):
+    for mapped in (False, True):
+        form = dataclasses.replace(layer, batches=True, mapped=mapped)
         try:
             with torch.no_grad():
                 got = form.step(rows, [state.clone() for state in states])
         except torch.OutOfMemoryError:
             raise
         except MODEL_ERRORS as failure:  # of the model's own code
-            logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if form.mapped else "as it is", failure)
+            logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if mapped else "as it is", failure)
             continue
         if difference(expected, got) <= allowed_error(expected, layer.own_error):
             return form

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -118,9 +119,8 @@ def attend_in_steps(
     pool.storage.fill_(float("nan"))
     backend = select_for_pool(settings.backend, pool, deterministic=settings.deterministic).backend
     table, results = list(range(pages + 1, 1, -1)), []
-    halves = ((0, tokens // 2), (tokens // 2, tokens - 1), (tokens - 1, tokens))
-    parts = halves if spec.causal else ((0, tokens),)
-    for start, end in parts:
+    ends = (tokens // 2, tokens - 1, tokens) if spec.causal else (tokens,)
+    for start, end in pairwise((0, *ends)):
         batch = Batch.build([BatchRequest([1] * (end - start), table, start)], page_size, chosen.device)
         padded = [torch.cat([each[start:end], each[:1].expand(batch.num_rows - end + start, -1, -1)]) for each in rows]
         output = padded[0].new_empty((batch.num_rows, spec.num_q_heads, spec.v_head_dim))
