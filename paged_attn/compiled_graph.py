@@ -18,7 +18,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.check.self_check import self_check
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
-from paged_attn.recurrent.refuse import refuse_recurrent
+from paged_attn.recurrent.discover import refuse_recurrent
 from paged_attn.recurrent.states import states_of
 
 logger = logging.getLogger("paged_attn")

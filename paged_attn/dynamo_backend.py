@@ -39,11 +39,8 @@ def paged_attn(
             known = _graphs.setdefault(model, [])
             alike = [other for other in known if other.split is not None and other.traced_with == compiled.traced_with]
             if compiled.split is not None and alike:
-                logger.warning(
-                    "%s was compiled again for paged batches%s; all lengths should share one compile",
-                    type(model).__name__,
-                    _why(),
-                )
+                name = type(model).__name__
+                logger.warning("%s was compiled again for paged batches%s; all lengths should share one compile", name, _why())
             known.append(compiled)
 
     def run(*args: Any) -> Any:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from paged_attn.check.compare.windows import attend_in_steps
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original, Seen, Served, VisitBoundary
 from paged_attn.check.runs.steps import ProbeSettings
-from paged_attn.check.runs.tapped import Visit
+from paged_attn.check.runs.tapped import Visit, wider
 from paged_attn.check.runs.truth import Truth
 from paged_attn.check.self_check import check_served
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
@@ -42,14 +42,11 @@ class HookedModel(Protocol):
     def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[T, vocabulary] of token ids and positions [T], int64."""
 
-    def sinks(self, layer_id: int) -> Tensor | None:
-        """Of a layer, as of its last watched call."""
-
     def watched(self, watch: Watch) -> AbstractContextManager[None]:
         """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
 
 
-def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings | None = None) -> None:
+def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[Tensor], settings: ProbeSettings) -> None:
     """Compare a patched model with what it was.
 
     Args:
@@ -62,10 +59,10 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
     with torch.no_grad():
         taps = Taps(patched)
         original = HookedOriginal(taps)
-        truth = Truth(original, taps.boundaries, prompts)
-        served = HookedServed(taps, settings or ProbeSettings())
-        noise = Noise.of(original, truth, served.is_causal, served.settings.length_borders)
-        check_against_model(model_logits, original, truth, type(patched.model).__name__, served.settings)
+        truth = Truth(original, list(taps.by_name.values()), prompts)
+        served = HookedServed(taps, settings)
+        noise = Noise(original, truth, served.is_causal, settings.length_borders)
+        check_against_model(model_logits, original, truth, type(patched.model).__name__, settings)
         check_served(served, original, truth, noise, served.exact_attention, max_positions(patched.model), patched.model)
     logger.info("self-check of the hooked model passed in %.2f s", time.perf_counter() - started)
 
@@ -78,11 +75,13 @@ class Watch:
         value: is given every value by its name, and returns what goes on in its place.
         wide: compute the model's own attention in wider numbers.
         without_attention: compute no attention; its output is zeros before `value` is given it.
+        sinks: of each layer that has them, as it was called.
     """
 
     value: Callable[[str, Tensor], Tensor]
     wide: torch.dtype | None = None
     without_attention: bool = False
+    sinks: dict[int, Tensor] = field(default_factory=dict)
 
     def given(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Each [1, heads, T, dim]."""
@@ -98,18 +97,14 @@ class Taps:
     """Where a patched model is looked into."""
 
     def __init__(self, patched: HookedModel) -> None:
-        self.patched, self.model, self.specs = patched, patched.model, patched.layers
-        self.reports = [LayerReport(i, spec, "", "", "", _attention(i), HEADS_FIRST, "") for i, spec in enumerate(self.specs)]
-        self.by_layer = {i: Boundary(_attention(i), report) for i, report in enumerate(self.reports)}
-        self.blocks = _blocks(patched.model, [spec.module for spec in patched.layers])
+        self.patched, self.specs = patched, patched.layers
+        reports = [LayerReport(i, spec, "", "", "", _attention(i), HEADS_FIRST, "") for i, spec in enumerate(self.specs)]
+        self.by_layer = {i: Boundary(_attention(i), report) for i, report in enumerate(reports)}
+        self.blocks = _blocks(patched.model, [spec.module for spec in self.specs])
         given = [_operand(layer, name) for layer in self.by_layer for name in OPERANDS]
         names = [*given, *(_block(path) for path in self.blocks)]
         self.by_name = {**{name: Boundary(name) for name in names}, **{each.original: each for each in self.by_layer.values()}}
         self.narrow = model_dtype(patched.model)
-
-    @property
-    def boundaries(self) -> list[Boundary]:
-        return list(self.by_name.values())
 
     def run(self, ids: Tensor, positions: Tensor, watch: Watch) -> Tensor:
         """Logits [T, vocabulary] of ids and positions [T], watched."""
@@ -137,8 +132,7 @@ class HookedOriginal(Original):
         """With `wide`, attention is computed in wider numbers and all else as it is; nothing is perturbed but what `visit` returns,
         and no choice is seen."""
         rows = torch.arange(len(prompt), device=prompt.device) if how.positions is None else how.positions
-        wider = torch.float32 if self.narrow.itemsize < 4 else torch.float64
-        return self.taps.run(prompt, rows, Watch(visit, wider if how.wide else None))
+        return self.taps.run(prompt, rows, Watch(visit, wider(self.narrow) if how.wide else None))
 
     def padded_length(self, count: int) -> int:
         return count
@@ -188,9 +182,9 @@ class HookedServed(Served):
                 found[names[name]] = value[0].transpose(0, 1).clone()
             return value
 
-        self._run(batch, Watch(see))
-        sinks = self.taps.patched.sinks(layer_id)
-        return found if sinks is None else {**found, "sinks": sinks}
+        watch = Watch(see)
+        self._run(batch, watch)
+        return {**found, "sinks": watch.sinks[layer_id]} if layer_id in watch.sinks else found
 
     def exact_attention(self, layer: LayerReport, chosen: Tensor, given: dict[str, Tensor]) -> Tensor | str:
         """The mask was proved as a function of positions, so that what the spec says, computed exactly, stands for the model's own."""

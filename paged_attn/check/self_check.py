@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.calling.body import Body
 from paged_attn.check.compare.against_model import check_against_model, check_rows
 from paged_attn.check.compare.diagnosis import refusal
@@ -23,17 +23,17 @@ from paged_attn.check.compare.later_tokens import check_later_tokens
 from paged_attn.check.compare.long_positions import check_long_positions
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.ragged import compare_ragged
-from paged_attn.check.compare.suspects import ON_ANOTHER_RANK, without_choices
+from paged_attn.check.compare.suspects import without_choices
 from paged_attn.check.compare.windows import Attention, check_windows
 from paged_attn.check.runs.served import Original, Served
 from paged_attn.check.runs.steps import ProbeSettings, probe_prompts
+from paged_attn.check.runs.tapped import unchanged
 from paged_attn.check.runs.traced_original import TracedOriginal
 from paged_attn.check.runs.traced_served import TracedServed
 from paged_attn.check.runs.truth import Truth
 from paged_attn.check.warm_up import warm_up
 from paged_attn.compiled.graph_inputs import GraphInputs
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
-from paged_attn.passes.report import LayerReport
 from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
@@ -69,17 +69,13 @@ def self_check(
         prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args, original, model_logits), compiled.max_positions)
         truth = Truth(original, served.boundaries.all, prompts)
         check_rows(prompts, truth.logits, inputs.takes_logits_rows)
-        noise = Noise.of(original, truth, served.is_causal, served.settings.length_borders)
+        noise = Noise(original, truth, served.is_causal, served.settings.length_borders)
         if model_logits is not None:
             name = "the model" if model is None else type(model).__name__
             check_against_model(model_logits, original, truth, name, served.settings)
         if compiled.pieces is not None and prompts[0].is_cuda:
             warm_up(served, prompts[0].device, compiled.max_positions)
-
-        def attention(layer: LayerReport, chosen: Tensor, given: dict[str, Tensor]) -> Tensor | str:
-            return original.attention(truth, layer, chosen)
-
-        check_served(served, original, truth, noise, attention, compiled.max_positions, model)
+        check_served(served, original, truth, noise, partial(original.attention, truth), compiled.max_positions, model)
     logger.info("self-check passed in %.2f s", time.perf_counter() - started)
 
 
@@ -96,8 +92,8 @@ def check_served(
         check_later_tokens(original, truth, noise, served.settings)
     check_long_positions(served, truth, longest, model)
     found = without_choices(compare_ragged(served, truth, noise), original, truth, noise, served.settings)
-    if served.settings.any_rank(bool(found)):
-        raise refusal(found[0], served, original, truth, noise) if found else UnsupportedError(ON_ANOTHER_RANK)
+    if served.settings.fails(bool(found)):
+        raise refusal(found[0], served, original, truth, noise)
     check_windows(served, attention, truth, noise, longest)
 
 
@@ -109,6 +105,6 @@ def _num_ids(
     ids = next(a for a, role in zip(args, compiled.roles, strict=True) if role == "input_ids")
     if isinstance(compiled.model, Body):
         return compiled.model.num_ids
-    vocabulary = (model_logits or (lambda prompt: original.run(prompt, lambda _, value: value)))(ids.flatten()[:2]).shape[-1]
+    vocabulary = (model_logits or (lambda prompt: original.run(prompt, unchanged)))(ids.flatten()[:2]).shape[-1]
     has_table = any(isinstance(t, Tensor) and t.dim() == 2 and t.shape[0] == vocabulary for t in inputs.owned)
     return vocabulary if has_table else int(ids.max()) + 1

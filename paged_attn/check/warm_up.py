@@ -7,14 +7,11 @@ thousands of a prompt, at which another configuration is up to 1.4 times as fast
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
-from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.check.runs.boundaries import Boundary
-from paged_attn.check.runs.running import NoAttention, must_run
-from paged_attn.check.runs.served import Served
+from paged_attn.calling.no_attention import without_attention
+from paged_attn.check.runs.served import Served, must_run
+from paged_attn.check.runs.tapped import unchanged
 from paged_attn.stopwatch import part
 
 ROWS = 2048
@@ -29,10 +26,5 @@ def warm_up(served: Served, device: torch.device, longest: int | None) -> None:
     """
     page_size = min(ROWS, longest or ROWS)
     batch = Batch.build([BatchRequest([0] * page_size, [1])] * (ROWS // page_size), page_size, device)
-    pool = KVPool((), 2, page_size, served.kv_dtype, device)
-    with ForwardContext(batch, pool, NoAttention()), must_run("the compiled graph", f"{ROWS} rows"):  # type: ignore[arg-type]
-        served.run_pieces(batch, _as_it_is)
-
-
-def _as_it_is(boundary: Boundary, value: Tensor) -> Tensor:
-    return value
+    with without_attention(batch, served.kv_dtype), must_run("the compiled graph", f"{ROWS} rows"):
+        served.run_pieces(batch, unchanged)

@@ -40,9 +40,7 @@ class CachedGraphs:
     the values of all tensors that the passes evaluated. Whoever uses it compares it with the model on numbers, as after a trace.
     """
 
-    def __init__(
-        self, entries: Entries, key: str, model: nn.Module, options: CompileOptions, recurrent: Sequence[RecurrentLayer] = ()
-    ) -> None:
+    def __init__(self, entries: Entries, key: str, model: nn.Module, options: CompileOptions, recurrent: Sequence[RecurrentLayer]) -> None:
         self.entries, self.key, self.model, self.options, self.recurrent = entries, key, model, options, tuple(recurrent)
 
     @classmethod
@@ -102,7 +100,8 @@ class CachedGraphs:
                 raise Indescribable("a trace of which torch does not say what code it went through")
             owned = OwnedTensors(self.model)
             record = record_of(compiled, args, owned)
-            evidence = self._evidence(modules_of(compiled.files), [owned.path_of(args[index]) for index in _tensors(compiled)])
+            evaluated = [index for index in compiled.rewrite.evaluated if compiled.roles[index] == "owned"]
+            evidence = self._evidence(modules_of(compiled.files), [owned.path_of(args[index]) for index in evaluated])
         except Indescribable as reason:
             _not_kept(self.model, reason)
             return None
@@ -125,10 +124,6 @@ class CachedGraphs:
             if tensor_digest(OwnedTensors.at(self.model, [module, name])) != digest:
                 return f"the tensor {name} of {module or 'the model'}"
         return None
-
-
-def _tensors(compiled: CompiledGraph) -> list[int]:
-    return [index for index in compiled.rewrite.evaluated if compiled.roles[index] == "owned"]
 
 
 def _not_kept(model: nn.Module, reason: Indescribable) -> None:

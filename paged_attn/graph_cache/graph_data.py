@@ -25,11 +25,11 @@ _OURS = frozenset(kind.op for kind in KINDS if kind.on_disk)
 _COMPARISONS = {f"__{each.__name__}__": each for each in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)}
 _KINDS = ("placeholder", "call_function", "call_method", "get_attr", "output")
 _NAMED: dict[type, Callable[[str], Any]] = {  # values that torch writes as it reads them
-    torch.dtype: lambda name: _attribute(torch, name.removeprefix("torch."), torch.dtype),
-    torch.layout: lambda name: _attribute(torch, name.removeprefix("torch."), torch.layout),
-    torch.memory_format: lambda name: _attribute(torch, name.removeprefix("torch."), torch.memory_format),
-    torch.device: lambda name: torch.device(name),
-    complex: lambda name: complex(name),
+    torch.dtype: lambda name: _of_torch(name, torch.dtype),
+    torch.layout: lambda name: _of_torch(name, torch.layout),
+    torch.memory_format: lambda name: _of_torch(name, torch.memory_format),
+    torch.device: torch.device,
+    complex: complex,
     type(Ellipsis): lambda name: ...,
 }
 Data = Any  # None, bool, int, float, str, and lists and dicts of data
@@ -52,7 +52,7 @@ def graph_data(gm: fx.GraphModule) -> Data:
         nodes.append(data)
         numbers[node] = len(numbers)
     names = sorted({str(node.target) for node in gm.graph.nodes if node.op == "get_attr"})
-    return {"nodes": nodes, "buffers": {name: _tensor_data(_held(gm, name)) for name in names}}
+    return {"nodes": nodes, "buffers": {name: _buffer_data(gm, name) for name in names}}
 
 
 def graph_of(data: Data, device: torch.device) -> fx.GraphModule:
@@ -116,16 +116,13 @@ def _function_data(target: Any) -> list[str]:
     else:
         qualified = str(getattr(target, "__qualname__", "")).removeprefix("_VariableFunctionsClass.")
         data = ["function", str(getattr(target, "__module__", None)), qualified]
-    if _function_or_none(data) is not target:
+    try:
+        known = _function_of(data)
+    except (ValueError, AttributeError, ImportError):
+        known = None
+    if known is not target:
         raise Indescribable(f"a graph that calls {target}")
     return data
-
-
-def _function_or_none(data: list[str]) -> Any:
-    try:
-        return _function_of(data)
-    except (ValueError, AttributeError, ImportError):
-        return None
 
 
 def _function_of(data: list[str]) -> Any:
@@ -209,23 +206,20 @@ def _value(data: Data, nodes: list[fx.Node]) -> Any:
     return {known.__name__: read for known, read in _NAMED.items()}[kind](content)
 
 
-def _attribute(module: Any, name: str, kind: type) -> Any:
-    value = getattr(module, name)
+def _of_torch(name: str, kind: type) -> Any:
+    name = name.removeprefix("torch.")
+    value = getattr(torch, name)
     if not isinstance(value, kind):
         raise ValueError(f"{name} is no {kind.__name__}")
     return value
 
 
-def _held(gm: fx.GraphModule, name: str) -> Tensor:
+def _buffer_data(gm: fx.GraphModule, name: str) -> Data:
     value = operator.attrgetter(name)(gm)
     if type(value) is not Tensor or value.layout != torch.strided or "." in name:
         raise Indescribable(f"a graph that holds a {type(value).__name__} {name}")
     if value.nbytes > MOST_BUFFER_BYTES:
         raise Indescribable(f"a graph that holds {value.nbytes:,} bytes")
-    return value
-
-
-def _tensor_data(value: Tensor) -> Data:
     return {"dtype": str(value.dtype), "shape": list(value.shape), "bytes": base64.b64encode(tensor_bytes(value)).decode()}
 
 

@@ -29,7 +29,7 @@ _INSTALLED = (".dist-info", ".egg-info")
 _FOLDERS = ("debug_dir_root", "base_dir")  # the working directory, and where torch lies
 
 
-def graph_key(model: nn.Module, options: CompileOptions, positions: bool, recurrent: Sequence[RecurrentLayer] = ()) -> str:
+def graph_key(model: nn.Module, options: CompileOptions, positions: bool, recurrent: Sequence[RecurrentLayer]) -> str:
     """`recurrent`: layers that are ops in the graph. Raises Indescribable for a model of which no text says all."""
     facts = [
         f"sources {_SOURCES}", _versions(), f"options {sorted(asdict(options).items())} positions {positions}",

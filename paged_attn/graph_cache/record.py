@@ -78,13 +78,9 @@ def restored(
     split = split_graph(gm, split_ops())
     pieces = None
     if record["pieces"] is not None:
+        kept = [CachedPiece(**{**piece, "arguments": tuple(piece["arguments"])}) for piece in record["pieces"]]
         cache = ArtifactCache.of_user()
-        pieces = (
-            None
-            if cache is None
-            else load_pieces(split, [CachedPiece(**{**piece, "arguments": tuple(piece["arguments"])}) for piece in record["pieces"]], cache)
-        )
-        if pieces is None:
+        if cache is None or (pieces := load_pieces(split, kept, cache)) is None:
             return None
     found = _found(record, gm)
     owned = [OwnedTensors.at(model, each["tensor"]) if each["role"] == "owned" else None for each in record["inputs"]]

@@ -18,8 +18,6 @@ from paged_attn.hashing.stable_hasher import Indescribable, StableHasher
 # model that this process has made can record, which the class's own file says.
 _NOT_EVIDENCE = frozenset({"PACKAGE_DISTRIBUTION_MAPPING", "_CAN_RECORD_REGISTRY"})
 _GENERATED = "<string>"  # a dataclass's methods: made from the class, which lies in one of the files
-
-
 _besides: ContextVar[tuple[frozenset[str], frozenset[str]]] = ContextVar("_besides", default=(frozenset(), frozenset()))
 
 

@@ -31,6 +31,13 @@ _CONTENT: dict[type, Callable[[Any], Any]] = {  # what a subclass holds, without
     set: lambda value: set(set.__iter__(value)), frozenset: lambda value: frozenset(frozenset.__iter__(value)),
     str: str.__str__, int: int.__int__, float: float.__float__,
 }  # fmt: skip
+_PARTS: dict[type, Callable[[Any], tuple[Any, ...]]] = {  # what says all of a wrapper
+    functools.partial: lambda value: (value.func, value.args, value.keywords),
+    staticmethod: lambda value: (value.__func__,), classmethod: lambda value: (value.__func__,),
+    property: lambda value: (value.fget, value.fset), functools.cached_property: lambda value: (value.func,),
+    functools._lru_cache_wrapper: lambda value: (value.__wrapped__,),
+    re.Pattern: lambda value: (value.pattern, value.flags), inspect.Signature: lambda value: (str(value),),
+}  # fmt: skip
 _BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType)
 # What transformers notes by the way: a number that is another in each process, and answers that it found when it was asked.
 _NOTES = ("_original_object_hash", "_can_set_attn_implementation_cached_value", "_can_set_experts_implementation_cached_value")
@@ -110,11 +117,10 @@ class StableHasher:
 
     def _tensor(self, value: Tensor) -> str:
         facts = f"{type(value).__name__} {value.dtype} {value.device} {tuple(value.shape)} {value.layout} {value.requires_grad}"
-        if isinstance(value, nn.Parameter) or type(value) is not Tensor or value.device.type == "meta":
-            return self._unknown(value) if self.strict else facts
-        if value.layout != torch.strided or value.nbytes > MOST_BYTES:
-            return self._unknown(value) if self.strict else facts
-        return f"{facts} {tensor_digest(value)}"
+        has_values = type(value) is Tensor and value.device.type != "meta" and value.layout == torch.strided
+        if has_values and value.nbytes <= MOST_BYTES:
+            return f"{facts} {tensor_digest(value)}"
+        return self._unknown(value) if self.strict else facts
 
     def _function(self, value: types.FunctionType) -> str:
         name = f"function {value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"
@@ -187,21 +193,10 @@ def tensor_digest(value: Tensor) -> str:
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:
-    """What says all of a wrapper, or None if it is no known one."""
-    if isinstance(value, functools.partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, staticmethod | classmethod):
-        return (value.__func__,)
-    if isinstance(value, property):
-        return value.fget, value.fset
-    if isinstance(value, functools.cached_property):
-        return (value.func,)
-    if isinstance(value, functools._lru_cache_wrapper):
-        return (value.__wrapped__,)
-    if isinstance(value, re.Pattern):
-        return value.pattern, value.flags
-    if isinstance(value, inspect.Signature):
-        return (str(value),)
+    """What says all of a wrapper or a device mesh, or None if it is neither."""
+    for kind, read in _PARTS.items():
+        if isinstance(value, kind):
+            return read(value)
     mesh: Any = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)  # torch may be built without
     if mesh is not None and isinstance(value, mesh):
         groups = [group.group_name for group in value.get_all_groups()]

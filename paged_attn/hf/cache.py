@@ -27,7 +27,7 @@ class PagedCache(Cache):
     Recurrent states of hybrid models stay as transformers keeps them.
 
     Inside `with paged_attn.patch(model) as patched:`, `PagedCache(patched)` goes further: steps attend to the pages where they lie, without
-    a gather, as far as that is the same computation (`hf_cache_in_place.py` says when); `steps_in_place` counts them.
+    a gather, as far as that is the same computation (`cache_in_place.py` says when); `steps_in_place` counts them.
 
     Args:
         model: whose K and V it keeps; one token is run to see their shapes. Or an active patch of it.
@@ -61,7 +61,7 @@ class PagedCache(Cache):
         if self.in_place is not None:
             layout, ids = self.in_place.layers(layout, keeping(seen))
         if shared_with is None:
-            pages = SharedPages(layout, 16 if page_size is None else page_size, dtype, device, num_pages)
+            pages = SharedPages.of_layers(layout, 16 if page_size is None else page_size, dtype, device, num_pages)
         elif page_size is not None or num_pages is not None:
             raise ValueError("page_size and num_pages are those of the cache in shared_with; give either them or shared_with")
         else:

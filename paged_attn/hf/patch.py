@@ -30,7 +30,7 @@ from paged_attn.hf.mask import ProvedMask, prove_mask_function
 from paged_attn.passes.fx.model_facts import max_positions, model_device, text_config
 from paged_attn.passes.prove.config_claims import check_declared
 from paged_attn.passes.prove.mask_family import MaskFamily
-from paged_attn.recurrent.refuse import refuse_recurrent
+from paged_attn.recurrent.discover import refuse_recurrent
 
 NAME = "paged_attn"
 # Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.
@@ -54,9 +54,8 @@ class Patched:
                 f"paged_attn.patch needs a transformers PreTrainedModel, got {type(model).__name__}; "
                 "use torch.compile(model, backend='paged_attn')"
             )
-        self.model, self.self_check, self.settings = model, self_check, settings
+        self.model, self.self_check, self.settings = model, self_check, settings or ProbeSettings()
         self.layers: tuple[AttentionSpec, ...] = ()
-        self._sinks: dict[int, Tensor] = {}
         self._modules: list[nn.Module] = []
         self._undo = ExitStack()
 
@@ -69,29 +68,24 @@ class Patched:
             undo.callback(self._forget)
             prompts = self._probe() if self.self_check else []
             original = self._run_alone(prompts)
-            undo.callback(_forget_implementations, self._remember_implementations())
+            for config in attention_configs(self.model):
+                _implementations[id(config)] = config._attn_implementation
+                undo.callback(_implementations.pop, id(config), None)
             undo.enter_context(attention_implementation(self.model, NAME))
-            self._check_switched()
+            if not _is_switched(self.model):
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} does not let its attention be replaced through transformers' AttentionInterface; "
+                    "use torch.compile(model, backend='paged_attn')"
+                )
             self._record_layers()
             if prompts:
-                self._check(prompts, original)
+                known = {id(prompt): logits for prompt, logits in zip(prompts, original, strict=True)}
+                check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
             self._undo = undo.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._undo.close()
-
-    def _remember_implementations(self) -> list[int]:
-        before = {id(config): config._attn_implementation for config in attention_configs(self.model)}
-        _implementations.update(before)
-        return list(before)
-
-    def _check_switched(self) -> None:
-        if not _is_switched(self.model):
-            raise UnsupportedError(
-                f"{type(self.model).__name__} does not let its attention be replaced through transformers' AttentionInterface; "
-                "use torch.compile(model, backend='paged_attn')"
-            )
 
     def _record_layers(self) -> None:
         """Run a few tokens so that each attention layer says what it computes; the numbers do not matter."""
@@ -120,10 +114,6 @@ class Patched:
         logits: Tensor = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0]
         return logits
 
-    def sinks(self, layer_id: int) -> Tensor | None:
-        """Of a layer, as of its last watched call."""
-        return self._sinks.get(layer_id)
-
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
         """Inside, every attention of this thread hands `watch` what it is given and what it gives."""
@@ -138,11 +128,6 @@ class Patched:
         what = f"{name} itself can not run a few tokens given as input_ids and position_ids, which is all that a paged batch has"
         with model_code(lambda why: UnsupportedError(f"{what}: {why}")), torch.no_grad():
             return [self.logits(p, torch.arange(len(p), device=p.device)) for p in prompts]
-
-    def _check(self, prompts: list[Tensor], alone: list[Tensor]) -> None:
-        """Raises UnsupportedError if the patched model disagrees with the original."""
-        known = {id(prompt): logits for prompt, logits in zip(prompts, alone, strict=True)}
-        check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
 
     def _probe(self) -> list[Tensor]:
         table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
@@ -195,11 +180,6 @@ def register_attention() -> None:
 
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-
-
-def _forget_implementations(configs: list[int]) -> None:
-    for config in configs:
-        _implementations.pop(config, None)
 
 
 def _implementation(config: Any) -> str:
@@ -259,11 +239,11 @@ def _paged(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keyword
 
 def _watched(watch: Watch, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, keywords: dict[str, Any]) -> Tensor:
     """The same, or outside contexts what the module computed before it was patched, with `watch` at both ends."""
-    patched, layer_id = _patched[module]
+    _, layer_id = _patched[module]
     dtype = query.dtype
     query, key, value = watch.given(layer_id, query, key, value)
     if isinstance(sinks := keywords.get("s_aux"), Tensor):
-        patched._sinks[layer_id] = sinks
+        watch.sinks[layer_id] = sinks
     if watch.without_attention:
         output = value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
     elif current_context() is not None:
@@ -309,16 +289,13 @@ def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: 
     if window is not None and window != family.window:
         raise UnsupportedError(f"layer at {where} asks for a sliding window of {window}, but its mask is {family.describe()}")
     check_declared(model, where, family, mask is not None)
-    given.append((key, key._version, value, value._version))  # kept alive, so that an identity is one tensor
-    owner = next(i for i, other in enumerate(given) if _same_tensors(other, given[-1]))
+    # The same keys and values, not written to in between: Gemma 3n's last layers read those of an earlier one.
+    kv = (id(key), key._version, id(value), value._version)
+    given.append((kv, key, value))  # kept alive, so that an id is one tensor
+    owner = next(i for i, (other, *_) in enumerate(given) if other == kv)
     found[module] = AttentionSpec(
         num_q_heads=query.shape[1], num_kv_heads=key.shape[1], qk_head_dim=query.shape[3], v_head_dim=value.shape[3],
         scale=float(scaling) if scaling is not None else query.shape[3] ** -0.5, causal=family.causal, sliding_window=family.window,
         window_ahead=family.ahead, chunk=family.chunk, softcap=softcap, has_sinks=sinks is not None, kv_layer=owner, module=where,
     )  # fmt: skip
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-
-
-def _same_tensors(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two layers got the same keys and values (Gemma 3n's last layers read those of an earlier one), not written to in between."""
-    return one[0] is other[0] and one[2] is other[2] and (one[1], one[3]) == (other[1], other[3])

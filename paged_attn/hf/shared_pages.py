@@ -30,28 +30,21 @@ class SharedPages:
     """The pages of one pool with the number of holders of each. Page 0 marks "no page" in page tables and is never held.
 
     Args:
-        layers: what a page holds, as for KVPool.
-        num_pages: page 0 included; None lets the pool grow as needed, into a larger allocation to which it is copied.
+        grows: the pool grows as needed, into a larger allocation to which it is copied.
     """
 
-    def __init__(
-        self, layers: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, num_pages: int | None
-    ) -> None:
-        self.page_size, self.grows = page_size, num_pages is None
-        number = 2 if num_pages is None else num_pages
-        with torch.inference_mode(False):  # the pool outlives the mode it is made in
-            self.pool = KVPool(layers, number, page_size, dtype, device)
-        self._allocator = PageAllocator(number, page_size)
-        self._holders = np.zeros(number, np.int64)
+    def __init__(self, pool: KVPool, grows: bool = False) -> None:
+        self.pool, self.page_size, self.grows = pool, pool.page_size, grows
+        self._allocator = PageAllocator(pool.num_pages, pool.page_size)
+        self._holders = np.zeros(pool.num_pages, np.int64)
 
     @classmethod
-    def over(cls, pool: KVPool) -> SharedPages:
-        """All pages of a pool that is there, which does not grow."""
-        pages = cls.__new__(cls)
-        pages.page_size, pages.grows, pages.pool = pool.page_size, False, pool
-        pages._allocator = PageAllocator(pool.num_pages, pool.page_size)
-        pages._holders = np.zeros(pool.num_pages, np.int64)
-        return pages
+    def of_layers(
+        cls, layers: Sequence[AttentionSpec], page_size: int, dtype: torch.dtype, device: torch.device, num_pages: int | None
+    ) -> SharedPages:
+        """Those of a new pool; `num_pages`: page 0 included; None lets it grow."""
+        with torch.inference_mode(False):  # the pool outlives the mode it is made in
+            return cls(KVPool(layers, 2 if num_pages is None else num_pages, page_size, dtype, device), grows=num_pages is None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPages:
         return self  # copied caches hold the same pages

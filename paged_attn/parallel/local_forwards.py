@@ -46,7 +46,8 @@ def local_forward(name: str, module: nn.Module, style: str, ranks: Ranks, cut: b
     if style == EXPERT_PARALLEL and cut and isinstance(count := getattr(module, "num_experts", None), int):
         return WholeExperts(whole, ranks.name, ranks.rank * count, count, ranks.size * count).summed
     if style == "all_reduce":
-        return _summed(whole, ranks)
+        group = ranks.name
+        return lambda *args, **kwargs: sum_over(whole(*args, **kwargs), group)
     if style == "moe_identity_expert":
         return lambda x, *args, **kwargs: whole(x / ranks.size, *args, **kwargs)
     raise UnsupportedError(
@@ -69,11 +70,6 @@ def _as_it_is(whole: Forward) -> Forward:
 def _gathered(whole: Forward, width: int, ranks: Ranks) -> Forward:
     size, group = ranks.size, ranks.name
     return lambda *args, **kwargs: gathered(whole(*args, **kwargs), width, size, group)
-
-
-def _summed(whole: Forward, ranks: Ranks) -> Forward:
-    group = ranks.name
-    return lambda *args, **kwargs: sum_over(whole(*args, **kwargs), group)
 
 
 def _summed_linear(module: nn.Linear, ranks: Ranks, slices_input: bool) -> Forward:

@@ -60,16 +60,13 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 def merged_rules(tp_plan: dict[str, str], ep_plan: dict[str, str]) -> dict[str, str]:
     """Both plans as one. As in transformers, what an expert-parallel rule names, with all below it, has no tensor-parallel rule."""
-    return {name: style for name, style in tp_plan.items() if not _is_named(name, ep_plan)} | ep_plan
+    named = tuple(f"{name}." for name in ep_plan)
+    return {name: style for name, style in tp_plan.items() if not f"{name}.".startswith(named)} | ep_plan
 
 
 def pattern_of(name: str) -> str:
     """Of a module or parameter, as plans write it: `layers.*` for all layers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def _is_named(name: str, plan: dict[str, str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in plan)
 
 
 def _rules_of(model: Any) -> dict[str, str]:

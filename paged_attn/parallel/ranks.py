@@ -46,7 +46,9 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """The smallest `number` of all ranks."""
-        return -self._largest([-number])[0]
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._control)
+        return int(least)
 
     def least_of(self, count: Callable[[int], int]) -> Callable[[int], int]:
         """`count` with the smallest result of all ranks."""
@@ -98,11 +100,6 @@ class Ranks:
     def take_first(self, tensor: Tensor) -> None:
         """Write the first rank's numbers over everyone's; on a GPU that is enqueued and not waited for."""
         dist.broadcast(tensor, self.leader, group=self.group)
-
-    def _largest(self, numbers: list[int]) -> list[int]:
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control)
-        return tensor.tolist()
 
 
 def _signature(columns: RequestColumns) -> bytes:

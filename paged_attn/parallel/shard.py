@@ -74,17 +74,13 @@ def _distribute(model: Any, size: int, target: torch.device, expert_parallel: bo
         head.weight = nn.Parameter(table.weight.detach(), requires_grad=table.weight.requires_grad)
     _apply_plans(model, mesh, expert_parallel)
     model._device_mesh, model._tp_size = mesh, size
-    if tied and _placement(head.weight) == _placement(table.weight):
+    if tied and getattr(head.weight, "placements", None) == getattr(table.weight, "placements", None):
         head.weight = table.weight
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             local = parameter._local_tensor
             if local.untyped_storage().nbytes() > local.nbytes:  # a view of the whole weight would keep that
                 parameter._local_tensor = local.clone()
-
-
-def _placement(weight: nn.Parameter) -> Any:
-    return getattr(weight, "placements", None)
 
 
 def _apply_plans(model: Any, mesh: Any, expert_parallel: bool) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec, slot_bytes
-from paged_attn.calling.call_signature import plain_inputs
+from paged_attn.attn_ops.specs.recurrent import StateSpec, slot_bytes
+from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.passes.fx.model_facts import model_device
@@ -27,21 +27,14 @@ from paged_attn.recurrent.cache_state import CacheTemplate, Path, leaves_of, nam
 from paged_attn.recurrent.kept_attributes import KeptAttributes, call_with_attributes
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.verify import verified
-from paged_attn.recurrent.watching.attributes import (
-    attribute_states,
-    attributes_after,
-    calls_of,
-    owners_of,
-    without_unused,
-)
-from paged_attn.recurrent.watching.call_parts import LONG, SHORT, operands_of, outputs_of, refused
+from paged_attn.recurrent.watching.attributes import attribute_states, calls_of, owners_of, without_unused
+from paged_attn.recurrent.watching.call_parts import LONG, SHORT, layer_of, refused
 from paged_attn.recurrent.watching.carried import carried_layers
-from paged_attn.recurrent.watching.watch import Call, Watched, positional_names, watch
+from paged_attn.recurrent.watching.watch import Call, Watched, is_cache, watch
 from paged_attn.stopwatch import part
 
 logger = logging.getLogger("paged_attn")
 _PER_TOKEN = ("logits", "loss", "last_hidden_state", "hidden_states", "attentions")
-
 
 InputsOf = Callable[[int], dict[str, Any]]
 
@@ -105,8 +98,9 @@ def find_recurrent_layers(model: nn.Module, inputs_of: InputsOf, beside: Iterabl
 @part("find recurrent layers")
 def find_attribute_layers(model: nn.Module, inputs_of: InputsOf) -> tuple[RecurrentLayer, ...]:
     """The outermost modules with state in plain attributes, of them or of modules inside them; as `find_recurrent_layers`."""
-    owners = owners_of(attribute_states(*attributes_after(model, inputs_of, (SHORT, LONG))))
-    short, long = (calls_of(model, {**inputs_of(length), "use_cache": True}, owners) for length in (SHORT, LONG))
+    inputs = [{**inputs_of(length), "use_cache": True} for length in (SHORT, LONG)]
+    owners = owners_of(attribute_states(*(watch(model, each).attributes for each in inputs)))
+    short, long = (calls_of(model, each, owners) for each in inputs)
     return tuple(verified(_attribute_layer(name, paths, short[name], long[name])) for name, paths in owners.items())
 
 
@@ -120,6 +114,20 @@ def recurrent_modules(model: nn.Module, inputs_of: InputsOf) -> list[str]:
     return [call.name for call in _recurrent_calls(*watched)]
 
 
+def refuse_recurrent(model: nn.Module, path: str, advice: str = "only paged_attn.LLM(model), which traces the model, has one") -> None:
+    """Raise UnsupportedError if the model, run on a few tokens with a cache of its own, writes recurrent state into it."""
+    if not takes(model, "input_ids") or not hasattr(model, "get_input_embeddings"):
+        return
+    with without_engine(model) as inputs_of:
+        found = recurrent_modules(model, inputs_of)
+    if found:
+        others = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
+        raise UnsupportedError(
+            f"{type(model).__name__} keeps recurrent state in {found[0]}{others}, and {path} has no place for the state of several "
+            f"requests; {advice}"
+        )
+
+
 def state_outside_layers(model: nn.Module, inputs_of: InputsOf) -> str:
     """Where a model keeps tensors of a fixed size per request otherwise than in a transformers cache, or ""."""
     watched = _both_lengths(model, inputs_of)
@@ -131,13 +139,10 @@ def state_outside_layers(model: nn.Module, inputs_of: InputsOf) -> str:
     for table, seen in ((kept, long), (others, short)):
         fields = vars(seen.output) if hasattr(seen.output, "__dict__") else {}
         for name in [n for n, value in fields.items() if n not in _PER_TOKEN and (value is not seen.cache or value is None)]:
-            table |= {f"its output's {name}": value for value in _matrices(fields[name])}
+            leaves = leaves_of(fields[name]).values()
+            table |= {f"its output's {name}": value for value in leaves if isinstance(value, Tensor) and value.dim() > 1}
     found = [where for where, value in kept.items() if where in others and value.shape == others[where].shape]
     return found[0] if found else ""
-
-
-def _matrices(root: Any) -> list[Tensor]:
-    return [value for value in leaves_of(root).values() if isinstance(value, Tensor) and value.dim() > 1]
 
 
 def _recurrent_calls(short: Watched, long: Watched) -> list[Call]:
@@ -185,38 +190,25 @@ def _layer(call: Call, short: Watched, long: Watched) -> RecurrentLayer:
         elif few.get(path) != many.get(path):
             raise refused(where, f"it counts in {name_of(path)}: {few.get(path)!r} after {SHORT} tokens, {many.get(path)!r} after {LONG}")
     earlier = next(c for c in short.calls if c.name == where)
-    operands = operands_of(call, earlier)
-    outputs, length, dtype = outputs_of(call)
-    return RecurrentLayer(
-        spec=RecurrentSpec(where, tuple(StateSpec(_short_name(p), tuple(many[p].shape[1:]), many[p].dtype) for p in states)),
-        module=call.module, positional=positional_names(call.module), arguments=call.arguments, operands=operands,
-        cache_name=call.cache_name, outputs=outputs, output_length=length, output_dtype=dtype,
-        template=CacheTemplate(long.fresh, long.cache, call.changed, states),
-    )  # fmt: skip
+    specs = [StateSpec(_short_name(path), tuple(many[path].shape[1:]), many[path].dtype) for path in states]
+    return layer_of(call, earlier, specs, CacheTemplate(long.fresh, long.cache, call.changed, states))
 
 
 def _attribute_layer(name: str, names: list[str], earlier: list[Call], calls: list[Call]) -> RecurrentLayer:
     if len(earlier) != 1 or len(calls) != 1:
         raise refused(name, f"it runs {len(calls)} times in one call of the model")
-    from transformers.cache_utils import Cache
-
     (call,), paths = calls, [(("attribute", "values"), ("item", each)) for each in names]
     fresh, after = KeptAttributes(dict.fromkeys(names)), KeptAttributes(dict.fromkeys(names))
-    call.arguments = {key: None if isinstance(value, Cache) else value for key, value in call.arguments.items()}
+    call.arguments = {key: None if is_cache(value) else value for key, value in call.arguments.items()}
     unused = without_unused(call)
     with left_as_it_was(call.module):
         call.output = call_with_attributes(call.module, call.arguments, after)
-    outputs, length, dtype = outputs_of(call)
     states = []
     for each, value in after.values.items():
         if not isinstance(value, Tensor) or value.shape[0] != 1:
             raise refused(name, f"its attribute {each} is {type(value).__name__}; known is a tensor [batch, ...]")
         states.append(StateSpec(each, tuple(value.shape[1:]), value.dtype))
-    return RecurrentLayer(
-        spec=RecurrentSpec(name, tuple(states)), module=call.module, positional=positional_names(call.module), arguments=call.arguments,
-        operands=operands_of(call, earlier[0]), cache_name="", outputs=outputs, output_length=length, output_dtype=dtype,
-        template=CacheTemplate(fresh, after, paths, paths), unused=unused,
-    )  # fmt: skip
+    return layer_of(call, earlier[0], states, CacheTemplate(fresh, after, paths, paths), unused)
 
 
 def _short_name(path: Path) -> str:

@@ -89,6 +89,16 @@ class RecurrentLayer:
     scans: tuple[ScanSelection, ...] = ()
     why_not_in_graphs: str | None = None
 
+    @property
+    def given(self) -> list[Tensor]:
+        """What it was given in the call of `arguments`, in the order of `operands`."""
+        return [operand.of(self.arguments) for operand in self.operands]
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Of its output for one token."""
+        return self.outputs[0].shape if len(self.outputs) == 1 else (sum(output.width for output in self.outputs),)
+
     @cached_property
     def kernels(self) -> Kernels:
         """What computes its ops in place of the functions of `attn_ops/scans/`."""

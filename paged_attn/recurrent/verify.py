@@ -23,6 +23,7 @@ logger = logging.getLogger("paged_attn")
 Result = tuple[Tensor, list[Tensor]]
 LIMIT = 1e-2
 LIMIT_16_BIT = FORMULAS_APART = 4e-2
+_AGES = (1, 4, 7)  # three requests of different lengths take their next step together
 
 
 def verified(layer: RecurrentLayer) -> RecurrentLayer:
@@ -31,7 +32,7 @@ def verified(layer: RecurrentLayer) -> RecurrentLayer:
     Raises:
         UnsupportedError: token by token it gives another result than for all tokens at once.
     """
-    inputs = [operand.of(layer.arguments) for operand in layer.operands]
+    inputs = layer.given
     count = inputs[0].shape[1]
     with torch.no_grad():
         whole = layer.run(inputs, None)
@@ -55,15 +56,15 @@ def allowed_error(result: Result, own_error: float) -> float:
 def _batching(layer: RecurrentLayer, inputs: Sequence[Tensor], along: list[Result]) -> RecurrentLayer:
     """With `batches` and `mapped`: requests of different lengths step together, as the module itself takes them or mapped."""
     rows, states, expected = ages(inputs, along, _AGES)
-    as_it_is, mapped = (dataclasses.replace(layer, batches=True, mapped=mapped) for mapped in (False, True))
-    for form in (as_it_is, mapped):
+    for mapped in (False, True):
+        form = dataclasses.replace(layer, batches=True, mapped=mapped)
         try:
             with torch.no_grad():
                 got = form.step(rows, [state.clone() for state in states])
         except torch.OutOfMemoryError:
             raise
         except MODEL_ERRORS as failure:  # of the model's own code
-            logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if form.mapped else "as it is", failure)
+            logger.debug("%s steps no batch (%s): %s", layer.spec.module, "mapped" if mapped else "as it is", failure)
             continue
         if difference(expected, got) <= allowed_error(expected, layer.own_error):
             return form
@@ -90,9 +91,6 @@ def in_parts(layer: RecurrentLayer, inputs: Sequence[Tensor], ends: Sequence[int
         start = end
     assert states is not None
     return torch.cat(outputs, 1), list(states)
-
-
-_AGES = (1, 4, 7)  # three requests of different lengths take their next step together
 
 
 def ages(inputs: Sequence[Tensor], along: list[Result], steps: Sequence[int]) -> tuple[list[Tensor], list[Tensor], Result]:

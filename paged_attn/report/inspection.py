@@ -17,7 +17,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select
 from paged_attn.calling.call_signature import takes, token_argument
 from paged_attn.calling.compiled_calls import CALL
-from paged_attn.check.runs.running import NoAttention
+from paged_attn.calling.no_attention import NoAttention
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph, recorded_graphs
@@ -129,7 +129,7 @@ def _trace(compiled: nn.Module, model: nn.Module) -> None:
     device, states = model_device(model), states_of(model)
     batch = Batch.build([BatchRequest(range(1, 1 + TRACE_TOKENS), [1], state_slot=1)], PAGE_SIZE, device)
     pool = KVPool((), 2, PAGE_SIZE, model_dtype(model), device)
-    context = nullcontext() if states is None else ContextWithStates(batch, pool, NoAttention(), states, traced=True)  # type: ignore[arg-type]
+    context = nullcontext() if states is None else ContextWithStates(batch, pool, NoAttention(), states, traced=True)
     token, given = token_argument(model), batch.model_inputs()
     inputs = {name: value for name, value in given.items() if name != "input_ids" and takes(model, name)}
     with torch.no_grad(), unwrapped_refusals(), context, recorded_graphs() as ran:

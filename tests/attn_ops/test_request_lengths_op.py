@@ -10,7 +10,7 @@ from paged_attn.attn_ops.batch.step_buffers import StepShape
 from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.ops.positions import REQUEST_LENGTHS
-from paged_attn.check.runs.running import NoAttention
+from paged_attn.calling.no_attention import NoAttention
 
 CHUNK = BatchRequest([5, 6, 7], [1, 2], 4, 0, length=20)
 DECODE = BatchRequest([9], [3, 4], 6)
@@ -18,7 +18,7 @@ DECODE = BatchRequest([9], [3, 4], 6)
 
 def lengths_in(batch: Batch) -> list[int]:
     output, pool = torch.full((batch.num_rows,), -1), KVPool((), 2, 4, torch.float32)
-    with ForwardContext(batch, pool, NoAttention()):  # type: ignore[arg-type]
+    with ForwardContext(batch, pool, NoAttention()):
         REQUEST_LENGTHS(batch.positions[None], output)
     return output.tolist()
 
@@ -47,7 +47,7 @@ def test_without_a_context_the_call_is_one_request(shape: tuple[int, ...]) -> No
 
 def test_another_number_of_rows_or_type_is_refused() -> None:
     batch, pool = Batch.build([CHUNK], 4), KVPool((), 2, 4, torch.float32)
-    with ForwardContext(batch, pool, NoAttention()):  # type: ignore[arg-type]
+    with ForwardContext(batch, pool, NoAttention()):
         with pytest.raises(ContextError, match="got 4 rows but the forward context's batch has 3"):
             REQUEST_LENGTHS(torch.arange(4)[None], torch.empty(4, dtype=torch.int64))
         with pytest.raises(ContextError, match=r"request lengths got an output \[3\] of torch.int32; allowed is \[T\] of torch.int64"):

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from paged_attn.check.compare import windows
-from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
-from paged_attn.check.runs.steps import ProbeSettings
+from paged_attn.check.runs.steps import ON_ANOTHER_RANK, ProbeSettings
 from tests.check.checked import Hooked, Traced, refused
 from tests.tiny_models import build_short
 

@@ -296,9 +296,8 @@ def test_rows_are_cut_into_steps() -> None:
 def test_pages_of_unequal_rows_are_shared_until_one_writes() -> None:
     from paged_attn import KVPool
 
-    shared = SharedPages.over(KVPool(pair_specs(), 32, 4, torch.float32))
-    table = RaggedTable(shared)
-    table.start(2)
+    shared = SharedPages(KVPool(pair_specs(), 32, 4, torch.float32))
+    table = RaggedTable(shared, 2)
     table.extend(np.array([6, 3]))
     assert table.num_pages.tolist() == [2, 1] and shared.num_used == 3
     table.select(np.array([0, 0, 1]))

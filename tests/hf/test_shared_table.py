@@ -19,7 +19,7 @@ SIZE = 4
 
 
 def _pages(num_pages: int | None = None) -> SharedPages:
-    pages = SharedPages(LAYERS, SIZE, torch.float32, torch.device("cpu"), num_pages)
+    pages = SharedPages.of_layers(LAYERS, SIZE, torch.float32, torch.device("cpu"), num_pages)
     pages.pool.storage.fill_(float("nan"))
     return pages
 

@@ -116,8 +116,7 @@ def test_rounding_of_the_layers_own_two_forms_may_be_more_than_is_usual(noise: f
     monkeypatch.setattr(by_ops, "apart", lambda *_: 3e-5)
     monkeypatch.setattr(by_ops, "_own_noise", lambda _: noise)
     # The replaced comparison runs no op, so that it is the number of ops that would refuse it.
-    monkeypatch.setattr(by_ops, "ops_that_ran", lambda: OPS["qwen3_next"])
-    monkeypatch.setattr(by_ops, "states_that_were_taken", lambda: (0, 1))
+    monkeypatch.setattr(by_ops, "ops_that_ran", lambda: dict(enumerate(OPS["qwen3_next"])))
     found = with_ops(layers)
     assert all(bool(layer.ops) == taken for layer in found)
     assert taken or "off by 3e-05 of its size, allowed is 1.5e-05" in found[0].why_no_ops

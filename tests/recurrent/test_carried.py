@@ -15,8 +15,7 @@ import paged_attn
 from paged_attn import UnsupportedError
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.kv.state_pool import StatePool
-from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules
-from paged_attn.recurrent.refuse import refuse_recurrent
+from paged_attn.recurrent.discover import find_recurrent_layers, recurrent_modules, refuse_recurrent
 from paged_attn.recurrent.run import RecurrentRunner
 from tests.engine.models import assert_idle, make_llm
 from tests.engine.test_recurrent import GREEDY, PROMPTS, poison_freed_slots

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.check.compare.suspects import ENOUGH, ON_ANOTHER_RANK, TRIES, UNITS
+from paged_attn.check.compare.suspects import ENOUGH, TRIES, UNITS
 from paged_attn.check.runs.choices import Choices, Perturbation, same_choices
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.steps import ProbeSettings
+from paged_attn.check.runs.tapped import unchanged
 from paged_attn.check.runs.truth import Truth
 from paged_attn.tolerances import MULTIPLE, rounding, row_errors, typical, worst
 
@@ -38,19 +39,13 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
     if not settings.any_rank(not all(expected.dtype == got.dtype and torch.equal(expected, got) for expected, got in pairs)):
         return
 
-    wide = [original.run(prompt, _as_it_is, HowToRun(wide=True)) for prompt in truth.prompts]
+    wide = [original.run(prompt, unchanged, HowToRun(wide=True)) for prompt in truth.prompts]
     by_rounding = [row_errors(got, run) for (_, got), run in zip(pairs, wide, strict=True)]
     level = max(typical(torch.cat(by_rounding)), rounding(original.narrow, truth.logits[0].dtype))
     limit = MULTIPLE * level
     chosen = sum(int((rows > limit).sum()) for rows in by_rounding)  # in which rounding changed what a router chose
-    wrong = []
-    for prompt, (expected, got) in enumerate(pairs):
-        generator = torch.Generator().manual_seed(prompt)
-        wrong.append((_unexplained(expected, got, original, truth.prompts[prompt], limit, generator, settings), prompt))
-    differs = sum(count for count, _ in wrong) > math.ceil(1.5 * chosen)
-    if settings.any_rank(differs):
-        if not differs:
-            raise UnsupportedError(ON_ANOTHER_RANK)
+    wrong = [(_unexplained(*pair, original, truth, prompt, limit, settings), prompt) for prompt, pair in enumerate(pairs)]
+    if settings.fails(sum(count for count, _ in wrong) > math.ceil(1.5 * chosen)):
         count, prompt = max(wrong)
         raise UnsupportedError(
             f"self-check failed: the graph that torch.compile traced gives other logits than {name} itself for {count} of the "
@@ -62,10 +57,11 @@ def check_against_model(model: Logits, original: Original, truth: Truth, name: s
 
 
 def _unexplained(
-    expected: Tensor, got: Tensor, original: Original, prompt: Tensor, limit: float, generator: torch.Generator, settings: ProbeSettings
+    expected: Tensor, got: Tensor, original: Original, truth: Truth, prompt: int, limit: float, settings: ProbeSettings
 ) -> int:
     """How many rows of the model's logits `expected` no rounding of the graph explains, whose logits are `got`. A row is explained if it is
     off no more than `limit`, or than rounding usually moves it, or is what the graph gives with what it chose in a moved run."""
+    tokens, generator = truth.prompts[prompt], torch.Generator().manual_seed(prompt)
     errors, moved = row_errors(expected, got), list[Tensor]()
     wrong = ~(errors <= limit)
     chosen: Choices = {}
@@ -73,7 +69,7 @@ def _unexplained(
         if not settings.any_rank(bool(wrong.any())):
             break
         perturbed = Perturbation(generator, 1.0 if attempt < ENOUGH else UNITS[attempt % len(UNITS)])
-        near = original.run(prompt, _as_it_is, HowToRun(perturbed=perturbed))
+        near = original.run(tokens, unchanged, HowToRun(perturbed=perturbed))
         wrong &= ~(row_errors(expected, near) <= limit)
         if attempt < ENOUGH:
             moved.append(row_errors(got, near).nan_to_num(posinf=0))
@@ -81,7 +77,7 @@ def _unexplained(
             wrong &= ~(errors <= MULTIPLE * torch.stack(moved).median(0).values)
         if settings.any_rank(not same_choices(chosen, perturbed.choices)):
             chosen = perturbed.choices
-            wrong &= ~(row_errors(expected, original.run(prompt, _as_it_is, HowToRun(choices=chosen))) <= limit)
+            wrong &= ~(row_errors(expected, original.run(tokens, unchanged, HowToRun(choices=chosen))) <= limit)
         if len(moved) == ENOUGH and not settings.any_rank(bool(chosen)):
             break  # only other choices would tell more
     return int(wrong.sum())
@@ -105,7 +101,3 @@ def check_rows(prompts: Sequence[Tensor], logits: Sequence[Tensor], takes_rows: 
                 f"this call gives logits of {each.shape[0]} rows for {len(prompt)} tokens, but a ragged batch needs those of "
                 f"any row; {advice}"
             )
-
-
-def _as_it_is(name: str, value: Tensor) -> Tensor:
-    return value

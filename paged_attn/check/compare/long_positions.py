@@ -13,13 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
-from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
-from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
+from paged_attn.calling.no_attention import without_attention
 from paged_attn.check.runs.boundaries import Boundary
-from paged_attn.check.runs.running import NoAttention, must_run
-from paged_attn.check.runs.served import Seen, Served
+from paged_attn.check.runs.served import Seen, Served, must_run
 from paged_attn.check.runs.steps import SHORTEST  # frequencies may change at any length
 from paged_attn.check.runs.truth import Truth
 from paged_attn.passes.fx.model_facts import text_config
@@ -43,10 +40,9 @@ def check_long_positions(served: Served, truth: Truth, longest: int | None, mode
         return
     near = _seen(served, truth, count)
     moved = _first_move(served, near, _seen(served, truth, longest - 1), count)
-    if not served.settings.any_rank(moved is not None):
+    if not served.settings.fails(moved is not None):
         return
-    if moved is None:
-        raise UnsupportedError(ON_ANOTHER_RANK)
+    assert moved is not None
     module, error, limit = moved
     first = _original_positions(model) if served.settings.ranks is None else None  # the others would have to run what tells more
     stays = first is not None and count < first < longest and _first_move(served, near, _seen(served, truth, first - 1), count) is None
@@ -77,8 +73,7 @@ def _seen(served: Served, truth: Truth, position: int) -> Mapping[Any, Seen]:
         rows[:count] = truth.served(SHORTEST, name, boundary).reshape(rows[:count].shape).to(value.dtype)
         return copied
 
-    pool = KVPool((), 2, page_size, served.kv_dtype, prompt.device)
-    with ForwardContext(batch, pool, NoAttention()), must_run("the model", f"a token at position {position}"):  # type: ignore[arg-type]
+    with without_attention(batch, served.kv_dtype), must_run("the model", f"a token at position {position}"):
         return served.run_pieces(batch, visit)
 
 

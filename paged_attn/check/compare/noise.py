@@ -28,41 +28,34 @@ OTHERWISE = 16  # times what a row may be off by rounding: more than products of
 class Noise:
     """Of one model on its probe prompts.
 
+    Args:
+        causal: whether later tokens must change no earlier row, so that a prompt may be cut.
+        borders: `length_borders` of `ProbeSettings`.
+
     Attributes:
-        narrow: the model's own floating type.
         level: by boundary, the error that most rows have by rounding alone.
+
+    Raises:
+        UnsupportedError: later tokens change earlier rows.
     """
 
-    def __init__(self, truth: Truth, narrow: torch.dtype) -> None:
-        self.truth, self.narrow = truth, narrow
+    def __init__(self, original: Original, truth: Truth, causal: bool, borders: Sequence[int]) -> None:
+        self.original, self.truth = original, truth
         self.level: dict[str, float] = dict.fromkeys(truth.names, 0.0)
         self._rows: dict[tuple[int, str], Tensor] = {}
-
-    @classmethod
-    def of(cls, original: Original, truth: Truth, causal: bool, borders: Sequence[int] = ()) -> Noise:
-        """
-        Args:
-            causal: whether later tokens must change no earlier row, so that a prompt may be cut.
-            borders: of `ProbeSettings`.
-
-        Raises:
-            UnsupportedError: they do.
-        """
-        noise = cls(truth, original.narrow)
         for prompt in range(len(truth.prompts)):
-            noise.add(OtherRun(original, truth, prompt, HowToRun(wide=True)).errors, prompt)
+            self._add(OtherRun(original, truth, prompt, HowToRun(wide=True)).errors, prompt)
             if original.recurrent:
-                noise.add(OtherRun(original, truth, prompt, HowToRun(token_by_token=True)).errors, prompt)
+                self._add(OtherRun(original, truth, prompt, HowToRun(token_by_token=True)).errors, prompt)
         if causal:
             longest = truth.prompts[LONGEST]
             counts = {max(len(longest) * 2 // 3, 1), *(few for few in FEW if few < len(longest))}
             for count in sorted(each for each in counts if not any(each <= border < len(longest) for border in borders)):
                 shorter = OtherRun(original, truth, LONGEST, tokens=longest[:count], count=count).errors
-                noise._refuse_more_than_rounding(shorter, count, bool(original.computed_as_it_is), original)
-                noise.add(shorter, None)
-        return noise
+                self._refuse_more_than_rounding(shorter, count)
+                self._add(shorter, None)
 
-    def add(self, errors: Mapping[str, Tensor], prompt: int | None) -> None:
+    def _add(self, errors: Mapping[str, Tensor], prompt: int | None) -> None:
         """Errors [T] by boundary of a run that differs by rounding alone. With `prompt`, each row's own error is allowed for, too: there
         rounding may have changed what a router chose."""
         for name, rows in errors.items():
@@ -74,7 +67,7 @@ class Noise:
     def limit(self, name: str) -> float:
         """What a row may be off."""
         dtype = self.truth.rows(0, name).dtype
-        return MULTIPLE * max(self.level[name], rounding(dtype, self.narrow))
+        return MULTIPLE * max(self.level[name], rounding(dtype, self.original.narrow))
 
     def limits(self, name: str, prompt: int, start: int, end: int) -> Tensor:
         """What each of these rows of a prompt may be off, [end - start] on the CPU."""
@@ -83,14 +76,14 @@ class Noise:
             return torch.full((end - start,), self.limit(name))
         return (MULTIPLE * own[start:end]).clamp_min(self.limit(name)).cpu()
 
-    def _refuse_more_than_rounding(self, errors: Mapping[str, Tensor], count: int, quantised: bool, original: Original) -> None:
+    def _refuse_more_than_rounding(self, errors: Mapping[str, Tensor], count: int) -> None:
         for name, rows in errors.items():
             limit = OTHERWISE * self.limit(name)
-            allowed = max(limit, QUANTISED) if quantised else limit
+            allowed = max(limit, QUANTISED) if self.original.computed_as_it_is else limit
             if not typical(rows) <= allowed:
-                more = len(self.truth.prompts[LONGEST]) - count
+                more, where = len(self.truth.prompts[LONGEST]) - count, self.original.module_of(name)
                 raise UnsupportedError(
-                    f"self-check failed: {count} tokens give other numbers in {original.module_of(name)} when {more} more follow them, "
+                    f"self-check failed: {count} tokens give other numbers in {where} when {more} more follow them, "
                     f"off by {typical(rows):.2g} of their size (allowed {allowed:.2g}). A later token moves earlier ones, so that the "
                     "model can not be generated from token by token."
                 )

@@ -8,8 +8,7 @@ from torch import Tensor
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.suspects import Suspect, suspects_in
 from paged_attn.check.runs.boundaries import Boundary
-from paged_attn.check.runs.running import must_run
-from paged_attn.check.runs.served import HowToRun, Original, Served
+from paged_attn.check.runs.served import HowToRun, Original, Served, must_run
 from paged_attn.check.runs.steps import Step, Steps, steps_of
 from paged_attn.check.runs.truth import LOGITS, Truth
 from paged_attn.tolerances import row_errors

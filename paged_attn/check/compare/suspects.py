@@ -24,7 +24,6 @@ from paged_attn.tolerances import MULTIPLE, row_errors
 
 TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
 ENOUGH = 4  # runs that say how far rounding moves a row
-ON_ANOTHER_RANK = "self-check failed on another rank of this sharded model, whose message says where. Nothing was generated."
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +54,7 @@ def suspects_in(
 ) -> list[Suspect]:
     """Of rows [N] with these errors and limits, the ones that are off by more; `rows` says prompt and token of each."""
     wrong = torch.nonzero(~(errors.cpu() <= limits)).flatten().tolist()
-    return [
-        Suspect(name, rows[i][0], rows[i][1], float(errors[i]), float(limits[i]), got[i].clone(), step, boundary)
-        for i in wrong
-    ]  # fmt: skip
+    return [Suspect(name, rows[i][0], rows[i][1], float(errors[i]), float(limits[i]), got[i].clone(), step, boundary) for i in wrong]
 
 
 def without_choices(suspects: Sequence[Suspect], original: Original, truth: Truth, noise: Noise, settings: ProbeSettings) -> list[Suspect]:

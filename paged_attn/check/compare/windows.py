@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.ragged import RowsOfStep
-from paged_attn.check.compare.suspects import ON_ANOTHER_RANK
 from paged_attn.check.runs.served import Served
 from paged_attn.check.runs.steps import LONGEST, Part, ProbeSettings, Step, Steps
 from paged_attn.check.runs.truth import Truth
@@ -58,8 +58,8 @@ def check_windows(served: Served, attention: Attention, truth: Truth, noise: Noi
         reason, wrong = _too_large(spec, tokens, truth.prompts[LONGEST].device), ""
         if not served.settings.any_rank(bool(reason)):  # all ranks look, or none: it takes all of them
             reason, wrong = _check(served, attention, truth, noise, boundary.layer, tokens)
-        if served.settings.any_rank(bool(wrong)):
-            raise UnsupportedError(wrong or ON_ANOTHER_RANK)
+        if served.settings.fails(bool(wrong)):
+            raise UnsupportedError(wrong)
         if reason:
             logger.info("where the window of %s ends was proved on its mask alone: %s", spec.module or f"layer {layer_id}", reason)
 
@@ -119,9 +119,8 @@ def attend_in_steps(
     pool.storage.fill_(float("nan"))
     backend = select_for_pool(settings.backend, pool, deterministic=settings.deterministic).backend
     table, results = list(range(pages + 1, 1, -1)), []
-    halves = ((0, tokens // 2), (tokens // 2, tokens - 1), (tokens - 1, tokens))
-    parts = halves if spec.causal else ((0, tokens),)
-    for start, end in parts:
+    ends = (tokens // 2, tokens - 1, tokens) if spec.causal else (tokens,)
+    for start, end in pairwise((0, *ends)):
         batch = Batch.build([BatchRequest([1] * (end - start), table, start)], page_size, chosen.device)
         padded = [torch.cat([each[start:end], each[:1].expand(batch.num_rows - end + start, -1, -1)]) for each in rows]
         output = padded[0].new_empty((batch.num_rows, spec.num_q_heads, spec.v_head_dim))

@@ -38,8 +38,10 @@ class Boundary:
         if self.layer is None:
             return value
         order = self.layer.original_order
-        heads_first = value.permute(order).reshape(-1, *_last_two(value, order)) if value.dim() == len(order) else value[0]
-        return heads_first.transpose(0, 1)
+        if value.dim() != len(order):
+            return value[0].transpose(0, 1)
+        heads_first = value.permute(order)
+        return heads_first.reshape(-1, *heads_first.shape[-2:]).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,10 @@ class Boundaries:
     @property
     def late(self) -> dict[str, list[str]]:
         """By the node of an attention's output, its operands to which something writes until it reads them."""
-        reports = [(name, boundary.layer) for name, boundary in self.written.items() if boundary.layer is not None]
-        return {
-            report.original_node: found
-            for name, report in reports
-            if (found := [each.original for each in self.given.get(name, ()) if each.operand is not None and each.operand.late])
-        }
+        late = {name: [each.original for each in given if each.operand and each.operand.late] for name, given in self.given.items()}
+        return {self.written[name].original: operands for name, operands in late.items() if operands}
 
     @property
     def names(self) -> frozenset[str]:
         """Of the nodes of the original graph."""
         return frozenset(boundary.original for boundary in self.all)
-
-
-def _last_two(value: Tensor, order: tuple[int, ...]) -> tuple[int, int]:
-    return value.shape[order[-2]], value.shape[order[-1]]

@@ -62,18 +62,16 @@ class PerturbedRun(TappedRun):
 
     def compute(self, n: fx.Node) -> Any:
         result = super().compute(n)
-        if n.op not in ("call_function", "call_method") or is_view(n) or writes_in_place(n) or not _floats_among(self._inputs(n)):
+        if n.op not in ("call_function", "call_method") or is_view(n) or writes_in_place(n) or is_in_flight(n):
             return result
-        if is_in_flight(n):
+        given = [self.given(node, n) for node in n.all_input_nodes]
+        if not any(tensor.is_floating_point() for tensor in tensors_in(given)):
             return result
         if any(not tensor.is_floating_point() for tensor in tensors_in(result)):
             self.perturbation.choices[n.name] = result
         elif type(result) is Tensor and result.dtype == self.narrow and name_of(n) not in COUNTS:
             return self.perturbation.moved(result, self.narrow)
         return result
-
-    def _inputs(self, n: fx.Node) -> list[Any]:
-        return [self.given(node, n) for node in n.all_input_nodes]
 
 
 class ChosenRun(TappedRun):
@@ -109,7 +107,3 @@ def _taken_again(given: Tensor, values: Tensor, indices: Tensor, chosen: Tensor)
             taken = given.gather(axis, other)
             return taken if keeps_axis else taken.squeeze(axis)
     return None
-
-
-def _floats_among(values: list[Any]) -> bool:
-    return any(tensor.is_floating_point() for tensor in tensors_in(values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.choices import Choices, Perturbation
@@ -19,6 +22,12 @@ from paged_attn.check.runs.tapped import Visit
 from paged_attn.recurrent.layer import RecurrentLayer
 
 VisitBoundary = Callable[[Boundary, Tensor], Tensor]
+
+
+def must_run(what: str, on: str) -> AbstractContextManager[None]:
+    """For calling a graph: one that breaks at another length than the traced one was specialised to that length."""
+    failed = f"self-check failed: {what} can not run {on}"
+    return model_code(lambda why: UnsupportedError(f"{failed}: {why}. The model's code depends on the length."))
 
 
 class Seen(NamedTuple):

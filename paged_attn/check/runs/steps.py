@@ -11,9 +11,9 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
-from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import runner_of
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LENGTHS = (5, 24, 13)
 SHORTEST, LONGEST = 0, 1  # their indices
 PAGE_SIZE = 4
+ON_ANOTHER_RANK = "self-check failed on another rank of this sharded model, whose message says where. Nothing was generated."
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class ProbeSettings:
     def any_rank(self, yes: bool) -> bool:
         """Whether some rank says yes, this one if the model is whole."""
         return yes if self.ranks is None else self.ranks.any_says(yes)
+
+    def fails(self, here: bool) -> bool:
+        """`here`, whether this rank has seen something wrong. Raises UnsupportedError if another one alone has."""
+        if self.any_rank(here) and not here:
+            raise UnsupportedError(ON_ANOTHER_RANK)
+        return here
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,7 @@ class Steps:
         self.pool.storage.fill_(float("nan"))
         free = [*range(2 + sum(counts), 1, -2), *range(1 + sum(counts), 0, -2)]
         self.tables = [[free.pop(0) for _ in range(n)] for n in counts]
-        selection = select_for_pool(settings.backend, self.pool, deterministic=settings.deterministic)
-        self.backend: AttentionBackend = selection.backend
+        self.backend = select_for_pool(settings.backend, self.pool, deterministic=settings.deterministic).backend
         self.states = runner_of(recurrent, len(prompts), self.device)
 
     def context(self, step: Step) -> ForwardContext:

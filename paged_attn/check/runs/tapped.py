@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from paged_attn.attn_ops.ops.overloads import overloads_of
 from paged_attn.passes.fx.graph_tools import value_of, writes_in_place
@@ -17,6 +18,16 @@ _NARROW_METHODS = ("half", "bfloat16", "float")
 _TORCH_NAMESPACES = ("aten", "prims", "higher_order")
 _NARROW_ONLY = ("_grouped_mm", "grouped_mm", "_scaled_mm", "scaled_mm", "scaled_grouped_mm", "_scaled_grouped_mm")
 _NOT_IN_WIDE = (RuntimeError, TypeError, NotImplementedError)  # how torch says that an operation has no form for these dtypes
+
+
+def unchanged(_: object, value: Tensor) -> Tensor:
+    """Visits, and replaces nothing."""
+    return value
+
+
+def wider(narrow: torch.dtype) -> torch.dtype:
+    """In which a model of this floating type is run to see what it would compute if it did not round."""
+    return torch.float32 if narrow.itemsize < 4 else torch.float64
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ class WideRun(TappedRun):
     def __init__(self, gm: fx.GraphModule, taps: Taps, visit: Visit, narrow: torch.dtype) -> None:
         super().__init__(gm, taps, visit)
         self.narrow = narrow
-        self.wide = torch.float32 if narrow.itemsize < 4 else torch.float64
+        self.wide = wider(narrow)
         self.computed_as_it_is: set[str] = set()
 
     def compute(self, n: fx.Node) -> Any:
@@ -105,26 +116,27 @@ class WideRun(TappedRun):
         call = self.call_function if n.op == "call_function" else self.call_method
         if self._has_wide_form(n, (args, kwargs)):
             target = "to" if n.op == "call_method" and n.target in _NARROW_METHODS else n.target
-            given = _mapped((args, kwargs), self._widened)
+            given = fx.node.map_aggregate((args, kwargs), self._widened)
             given = ((*given[0], self.wide), given[1]) if target != n.target else given
             try:
                 return call(target, *given)
             except _NOT_IN_WIDE:
                 pass  # computed as it is, below
         narrowed: dict[int, tuple[Tensor, Tensor]] = {}
-        result = call(n.target, *_mapped((args, kwargs), self._as_traced(n, narrowed)))
-        for given, copied in narrowed.values():
+        result = call(n.target, *fx.node.map_aggregate((args, kwargs), self._as_traced(n, narrowed)))
+        for tensor, copied in narrowed.values():
             if copied._version:  # the op has written to it
-                given.copy_(copied)
+                tensor.copy_(copied)
         self.computed_as_it_is.add(_name(n))
         return result
 
     def _has_wide_form(self, n: fx.Node, given: Any) -> bool:
         if getattr(n.target, "__name__", "") in _NARROW_ONLY or _namespace(n.target) not in _TORCH_NAMESPACES:
             return False
-        if writes_in_place(n) and (target := _first_tensor(given)) is not None and self._is_narrow(target):
+        tensors = tensors_in(given)
+        if writes_in_place(n) and tensors and self._is_narrow(tensors[0]):
             return False
-        return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors_in(given))
+        return all(type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
     def _is_narrow(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dtype.itemsize < self.wide.itemsize
@@ -184,23 +196,6 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (tuple, list)):
-        changed = [_mapped(each, change) for each in value]
-        return type(value)(changed) if type(value) in (tuple, list) else tuple(changed)
-    if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
-    return change(value)
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """Those in a value, through lists, tuples and dicts of any depth."""
-    if isinstance(value, (tuple, list)):
-        return [tensor for each in value for tensor in tensors_in(each)]
-    if isinstance(value, dict):
-        return [tensor for each in value.values() for tensor in tensors_in(each)]
-    return [value] if isinstance(value, Tensor) else []
-
-
-def _first_tensor(given: Any) -> Tensor | None:
-    return next(iter(tensors_in(given)), None)
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

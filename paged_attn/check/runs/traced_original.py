@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
-from paged_attn.attn_ops.context import ForwardContext
-from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.calling.no_attention import without_attention
 from paged_attn.check.runs.boundaries import Boundaries, Boundary
 from paged_attn.check.runs.choices import ChosenRun, PerturbedRun
-from paged_attn.check.runs.inner_reads import inner_reads
-from paged_attn.check.runs.running import NoAttention, must_run
-from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original
+from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original, must_run
 from paged_attn.check.runs.steps import LONGEST
 from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, WideRun
 from paged_attn.check.runs.truth import Truth
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.find.attention_site import modules_of
+from paged_attn.passes.fx.graph_tools import written_names
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.report import LayerReport
 from paged_attn.recurrent.run import RecurrentRunner, TokenByToken, runner_of
@@ -32,15 +31,11 @@ class TracedOriginal(Original):
     Args:
         inputs: with the model's tensors bound.
         boundaries: the values that are handed to `visit`.
-
-    Attributes:
-        narrow: the model's own floating type.
-        computed_as_it_is: the operations that have no form in wider numbers, once `run` was asked for those.
     """
 
     def __init__(self, compiled: RewrittenGraph, inputs: GraphInputs, boundaries: Boundaries) -> None:
         self.gm, self.inputs = compiled.original, inputs
-        self.taps = Taps(boundaries.names, boundaries.late, inner_reads(self.gm.graph, boundaries.stages))
+        self.taps = Taps(boundaries.names, boundaries.late, _inner_reads(self.gm.graph, boundaries.stages))
         self.recurrent = compiled.recurrent or ()
         self._modules = compiled.rewrite.modules
         self.min_tokens = compiled.rewrite.form.min_tokens
@@ -65,7 +60,10 @@ class TracedOriginal(Original):
             run = ChosenRun(self.gm, self.taps, visit, how.choices)
         else:
             run = TappedRun(self.gm, self.taps, visit)
-        with self._context(padded, how.token_by_token), must_run("the traced graph", f"{len(padded)} tokens"):
+        # Recurrent layers are ops of this graph, too, and need a state to write.
+        recurrent = runner_of(self.recurrent, 1, prompt.device, TokenByToken if how.token_by_token else RecurrentRunner)
+        batch = Batch.build([BatchRequest(padded.tolist(), [1], 0, len(padded), 1)], len(padded), prompt.device)
+        with without_attention(batch, self.narrow, recurrent), must_run("the traced graph", f"{len(padded)} tokens"):
             logits = logits_of(run.run(*args))[:count]
         if isinstance(run, WideRun):
             self.computed_as_it_is |= run.computed_as_it_is
@@ -77,17 +75,9 @@ class TracedOriginal(Original):
         return f"{path} ({name})" if path else name
 
     def padded_length(self, count: int) -> int:
-        """Of a run of so many tokens; no two lengths become one."""
         return count if count >= self.min_tokens else self.min_tokens + count
 
-    def _context(self, tokens: Tensor, token_by_token: bool) -> ForwardContext:
-        """Recurrent layers are ops of this graph, too, and need a state to write."""
-        pool = KVPool((), 2, len(tokens), self.narrow, tokens.device)
-        batch = Batch.build([BatchRequest(tokens.tolist(), [1], 0, len(tokens), 1)], len(tokens), tokens.device)
-        runner = runner_of(self.recurrent, 1, tokens.device, TokenByToken if token_by_token else RecurrentRunner)
-        return ForwardContext(batch, pool, NoAttention(), runner)  # type: ignore[arg-type]
-
-    def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor) -> Tensor | str:
+    def attention(self, truth: Truth, layer: LayerReport, chosen: Tensor, _: dict[str, Tensor]) -> Tensor | str:
         """[T, heads, v_dim] of a layer's own operations, mask and all, on these rows [T] of the longest probe prompt as one
         sequence; or why that can not be computed."""
         name = layer.original_node
@@ -102,3 +92,24 @@ class TracedOriginal(Original):
         given |= {node: truth.laid_out(node.name, truth.rows(LONGEST, node.name)[chosen]) for node in operands}
         inside = [node for node in ancestors(result, result, frozenset(operands)) if node not in operands]
         return Boundary(name, layer).as_written(evaluate(inside, given, result))
+
+
+def _inner_reads(graph: fx.Graph, stages: Mapping[str, int]) -> dict[str, frozenset[str]]:
+    """By boundary, the nodes that read it and are of the same piece: those that lead to one of its boundaries, and past no other. They go
+    on with the value as it was computed, and what is forced there begins at the next piece, as in what is served. A value that something
+    writes to has none, since two copies of it would be two.
+
+    Args:
+        stages: by boundary, the place of the piece that computes it, or of the op between pieces.
+    """
+    stage: dict[fx.Node, int] = {}
+    last = max(stages.values(), default=0)
+    for node in reversed(graph.nodes):
+        stage[node] = stages.get(node.name, min((stage[user] for user in node.users), default=last))
+    written = written_names(graph)
+    return {
+        node.name: inner
+        for node in graph.nodes
+        if node.name in stages and node.name not in written
+        and (inner := frozenset(user.name for user in node.users if stage[user] == stage[node]))
+    }  # fmt: skip

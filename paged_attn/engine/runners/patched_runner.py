@@ -28,8 +28,8 @@ from paged_attn.engine.tracing.trace_model import call_model, only_device
 from paged_attn.hf.patch import NAME, Patched
 from paged_attn.parallel.local_model import served_locally
 from paged_attn.passes.fx.model_facts import max_positions, model_dtype
+from paged_attn.recurrent.discover import refuse_recurrent
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.refuse import refuse_recurrent
 from paged_attn.tolerances import logits_apart
 
 PROBE_ROWS = 24

@@ -19,12 +19,12 @@ from paged_attn.attn_ops.context import current_context
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.engine import Engine
-from paged_attn.engine.runners.model_watch import ModelChangedError
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache, output_with_cache, without_cache
 from paged_attn.hf.compiled.call_rows import CallRows, call_rows, why_not
 from paged_attn.hf.compiled.ragged_cache import RaggedCache
-from paged_attn.hf.compiled.ragged_table import RaggedTable
+from paged_attn.hf.compiled.ragged_table import Lengths, RaggedTable
 from paged_attn.hf.compiled.row_steps import Part, steps
+from paged_attn.hf.generate.kept_engine import follows_model
 from paged_attn.hf.generate.refuse import generate_frame
 from paged_attn.hf.shared_pages import CacheFull, SharedPages
 
@@ -74,7 +74,7 @@ class PagedCalls:
                 before = self._start(cache, (), first[1])
                 if before is not None:
                     return self._go_on(before[CACHE_NAME], args, given)
-            elif not cache.get_seq_length() and not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None:
+            elif not cache.get_seq_length() and self._is_of_generate(cache):
                 output = self._start(cache, args, given)
                 if output is not None:
                     return output
@@ -89,28 +89,34 @@ class PagedCalls:
     def remember_first(self, given: dict[str, Any]) -> None:
         """A call that `generate` made with an empty cache is under way without us: the next one with that cache begins with it again."""
         cache = given_cache(given)
-        if type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None:
+        if type(cache) is DynamicCache and self._is_of_generate(cache):
             self._first = (weakref.ref(cache), {**without_cache(given), "logits_to_keep": 1})
+
+    def _is_of_generate(self, cache: Any) -> bool:
+        """Whether `generate`, which called us, has made it."""
+        return not getattr(cache, "_is_user_defined", False) and generate_frame(self.model) is not None
+
+    def _rows(self, args: tuple[Any, ...], given: dict[str, Any], length: int, padding: Lengths | None) -> CallRows | str:
+        """What a call gives each row, or why it can not run on pages."""
+        reason = "it has inputs without a name" if args else why_not(self.model, given)
+        return reason or call_rows(given, length, padding)
 
     def _start(self, cache: DynamicCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """The output for the first tokens of rows, whose K and V lie in pages; None if the call runs as written."""
-        reason = "it has inputs without a name" if args else why_not(self.model, given)
-        called = None if reason else call_rows(given, 0, None)
-        if called is None or isinstance(called, str):
-            self._say(f"a call of generate runs without pages: {reason or called}")
+        called = self._rows(args, given, 0, None)
+        if isinstance(called, str):
+            self._say(f"a call of generate runs without pages: {called}")
             return None
         with self._lock:
             if not self._ready():
                 return None
             assert self._pages is not None
-            rows = [tokens[shift:] for tokens, shift in zip(called.tokens, called.padding.tolist(), strict=True)]
-            distinct = {tuple(row): None for row in rows}  # beams and returned sequences begin alike
-            place = {row: i for i, row in enumerate(distinct)}
-            order = np.array([place[tuple(row)] for row in rows], np.int64)
-            table = RaggedTable(self._pages)
-            table.start(len(distinct))
-            logits = self._run(table, [list(row) for row in distinct], called.wanted)
-            if len(distinct) < len(rows):
+            rows = [tuple(tokens[shift:]) for tokens, shift in zip(called.tokens, called.padding.tolist(), strict=True)]
+            indices = {row: index for index, row in enumerate(dict.fromkeys(rows))}  # beams and returned sequences begin alike
+            table = RaggedTable(self._pages, len(indices))
+            logits = self._run(table, [list(row) for row in indices], called.wanted)
+            if len(indices) < len(rows):
+                order = np.array([indices[row] for row in rows], np.int64)
                 table.select(order)
                 logits = logits[torch.from_numpy(order).to(logits.device)]
             length = given["input_ids"].shape[1]
@@ -120,9 +126,8 @@ class PagedCalls:
 
     def _go_on(self, cache: RaggedCache, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """The output for more tokens of each row."""
-        reason = "it has inputs without a name" if args else why_not(self.model, given)
-        called = reason or call_rows(given, cache.length, cache.padding)
-        if not isinstance(called, CallRows):
+        called = self._rows(args, given, cache.length, cache.padding)
+        if isinstance(called, str):
             raise UnsupportedError(
                 f"a call with a cache of model.compile(backend='paged_attn') can not run on pages: {called}. Give generate a cache of its "
                 "own, with which it runs as written: a DynamicCache(config=model.config), or a paged_attn.PagedCache(model)"
@@ -136,13 +141,9 @@ class PagedCalls:
 
     def _ready(self) -> bool:
         """Whether there is an engine for the model as it is now."""
-        if self.engine is not None:
-            try:
-                self.engine.look_at_model()
-            except ModelChangedError as change:
-                logger.warning("%s generate() makes a new engine.", change)
-                self.engine.close()
-                self.engine = self._pages = None
+        if self.engine is not None and not follows_model(self.engine):
+            self.engine.close()
+            self.engine = self._pages = None
         if self.engine is None:
             try:
                 engine = Engine(self.model, None, self.config.with_(layer_groups=False))  # rows keep their own tables
@@ -151,7 +152,7 @@ class PagedCalls:
                 self.refused = str(refusal)
                 self._say(f"generate runs without pages: {refusal}")
                 return False
-            self.engine, self._pages = engine, SharedPages.over(engine.pool)
+            self.engine, self._pages = engine, SharedPages(engine.pool)
         return True
 
     def _run(self, table: RaggedTable, tokens: list[list[int]], wanted: int) -> Tensor:
@@ -197,14 +198,15 @@ class PagedCalls:
 
 def _refuse_others(engine: Engine) -> None:
     """Closes the engine and raises UnsupportedError if rows of `generate` are not all that its steps need."""
-    name, why = type(engine.runner.model).__name__, ""
+    name = type(engine.runner.model).__name__
     if engine.states is not None:
         why = f"{name} has recurrent state, which paged_attn.generate and LLM keep"
     elif engine.runner.ranks is not None:
         why = f"{name} is sharded over {engine.runner.ranks.size} ranks, which LLM serves"
-    if why:
-        engine.close()
-        raise UnsupportedError(why)
+    else:
+        return
+    engine.close()
+    raise UnsupportedError(why)
 
 
 def _columns(parts: list[Part], tokens: list[list[int]], table: RaggedTable, before: Any) -> RequestColumns:

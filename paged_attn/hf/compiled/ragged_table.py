@@ -18,20 +18,15 @@ class RaggedTable:
         pages: [rows, width] int64, each row's pages in order, then zeros.
     """
 
-    def __init__(self, shared: SharedPages) -> None:
+    def __init__(self, shared: SharedPages, rows: int = 0) -> None:
         self.shared = shared
-        self.lengths: Lengths = np.zeros(0, np.int64)
-        self.pages: Pages = np.zeros((0, 0), np.int64)
+        self.lengths: Lengths = np.zeros(rows, np.int64)
+        self.pages: Pages = np.zeros((rows, 0), np.int64)
 
     @property
     def num_pages(self) -> Lengths:
         """[rows] int64: how many pages each row has."""
         return -(-self.lengths // self.shared.page_size)
-
-    def start(self, rows: int) -> None:
-        """So many rows without a token."""
-        self.clear()
-        self.lengths, self.pages = np.zeros(rows, np.int64), np.zeros((rows, 0), np.int64)
 
     def extend(self, new: Lengths) -> None:
         """Each row gets room for `new` [rows] more tokens, in pages that no other row holds.

@@ -77,7 +77,8 @@ def _generate(
     called = callers_keywords()
     refuse_others(model, config, called, given)
     rows, paddings = prompt_rows(input_ids, given)
-    ends, pad = _ends_of(criteria), _pad_of(config, criteria)
+    ends = frozenset(i for each in criteria if type(each) is EosTokenCriteria for i in each.eos_token_id.tolist())
+    pad = _pad_of(config, criteria)
     others = StoppingCriteriaList(each for each in criteria if type(each) not in (EosTokenCriteria, MaxLengthCriteria))
     with_scores = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     if with_scores and others and len(rows) > 1:
@@ -96,7 +97,7 @@ def _generate(
         params = params_of_rows(logits_processor, samples, input_ids, paddings, limit, ends)
     streamer = called["streamer"]
     if others or streamer is not None or with_scores:
-        scores = _scores_so_far(keepers, "scores", input_ids) if config.output_scores and with_scores else _no_scores
+        scores = _scores_so_far(keepers, "scores", input_ids) if config.output_scores and with_scores else lambda _: None
         forced = None if with_scores else pad  # where scores are kept, rows that ended go on with padding by themselves
         sequences = Lockstep(input_ids, ends, forced, others, streamer, scores).run(llm, rows, params, limit)
     else:
@@ -124,10 +125,6 @@ def _whole_rows(llm: LLM, rows: list[list[int]], params: Any, input_ids: Tensor,
     return torch.cat([input_ids, new.view(len(rows), longest).to(input_ids.device)], 1)
 
 
-def _ends_of(criteria: StoppingCriteriaList) -> frozenset[int]:
-    return frozenset(i for each in criteria if type(each) is EosTokenCriteria for i in each.eos_token_id.tolist())
-
-
 def _pad_of(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
     """What rows that ended go on with; None if they go on with tokens of their own, as transformers has it without end tokens."""
     if not any(hasattr(each, "eos_token_id") for each in criteria):
@@ -148,7 +145,3 @@ def _scores_so_far(keepers: list[ScoreKeeper], name: str, input_ids: Tensor) -> 
         return tuple(found[:columns])
 
     return so_far
-
-
-def _no_scores(columns: int) -> None:
-    return None

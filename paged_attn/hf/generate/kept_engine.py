@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from paged_attn.engine.config import EngineConfig
+from paged_attn.engine.engine import Engine
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.runners.model_watch import ModelChangedError
 
@@ -24,16 +25,13 @@ class KeptEngine:
     def __init__(self, model: nn.Module | None = None) -> None:
         self.llm: LLM | None = None
         self._config: EngineConfig | None = None
-        self._model = None if model is None else weakref.ref(model)
+        self.model = None if model is None else weakref.ref(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptEngine:
         return KeptEngine()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KeptEngine, ()
-
-    def is_of(self, model: nn.Module) -> bool:
-        return self._model is not None and self._model() is model
 
     def get(self, model: nn.Module, config: EngineConfig) -> LLM:
         """The engine with these settings, for the model as it is now.
@@ -43,7 +41,7 @@ class KeptEngine:
             RuntimeError: another thread generates with other settings, or the model was changed while one generates.
         """
         llm = self.llm
-        if llm is not None and (config != self._config or llm.closed or not self._follows(llm)):
+        if llm is not None and (config != self._config or llm.closed or not follows_model(llm)):
             if llm.engine.has_work:
                 raise RuntimeError(
                     f"the engine of this {type(model).__name__} is at work for another thread, with other settings or for the model as it "
@@ -56,30 +54,33 @@ class KeptEngine:
             self._config = config
         return llm
 
-    @staticmethod
-    def _follows(llm: LLM) -> bool:
-        """Whether the engine still computes what the model computes."""
-        try:
-            llm.look_at_model()
-        except ModelChangedError as change:
-            logger.warning("%s generate() makes a new engine.", change)
-            return False
-        return True
+
+def follows_model(engine: LLM | Engine) -> bool:
+    """Whether the engine still computes what its model computes; the log says what changed."""
+    try:
+        engine.look_at_model()
+    except ModelChangedError as change:
+        logger.warning("%s generate() makes a new engine.", change)
+        return False
+    return True
 
 
 def engine_of(model: nn.Module) -> LLM | None:
     """The engine that `custom_generate=paged_attn.generate` keeps with a model: for its statistics, `explain` and `close`. None before the
     first call and after `close`; the next call makes another."""
-    kept = vars(model).get(ATTRIBUTE)
-    if not isinstance(kept, KeptEngine) or not kept.is_of(model) or kept.llm is None or kept.llm.closed:
-        return None
-    return kept.llm
+    kept = _kept_with(model)
+    return None if kept is None or kept.llm is None or kept.llm.closed else kept.llm
 
 
 def engine_for(model: nn.Module, config: EngineConfig) -> LLM:
     """The model's engine with these settings: the one that is kept with it, or a new one, which takes its place."""
     with _making:
-        kept = vars(model).get(ATTRIBUTE)
-        if not isinstance(kept, KeptEngine) or not kept.is_of(model):
+        kept = _kept_with(model)
+        if kept is None:
             kept = vars(model)[ATTRIBUTE] = KeptEngine(model)
         return kept.get(model, config)
+
+
+def _kept_with(model: nn.Module) -> KeptEngine | None:
+    kept = vars(model).get(ATTRIBUTE)
+    return kept if isinstance(kept, KeptEngine) and kept.model is not None and kept.model() is model else None

@@ -59,8 +59,7 @@ def refuse_others(model: Any, config: GenerationConfig, called: dict[str, Any], 
     if more and config.return_dict_in_generate:
         raise UnsupportedError(f"{' and '.join(more)}: paged_attn.generate gives tokens, scores and logits; {ON_PAGES}")
     for name in CACHE_NAMES:
-        cache = given.get(name)
-        if getattr(cache, "_is_user_defined", False):
+        if getattr(given.get(name), "_is_user_defined", False):
             raise UnsupportedError(
                 f"{name}: paged_attn.generate keeps keys and values in an engine of its own, which finds shared beginnings of prompts by "
                 "itself. Leave the cache out; or leave custom_generate out, and give a paged_attn.PagedCache"

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation import logits_process as kinds
 
 from paged_attn.engine.sampling_params import MIN_TEMPERATURE, SamplingParams
-from paged_attn.hf.generate.row_processors import Processor, RowProcessors, ScoreKeeper, of_row
+from paged_attn.hf.generate.row_processors import RowProcessors, ScoreKeeper, of_row
 
 _MOST_SEEDS = 2**63 - 1
 
@@ -34,12 +34,7 @@ def settings_of(processors: Sequence[Any], samples: bool, paddings: Sequence[int
 
 
 def params_of_rows(
-    processors: Sequence[Any],
-    samples: bool,
-    padded: Tensor,
-    paddings: Sequence[int],
-    max_new_tokens: int,
-    ends: frozenset[int],
+    processors: Sequence[Any], samples: bool, padded: Tensor, paddings: Sequence[int], max_new_tokens: int, ends: frozenset[int]
 ) -> list[SamplingParams]:
     """One for each row of a batch.
 
@@ -50,41 +45,36 @@ def params_of_rows(
         ends: token ids that end a row.
     """
     settings, rest = settings_of(processors, samples, paddings)
-    rows = len(padded)
-    seeds = torch.randint(_MOST_SEEDS, (rows,)).tolist() if samples else [None] * rows
-    found = []
-    for row, (seed, padding) in enumerate(zip(seeds, paddings, strict=True)):
-        host: tuple[Processor, ...] = (RowProcessors([of_row(each, row, rows) for each in rest], padded[row, :padding]),) if rest else ()
-        found.append(
-            SamplingParams(
-                max_new_tokens=max_new_tokens, seed=seed, stop_token_ids=tuple(sorted(ends)), ignore_eos=True, logits_processors=host,
-                **settings,
-            )
-        )  # fmt: skip
-    return found
+    settings |= {"max_new_tokens": max_new_tokens, "stop_token_ids": tuple(sorted(ends)), "ignore_eos": True}
+    seeds = _seeds(samples, len(padded))
+    hosts = [(each,) if rest else () for each in _row_processors(rest, padded, paddings)]
+    return [SamplingParams(seed=seed, logits_processors=host, **settings) for seed, host in zip(seeds, hosts, strict=True)]
 
 
 def params_with_scores(
-    processors: Sequence[Any],
-    samples: bool,
-    padded: Tensor,
-    paddings: Sequence[int],
-    max_new_tokens: int,
-    ends: frozenset[int],
+    processors: Sequence[Any], samples: bool, padded: Tensor, paddings: Sequence[int], max_new_tokens: int, ends: frozenset[int],
     pad: int | None,
-) -> tuple[list[SamplingParams], list[ScoreKeeper]]:
+) -> tuple[list[SamplingParams], list[ScoreKeeper]]:  # fmt: skip
     """The same with all processors on the host, where each row's logits and scores are kept; rows that have ended go on with `pad`."""
-    rows, length = padded.shape
-    seeds = torch.randint(_MOST_SEEDS, (rows,)).tolist() if samples else [None] * rows
-    keepers = [
-        ScoreKeeper(RowProcessors([of_row(each, row, rows) for each in processors], padded[row, :padding]), length - padding, ends, pad)
-        for row, padding in enumerate(paddings)
-    ]
+    seeds, lengths = _seeds(samples, len(padded)), [padded.shape[1] - padding for padding in paddings]
+    by_row = zip(_row_processors(processors, padded, paddings), lengths, strict=True)
+    keepers = [ScoreKeeper(each, length, ends, pad) for each, length in by_row]
     temperature = 1.0 if samples else 0.0
     return [
         SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, ignore_eos=True, logits_processors=(keeper,))
         for seed, keeper in zip(seeds, keepers, strict=True)
     ], keepers
+
+
+def _seeds(samples: bool, rows: int) -> list[Any]:
+    return torch.randint(_MOST_SEEDS, (rows,)).tolist() if samples else [None] * rows
+
+
+def _row_processors(processors: Sequence[Any], padded: Tensor, paddings: Sequence[int]) -> list[RowProcessors]:
+    return [
+        RowProcessors([of_row(each, row, len(padded)) for each in processors], padded[row, :padding])
+        for row, padding in enumerate(paddings)
+    ]  # fmt: skip
 
 
 def _ignores_padding(processor: Any, paddings: Sequence[int]) -> bool:

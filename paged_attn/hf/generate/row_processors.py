@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.hf.generate.refuse import ON_PAGES
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-NEG_INF = float("-inf")
 # Of transformers: what they make of a row depends on nothing but that row. Some are younger than 5.17.
 _BY_ROW = {
     getattr(kinds, name, None)
@@ -37,11 +35,14 @@ def of_row(processor: Any, row: int, rows: int) -> Processor:
     """
     kind = type(processor)
     if kind is kinds.RepetitionPenaltyLogitsProcessor:
-        return _penalty_of_row(processor, row)
-    if kind is kinds.PrefixConstrainedLogitsProcessor:
-        allowed = partial(_allowed, processor._prefix_allowed_tokens_fn, row)
-        return kinds.PrefixConstrainedLogitsProcessor(allowed, 1)
-    if rows > 1 and kind.__module__ == kinds.__name__ and kind not in _BY_ROW:
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = ignored[row : row + 1]
+    elif kind is kinds.PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return kinds.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
+    elif rows > 1 and kind.__module__ == kinds.__name__ and kind not in _BY_ROW:
         raise UnsupportedError(
             f"{kind.__name__} goes through a batch row by row, and paged_attn.generate calls logits processors for each row alone: give "
             f"one prompt at a time. For a batch {ON_PAGES}"
@@ -90,19 +91,6 @@ class ScoreKeeper:
         self.scores.append(scores[0].clone())
         if self._pad is None or self._ends.isdisjoint(input_ids[0, self._length :].tolist()):
             return scores
-        forced = torch.full_like(scores, NEG_INF)
+        forced = torch.full_like(scores, float("-inf"))
         forced[0, self._pad] = 0.0
         return forced
-
-
-def _allowed(function: Any, row: int, _: int, sent: Tensor) -> Any:
-    return function(row, sent)
-
-
-def _penalty_of_row(processor: Any, row: int) -> Processor:
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(ignored, Tensor):
-        return processor  # type: ignore[no-any-return]
-    alone = copy.copy(processor)
-    alone.prompt_ignore_length = ignored[row : row + 1]
-    return alone  # type: ignore[no-any-return]

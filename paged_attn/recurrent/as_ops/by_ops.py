@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
-from paged_attn.attn_ops.context import ForwardContext
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.state_pool import StatePool
 from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.recurrent import StateSpec
@@ -23,14 +21,8 @@ from paged_attn.backends.scans.base import ScanProblem
 from paged_attn.backends.selection.scans import ScanSelection, scans_backend, select_scan
 from paged_attn.calling.evaluating import evaluating
 from paged_attn.calling.forward_scopes import forward_scopes
-from paged_attn.recurrent.as_ops.functions import (
-    FUNCTIONS,
-    NoOpFits,
-    layer_of_ops,
-    ops_that_ran,
-    replaced_functions,
-    states_that_were_taken,
-)
+from paged_attn.calling.no_attention import without_attention
+from paged_attn.recurrent.as_ops.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts
@@ -117,8 +109,8 @@ def _not_without_cache(why: str) -> NoOpFits:
 
 
 def _selected(layer: RecurrentLayer, ops: Sequence[str], states: Sequence[StateSpec], backend: str) -> tuple[ScanSelection, ...]:
-    device, dtype = _device(layer), layer.operands[0].of(layer.arguments).dtype
-    where = (dtype, device_word(device), architecture_of(device))
+    hidden = layer.given[0]
+    where = (hidden.dtype, device_word(hidden.device), architecture_of(hidden.device))
     return tuple(select_scan(backend, ScanProblem(op, state.shape, *where)) for op, state in zip(ops, states, strict=True))
 
 
@@ -132,7 +124,8 @@ def _what_runs(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple
     pool = StatePool([layer.spec], 2, _device(layer))
     batch = Batch.build([BatchRequest([0] * 2, [1], state_slot=1)], PAGE, _device(layer), StepShape(2 + PADDING, MIN_ROWS))
     _by_ops(layer, scopes, pool, batch, _rows(layer, 2, 0))
-    return ops_that_ran(), [layer.spec.states[state] for state in states_that_were_taken()]
+    ran = ops_that_ran()
+    return tuple(ran.values()), [layer.spec.states[state] for state in ran]
 
 
 def _compared(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> tuple[float, float]:
@@ -160,7 +153,7 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
         total = sum(counts)
         batch = Batch.build(requests, PAGE, _device(layer), StepShape(total + PADDING, max(total, MIN_ROWS)))
         inputs = _rows(layer, total, number)
-        output = torch.zeros(1, total + PADDING, *_output_shape(layer), dtype=layer.output_dtype, device=_device(layer))
+        output = torch.zeros(1, total + PADDING, *layer.output_shape, dtype=layer.output_dtype, device=_device(layer))
         own.forward(own.plan(batch), 0, inputs, output)
         result = _by_ops(served, scopes, pools[1], batch, inputs)
         slots = [*(SLOTS[i] for i in active), *(kept.slot for kept in KEPT.get(number, ()))]
@@ -175,10 +168,9 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
 
 def _by_ops(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: StatePool, batch: Batch, inputs: Sequence[Tensor]) -> Tensor:
     """The output of the layer's forward [1, rows, ...] with ops in the places of functions."""
-    no_kv = KVPool((), 2, PAGE, torch.float32, _device(layer))
     shapes = [state.shape for state in layer.spec.states]
     ops = RecurrentRunner([layer], pool)
-    with ForwardContext(batch, no_kv, _NoAttention(), ops), layer_of_ops(shapes), replaced_functions(scopes):
+    with without_attention(batch, torch.float32, ops), layer_of_ops(shapes), replaced_functions(scopes):
         return layer.run_without_cache(inputs)
 
 
@@ -212,8 +204,7 @@ def _rows(layer: RecurrentLayer, count: int, seed: int) -> list[Tensor]:
     """What a layer is given for so many tokens [1, count + PADDING, ...], made of what it was given in a real call; padding is NaN."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for operand in layer.operands:
-        given = operand.of(layer.arguments)[0]
+    for given in (each[0] for each in layer.given):
         one, other = (torch.randint(0, len(given), (count + PADDING,), generator=generator).to(given.device) for _ in range(2))
         rows = given[one]
         if given.is_floating_point():
@@ -232,13 +223,8 @@ def _limit(layer: RecurrentLayer) -> float:
     return max(layer.own_error, MULTIPLE * rounding(*dtypes))
 
 
-def _output_shape(layer: RecurrentLayer) -> tuple[int, ...]:
-    return layer.outputs[0].shape if len(layer.outputs) == 1 else (sum(output.width for output in layer.outputs),)
-
-
 def _device(layer: RecurrentLayer) -> torch.device:
-    device: torch.device = layer.operands[0].of(layer.arguments).device
-    return device
+    return layer.given[0].device
 
 
 def kind_of(layer: RecurrentLayer) -> tuple[Any, ...]:
@@ -250,15 +236,3 @@ def kind_of(layer: RecurrentLayer) -> tuple[Any, ...]:
     numbers = [[(key, value) for key, value in values if key not in _INDICES] for _, _, values in parts]
     owned = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in layer.module.state_dict(keep_vars=True).items()]
     return tuple(kind for _, kind, _ in parts), repr(numbers), tuple(owned), repr([(s.shape, s.dtype) for s in layer.spec.states])
-
-
-class _NoAttention:
-    """The backend of a context in which no attention runs."""
-
-    def plan(self, batch: Batch, pool: KVPool) -> None: ...
-
-    def plan_in_graph(self, plan: None) -> None: ...
-
-    def forward(self, *_: Any, **__: Any) -> None: ...
-
-    def forward_latent(self, *_: Any) -> None: ...

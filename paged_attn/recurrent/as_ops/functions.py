@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,18 +29,17 @@ class NoOpFits(Exception):
 
 @dataclass
 class _Running:
-    """The layer whose forward runs: its id (-1: none), the shapes of its states, which of them its ops have taken, and those ops' names."""
+    """The layer whose forward runs: its id (-1: none), the shapes of its states, and by index of a state the op that has taken it."""
 
     layer_id: int = -1
     shapes: Sequence[tuple[int, ...]] = ()
-    taken: tuple[int, ...] = ()
-    ops: tuple[str, ...] = ()
+    ops: dict[int, str] = field(default_factory=dict)
 
     def take(self, op: str, fits: Callable[[tuple[int, ...]], bool]) -> int:
         """The first state of that shape that no other op of the layer has."""
         for index, shape in enumerate(self.shapes):
-            if index not in self.taken and fits(shape):
-                self.taken, self.ops = (*self.taken, index), (*self.ops, op)
+            if index not in self.ops and fits(shape):
+                self.ops = {**self.ops, index: op}
                 return index
         raise NoOpFits(f"none of its states is one of {op}")
 
@@ -65,21 +64,16 @@ def layer_of_ops(shapes: Sequence[tuple[int, ...]]) -> Iterator[None]:
 
 
 def enter_layer(layer_id: int, shapes: Sequence[tuple[int, ...]]) -> None:
-    _running.layer_id, _running.shapes, _running.taken, _running.ops = layer_id, shapes, (), ()
+    _running.layer_id, _running.shapes, _running.ops = layer_id, shapes, {}
 
 
 def leave_layer() -> None:
     _running.layer_id, _running.shapes = -1, ()
 
 
-def ops_that_ran() -> tuple[str, ...]:
-    """The ops of the last layer by name, one for each of its states that an op has taken."""
+def ops_that_ran() -> dict[int, str]:
+    """The ops of the last layer in order: by index of a state the name of the op that took it."""
     return _running.ops
-
-
-def states_that_were_taken() -> tuple[int, ...]:
-    """By `ops_that_ran`, each one's state."""
-    return _running.taken
 
 
 @contextmanager

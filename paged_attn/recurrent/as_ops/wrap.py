@@ -71,8 +71,7 @@ def _emitter(layer: RecurrentLayer, layer_id: int, wanted: Switch) -> Callable[.
     positional, operands = layer.positional, tuple((operand.name, operand.at) for operand in layer.operands)
     known, dtype = layer.unused | {o.name for o in layer.operands}, layer.output_dtype
     ats, shapes, widths = ([o.at for o in layer.outputs], [o.shape for o in layer.outputs], [o.width for o in layer.outputs])
-    whole = layer.outputs[0].shape if len(layer.outputs) == 1 else (sum(widths),)
-    length, where = layer.output_length, layer.spec.module
+    whole, length, where = layer.output_shape, layer.output_length, layer.spec.module
     original = _unbound(layer.module)
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ def with_graphs(layers: Sequence[RecurrentLayer]) -> tuple[RecurrentLayer, ...]:
 def _why_not(layer: RecurrentLayer) -> str:
     if not layer.batches:
         return "it decodes requests one by one"
-    inputs = [operand.of(layer.arguments) for operand in layer.operands]
+    inputs = layer.given
     _, along = stepwise(layer, inputs)
     told = []
     for steps in AGES:
@@ -82,9 +82,7 @@ def _step(layer: RecurrentLayer, rows: Sequence[Tensor], states: Sequence[Tensor
     given = [value.new_full((1, len(SLOTS), *value.shape[2:]), float("nan") if value.is_floating_point() else 0) for value in rows]
     for padded, value in zip(given, rows, strict=True):
         padded[0, real] = value[:, 0]
-    parts = layer.outputs
-    width = parts[0].shape if len(parts) == 1 else (sum(part.width for part in parts),)
-    output = torch.full((1, len(SLOTS), *width), float("nan"), dtype=layer.output_dtype, device=device)
+    output = torch.full((1, len(SLOTS), *layer.output_shape), float("nan"), dtype=layer.output_dtype, device=device)
     runner, plan = RecurrentRunner([layer], pool), RecurrentPlan(len(SLOTS), (StateRows(None, slots, None),))
     launches = Launches(
         [*given, *pool.states(0), slots, output], [*layer.module.parameters(), *layer.module.buffers(), *layer.template.tensors]

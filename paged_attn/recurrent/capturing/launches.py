@@ -43,7 +43,7 @@ class Launches(TorchDispatchMode):
             raise NotCapturable(f"it asks for values of a tensor ({func})")
         if func in _CONSTANTS and id(args[0]) not in self._origins:
             self._origins[id(args[0])] = f"constant {args[0].dtype} {args[0].device} {args[0].tolist()}"
-        self.told.append(f"{func} {tree_map_only(Tensor, _Told(func, self._origins), (args, kwargs))}")
+        self.told.append(f"{func} {tree_map_only(Tensor, lambda tensor: self._origin(tensor, func), (args, kwargs))}")
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self._origins:
@@ -52,17 +52,10 @@ class Launches(TorchDispatchMode):
         self._alive.append((args, kwargs, result))
         return result
 
-
-class _Told:
-    """Says where an operation's tensors come from."""
-
-    def __init__(self, func: Any, origins: dict[int, str]) -> None:
-        self.func, self.origins = func, origins
-
-    def __call__(self, tensor: Tensor) -> str:
-        if id(tensor) not in self.origins:
-            raise NotCapturable(f"it reads a tensor {list(tensor.shape)} in {self.func} that is no parameter and no buffer of the module")
-        return f"{self.origins[id(tensor)]} {list(tensor.shape)}"
+    def _origin(self, tensor: Tensor, func: Any) -> str:
+        if id(tensor) not in self._origins:
+            raise NotCapturable(f"it reads a tensor {list(tensor.shape)} in {func} that is no parameter and no buffer of the module")
+        return f"{self._origins[id(tensor)]} {list(tensor.shape)}"
 
 
 def _masks(indices: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.calling.left_as_it_was import left_as_it_was
-from paged_attn.recurrent.watching.watch import Call, named_arguments, watch
+from paged_attn.recurrent.watching.watch import Call, named_arguments
 
 
 def attribute_states(short: Mapping[str, Tensor], long: Mapping[str, Tensor]) -> list[str]:
@@ -59,14 +59,6 @@ def without_unused(call: Call) -> frozenset[str]:
             call.arguments = tried
             unused.add(name)
     return frozenset(unused)
-
-
-def attributes_after(
-    model: nn.Module, inputs_of: Callable[[int], dict[str, Any]], lengths: tuple[int, int]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What calls on so many tokens, with `use_cache`, leave in attributes, by path."""
-    few, many = (watch(model, {**inputs_of(length), "use_cache": True}).attributes for length in lengths)
-    return few, many
 
 
 def _output_tensor(output: Any) -> Tensor | None:

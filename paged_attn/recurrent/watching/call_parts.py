@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.errors import UnsupportedError
-from paged_attn.recurrent.layer import Operand, Output
-from paged_attn.recurrent.watching.watch import Call
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
+from paged_attn.recurrent.cache_state import CacheTemplate
+from paged_attn.recurrent.layer import Operand, Output, RecurrentLayer
+from paged_attn.recurrent.watching.watch import Call, positional_names
 
 SHORT, LONG = 3, 11  # tokens of the two calls
 
 
-def operands_of(call: Call, earlier: Call) -> tuple[Operand, ...]:
+def layer_of(
+    call: Call, earlier: Call, states: Sequence[StateSpec], template: CacheTemplate, unused: frozenset[str] = frozenset(),
+    state_at: int | None = None,
+) -> RecurrentLayer:  # fmt: skip
+    """The layer that a module is, not yet verified, by its calls on LONG and, `earlier`, on SHORT tokens.
+
+    Raises:
+        UnsupportedError: it can not be run by itself.
+    """
+    operands, (outputs, length, dtype) = _operands(call, earlier), _outputs(call)
+    return RecurrentLayer(
+        spec=RecurrentSpec(call.name, tuple(states)), module=call.module, positional=positional_names(call.module),
+        arguments=call.arguments, operands=operands, cache_name=call.cache_name, outputs=outputs, output_length=length, output_dtype=dtype,
+        template=template, unused=unused, state_at=state_at,
+    )  # fmt: skip
+
+
+def _operands(call: Call, earlier: Call) -> tuple[Operand, ...]:
     """The tensors that the module is given per token, its hidden states (the first floating one) first."""
     found: list[Operand] = []
     for name, value in call.arguments.items():
@@ -32,7 +53,7 @@ def operands_of(call: Call, earlier: Call) -> tuple[Operand, ...]:
     return (first, *(operand for operand in found if operand != first))
 
 
-def outputs_of(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
+def _outputs(call: Call) -> tuple[tuple[Output, ...], int, torch.dtype]:
     """What a module returns per token [1, n, ...], how many elements its result has, and the dtype."""
     several = isinstance(call.output, (tuple, list))
     parts = call.output if several else [call.output]

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.attn_ops.specs.recurrent import RecurrentSpec, StateSpec
+from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.recurrent.cache_state import CacheTemplate, Column, Path, leaves_of, name_of
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.watching.call_parts import LONG, SHORT, operands_of, outputs_of, refused
-from paged_attn.recurrent.watching.watch import Call, named_arguments, positional_names
+from paged_attn.recurrent.watching.call_parts import LONG, SHORT, layer_of, refused
+from paged_attn.recurrent.watching.watch import Call, is_cache, named_arguments
 
 
 @dataclass
@@ -74,9 +74,6 @@ def _cells(model: nn.Module, inputs: dict[str, Any]) -> list[_Cell]:
 
 class _Watcher:
     def __init__(self) -> None:
-        from transformers.cache_utils import Cache
-
-        self.cache_class = Cache
         self.cells: list[_Cell] = []
         self._open: list[tuple[nn.Module, dict[str, Any]]] = []
         self._left: list[tuple[Tensor, int]] = []  # state that cells gave back, with its version then
@@ -107,7 +104,7 @@ class _Watcher:
 
     def _is_state(self, value: Any) -> bool:
         """Tensors [1, ...], at least one; that they are of a fixed size shows when two calls are compared."""
-        tensors = [] if isinstance(value, self.cache_class) else _tensors(value).values()
+        tensors = [] if is_cache(value) else _tensors(value).values()
         return bool(tensors) and all(each.shape[:1] == (1,) for each in tensors)
 
 
@@ -151,17 +148,12 @@ def _layer(cell: _Cell, earlier: _Cell, cells: list[_Cell]) -> RecurrentLayer:
     for each in (call, earlier.call):
         each.arguments = {**each.arguments, call.cache_name: None}
     call.output = tuple(None if at == cell.at else part for at, part in enumerate(call.output))
-    outputs, length, dtype = outputs_of(call)
     template = CacheTemplate(cell.fresh, cell.fresh, cell.after, list(cell.after), columns)
     states = [
         StateSpec(f"{call.cache_name}{name_of(path)}{_told(columns.get(path))}", tuple(value.shape[1:]), fresh[path].dtype)
         for path, value in zip(cell.after, template.read(cell.fresh), strict=True)
     ]
-    return RecurrentLayer(
-        spec=RecurrentSpec(where, tuple(states)), module=call.module, positional=positional_names(call.module), arguments=call.arguments,
-        operands=operands_of(call, earlier.call), cache_name=call.cache_name, outputs=outputs, output_length=length, output_dtype=dtype,
-        template=template, state_at=cell.at,
-    )  # fmt: skip
+    return layer_of(call, earlier.call, states, template, state_at=cell.at)
 
 
 def _told(column: Column | None) -> str:

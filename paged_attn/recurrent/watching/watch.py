@@ -64,9 +64,6 @@ def watch(model: nn.Module, inputs: dict[str, Any]) -> Watched:
 
 class _Watcher:
     def __init__(self) -> None:
-        from transformers.cache_utils import Cache
-
-        self.cache_class = Cache
         self.calls: list[Call] = []
         self.fresh: Any = None
         self.cache: Any = None
@@ -75,7 +72,7 @@ class _Watcher:
     def hook(self, name: str, module: nn.Module) -> None:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             arguments = named_arguments(module, args, kwargs)
-            cache_name = next((key for key, value in arguments.items() if isinstance(value, self.cache_class)), None)
+            cache_name = next((key for key, value in arguments.items() if is_cache(value)), None)
             if cache_name is None:
                 return
             if self.cache is None:
@@ -97,6 +94,13 @@ class _Watcher:
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a transformers cache."""
+    from transformers.cache_utils import Cache
+
+    return isinstance(value, Cache)
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
