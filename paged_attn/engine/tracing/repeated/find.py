@@ -55,7 +55,8 @@ def alike_layers(model: nn.Module, call: Callable[[], object], fewest: int = FEW
 
 def _own_numbers(layer: nn.Module, index: int) -> set[tuple[str, str]]:
     """Attributes that are the layer's place in its list, by path and name."""
-    return {(path, name) for path, part in layer.named_modules() for name, value in vars(part).items() if type(value) is int and value == index}
+    attributes = ((path, name, value) for path, part in layer.named_modules() for name, value in vars(part).items())
+    return {(path, name) for path, name, value in attributes if type(value) is int and value == index}
 
 
 def _kind(layer: nn.Module, own: set[tuple[str, str]]) -> Any:

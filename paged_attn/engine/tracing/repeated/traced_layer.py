@@ -38,7 +38,8 @@ class Weights:
         here, there = (tensors_of(self._model.get_submodule(name)) for name in (one, other))
         for (path, mine), (_, theirs) in zip(here, there, strict=True):
             if (node := self._nodes.get(id(mine))) is not None:
-                instead = self._nodes.get(id(theirs)) or self._new(node, theirs, source_name(node).replace(*map(expression_of, (one, other))))
+                source = source_name(node).replace(expression_of(one), expression_of(other))
+                instead = self._nodes.get(id(theirs)) or self._new(node, theirs, source)
                 _add(found, node, instead, f"{path} of {one} and {other}")
         return found
 
