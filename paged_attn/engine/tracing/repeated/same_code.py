@@ -69,5 +69,5 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, types.CellType):
         return _alike(one.cell_contents, other.cell_contents)
     if isinstance(one, functools.partial):
-        return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+        return bool((one.func, one.args, one.keywords) == (other.func, other.args, other.keywords))
     return bool(one == other)

@@ -46,7 +46,7 @@ class Weights:
     def _new(self, like: fx.Node, tensor: Tensor, source: str) -> fx.Node:
         with like.graph.inserting_after(self._last):
             node = self._last = like.graph.placeholder(re.sub(r"\W+", "_", source).lower())
-        node._dynamo_source = _Source(source)  # type: ignore[attr-defined]
+        node._dynamo_source = _Source(source)
         node.meta["example_value"] = value_of(like).fake_mode.from_tensor(tensor, static_shapes=True)
         self._nodes[id(tensor)] = node
         self.inputs.append(tensor)
@@ -220,7 +220,7 @@ class _Memory:
 
 
 def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 class Renamed:
