@@ -57,7 +57,7 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
     if isinstance(one, nn.Module):
-        return vars(one).keys() - {"forward"} == vars(other).keys() - {"forward"}
+        return bool(vars(one).keys() - {"forward"} == vars(other).keys() - {"forward"})
     if isinstance(one, dict):
         return list(one) == list(other)
     if isinstance(one, list | tuple | set):
