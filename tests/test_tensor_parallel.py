@@ -163,7 +163,8 @@ def test_a_model_that_transformers_read_in_shards(seen: list[dict[str, Any]]) ->
 def test_the_first_rank_leads_and_the_others_do_as_it_does(seen: list[dict[str, Any]]) -> None:
     leader, follower = seen[0]["led"], seen[1]["led"]
     assert leader["leader"] == {"first": expected("llama")[:3], "refused": "ValueError", "second": expected("llama")}
-    assert follower["leader"] == {} and leader["ended"] == follower["ended"] and leader["ended"]["left"] == 0
+    assert follower["leader"] == {} and leader["ended"] == follower["ended"]
+    assert (leader["ended"]["left"], leader["ended"]["still cached"], leader["ended"]["closed"]) == (0, 0, True)
     assert leader["together"] == follower["together"] == expected("llama")[:2]
 
 

@@ -281,8 +281,14 @@ def led() -> dict[str, Any]:
                 next(stream)
                 stream.close()
                 result["second"] = [c.token_ids for c in llm.generate(PROMPTS, GREEDY)]
+                assert llm.clear_prefix_cache() > 0
         ended = {"steps": llm.engine.stats.steps, "left": len(llm.engine.requests), "free": llm.engine.kv.num_available}
+        ended["still cached"] = llm.clear_prefix_cache()
         together = [c.token_ids for c in llm.generate(PROMPTS[:2], GREEDY)]
+        with first_rank_leads(llm) as leads:
+            if leads:
+                llm.close()
+        ended["closed"] = llm.closed
     return {"leader": result, "ended": ended, "together": together}
 
 

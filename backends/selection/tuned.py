@@ -83,6 +83,10 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Entry:
+        """Raises KeyError, TypeError, ValueError or AttributeError: it is no entry."""
+        for times in (times for phase in PHASE_WORDS for times in data["microseconds"][phase].values()):
+            if not all(isinstance(each, float | int | str) for each in times.values()):
+                raise ValueError(f"the times {times} are no numbers")
         return cls(Kind(**data["kind"]), data["date"], data["versions"], data["microseconds"], data.get("conditions", {}))
 
 
@@ -106,7 +110,7 @@ def read_entries(path: Path, device_name: str) -> list[Entry]:
         if data["format"] != FORMAT:
             raise ValueError(f"its format is {data['format']!r}, this version reads {FORMAT}")
         return [Entry.from_json(entry) for entry in data["entries"]] if data["device"] == device_name else []
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnsupportedError(
             f"{path} can not be read as measurements of attention backends ({type(error).__name__}: {error}); "
             f"delete it, run `paged-attn tune` again, or set {VARIABLE}=none"

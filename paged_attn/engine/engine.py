@@ -305,13 +305,16 @@ class Engine:
         with self.threads.for_step(len(columns.tokens)) if self.threads is not None else nullcontext():
             return self.steps.run(step).logits.clone()
 
+    def clear_prefix_cache(self) -> int:
+        """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
+        return 0 if self.kv.tree is None else self.kv.tree.clear()
+
     def close(self) -> None:
         """Cancel everything, give the prefix cache's pages back and free all graphs; later steps would run uncaptured."""
         for request_id in list(self.requests):
             self.cancel(request_id)
         self._in_flight.clear()
-        if self.kv.tree is not None:
-            self.kv.tree.clear()
+        self.clear_prefix_cache()
         self.input_processor.guides.close()
         for steps in (self.steps, self.lora_steps):
             if steps is not None:

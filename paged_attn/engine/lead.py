@@ -110,6 +110,14 @@ class _Leader:
             self._line.cut()  # the others had the error, too, and are gone, or they are inside the step
             raise
 
+    def clear_prefix_cache(self) -> int:
+        self._line.say(("clear_prefix_cache", (), {}))
+        return self._engine.clear_prefix_cache()
+
     def close(self) -> None:
         self._line.say(("close", (), {}))
         self._engine.close()
+
+    def release(self) -> None:
+        self._line.say(("release", (), {}))
+        self._engine.release()

@@ -192,6 +192,7 @@ class LLM(PoolingCalls):
         messages: Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora: Loras = None,
         namespace: Any = None,
         priority: int = 0,
@@ -202,7 +203,7 @@ class LLM(PoolingCalls):
 
         Messages are checked and queued at the call, not at the first `next`.
         """
-        chats = self._chats(messages, settings, params)
+        chats = self._chats(messages, settings, one_of(params, sampling_params))
         events = self._events(self._add(chats.texts, chats.params, namespace, priority, streamed=True, forms=chats.forms, lora=lora))
         next(events)
         return chat_events(events, chats.forms)  # type: ignore[arg-type]
@@ -299,7 +300,7 @@ class LLM(PoolingCalls):
     def clear_prefix_cache(self) -> int:
         """Forget all cached prefixes that no running request uses; returns how many pages that freed."""
         with self._lock:
-            return 0 if self.engine.kv.tree is None else self.engine.kv.tree.clear()
+            return self.engine.clear_prefix_cache()
 
     def run_one_token(self) -> None:
         """Warm up."""

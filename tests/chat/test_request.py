@@ -296,7 +296,7 @@ def test_special_tokens_that_mark_calls_stay_in_the_text_and_others_do_not() -> 
     (completion,) = other.chat(HELLO, params, tools=[NOW])
     assert completion.text == "So [TOOL_CALLS]now[ARGS]{}" and completion.finish_reason == "tool_calls"
     assert (completion.message.content, completion.message.tool_calls[0].name) == ("So", "now")
-    parts = [event.part for event in other.stream_chat(HELLO, params, tools=[NOW]) if event.part is not None]
+    parts = [event.part for event in other.stream_chat(HELLO, sampling_params=params, tools=[NOW]) if event.part is not None]
     streamed = ChatMessage.of(parts)
     assert (streamed.content, [call.name for call in streamed.tool_calls]) == ("So", ["now"])
     assert other.generate([[5]], params)[0].text == "So now{}"

@@ -103,7 +103,21 @@ def test_a_file_of_another_device_is_not_used_and_is_written_over(path: Path):
     assert read_entries(path, GPU) == [mine]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": 1, "device": "Test GPU", "entries": [{"kind": {"x": 1}}]}'])
+def file_of(entry: object) -> str:
+    return json.dumps({"format": 1, "device": GPU, "entries": [entry]})
+
+
+def file_of_times(**phases: object) -> str:
+    return file_of({"kind": dataclasses.asdict(KIND), "date": DATE, "versions": current_versions(), "microseconds": phases})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", '{"format": 2}', file_of({"kind": {"x": 1}}), file_of_times(extend={}), file_of_times(extend=[], decode={}),
+        file_of_times(extend={"1x8": {"triton": None}}, decode={"1x8": {"triton": 1.0}}),
+    ],
+)  # fmt: skip
 def test_a_file_that_can_not_be_read_says_which_and_what_to_do(path: Path, text: str, caplog):
     path.parent.mkdir()
     path.write_text(text)

@@ -66,7 +66,7 @@ class ResponsesReply:
             for part in parts:
                 for each in items.add(part):
                     yield each
-            if parts and isinstance(parts[-1], Reasoning):
+            if any(isinstance(part, Reasoning) for part in parts):
                 self._num_reasoning = self._num_tokens
         status, details = ("incomplete", {"reason": "max_output_tokens"}) if reason == "length" else ("completed", None)
         for each in items.finish(status):
