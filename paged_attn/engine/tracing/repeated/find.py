@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FEWEST = 4  # alike layers that are worth it
+PLAIN = (int, float, str, type(None))
+FEWEST = 6  # alike layers that are worth it: two are traced anyway
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,20 @@ def _kind(layer: nn.Module, own: set[tuple[str, str]]) -> Any:
     """Equal for layers that seem alike. Their own numbers are left out: `same_code.py` sees whether they are read."""
     found: list[Any] = []
     for path, part in layer.named_modules():
-        plain = sorted((name, value) for name, value in vars(part).items() if isinstance(value, int | float | str | None))
+        plain = sorted((name, value) for name, value in vars(part).items() if isinstance(value, PLAIN))
         found.append((path, type(part), tuple((name, repr(value)) for name, value in plain if (path, name) not in own)))
+        if (forward := vars(part).get("forward")) is not None:
+            found.append(_plain_cells(forward))
     found += [(name, _form(tensor)) for name, tensor in layer.state_dict(keep_vars=True).items()]
     return tuple(found)
+
+
+def _plain_cells(forward: Any) -> Any:
+    """The constants of a forward that was put in the place of a module's own; one that is no function is like no other."""
+    if not isinstance(forward, types.FunctionType):
+        return id(forward)
+    contents = [cell.cell_contents for cell in forward.__closure__ or ()]
+    return forward.__code__, tuple(repr(value) for value in contents if isinstance(value, PLAIN))
 
 
 def _form(tensor: Tensor) -> Any:

@@ -39,13 +39,20 @@ def check_same_code(model: nn.Module, guards: Guards, traced: str, others: Itera
     read = [(text, kind) for text, kind in guards if text.startswith(start) and not text.startswith(f"{start}.forward")]
     if not read:
         raise NotAlike(f"nothing is known of what a trace reads of {traced}")
-    scope = {**torch._dynamo.guards._get_closure_vars(), "L": {"model": model}}
-    values = [(text, kind, eval(text, scope)) for text, kind in read]
+    values = [(text, kind, _value(text, model)) for text, kind in read]
     for other in others:
         instead = expression_of(other)
         for text, kind, value in values:
-            if not _alike(value, eval(text.replace(start, instead), scope)):
+            if not _alike(value, _value(text.replace(start, instead), model)):
                 raise NotAlike(f"{traced} and {other} differ in {text.removeprefix(start)} ({kind})")
+
+
+def _value(expression: str, model: nn.Module) -> Any:
+    """What a guard's expression leads to."""
+    try:
+        return eval(expression, {"L": {"model": model}})
+    except (AttributeError, LookupError, NameError, TypeError) as error:
+        raise NotAlike(f"{expression} leads nowhere: {error}") from error
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -46,18 +47,11 @@ class Weights:
     def _new(self, like: fx.Node, tensor: Tensor, source: str) -> fx.Node:
         with like.graph.inserting_after(self._last):
             node = self._last = like.graph.placeholder(re.sub(r"\W+", "_", source).lower())
-        node._dynamo_source = _Source(source)
+        node.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=source))  # as Dynamo's have it
         node.meta["example_value"] = value_of(like).fake_mode.from_tensor(tensor, static_shapes=True)
         self._nodes[id(tensor)] = node
         self.inputs.append(tensor)
         return node
-
-
-@dataclass(frozen=True)
-class _Source:
-    """As Dynamo's sources have it: the expression that leads to an input."""
-
-    name: str
 
 
 def tensors_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
@@ -213,7 +207,8 @@ class _Memory:
         with value.fake_mode:  # type: ignore[attr-defined]
             base = self._bases.get(_storage(value))
             if base is not None:
-                return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
+                form = value.storage_offset(), value.shape, value.stride()
+                return torch.empty(0, dtype=value.dtype, device=value.device).set_(base.untyped_storage(), *form)
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         self._bases[_storage(value)] = made
         return made
