@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (int, float, str, type(None))
+PLAIN_TENSORS = (Tensor, nn.Parameter)
 FEWEST = 6  # alike layers that are worth it: two are traced anyway
 
 
@@ -37,6 +38,8 @@ def alike_layers(model: nn.Module, call: Callable[[], object], fewest: int = FEW
     groups: list[tuple[str, ...]] = []
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     for name, layers in lists:
+        if not all(type(tensor) in PLAIN_TENSORS for tensor in (*layers.parameters(), *layers.buffers())):
+            continue  # cut over ranks, or quantised: their class knows how
         if len(layers) < fewest or any(name.startswith(f"{other}.") for other, _ in lists):
             continue
         kinds: dict[Any, list[str]] = defaultdict(list)

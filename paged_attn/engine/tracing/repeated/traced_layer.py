@@ -125,6 +125,9 @@ class TracedLayer:
 
     def check_nothing_else_is_read_or_left(self, weights: Weights) -> None:
         """It reads what it is given, its own weights and what is no layer's, and leaves its result alone."""
+        first, result = self.begin.args[0][0], self.end.args[0]  # type: ignore[index]
+        if _form(first) != _form(result):  # type: ignore[arg-type]
+            raise NotAlike(f"{self.name} returns {_form(result)}, and its marks say {_form(first)}")  # type: ignore[arg-type]
         own = {*self.nodes, self.begin}
         known = {*own, *weights.pairs(self.name, self.name), *Call.of(self.begin).pairs(Call.of(self.begin))}
         for node in self.nodes:
