@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import SymInt, Tensor, fx, nn
+from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
@@ -205,9 +206,9 @@ class _Memory:
                 self._bases[_storage(value)] = value_of(other)
 
     def copied(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        with value.fake_mode:  # type: ignore[attr-defined]
+        if not isinstance(value, FakeTensor):
+            return value  # a number, or a constant of the graph
+        with value.fake_mode:
             base = self._bases.get(_storage(value))
             if base is not None:
                 form = value.storage_offset(), value.shape, value.stride()
