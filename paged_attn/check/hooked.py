@@ -57,7 +57,7 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
     """
     started = time.perf_counter()
     with torch.no_grad():
-        taps = Taps(patched)
+        taps = TappedModel(patched)
         original = HookedOriginal(taps)
         truth = Truth(original, list(taps.by_name.values()), prompts)
         served = HookedServed(taps, settings)
@@ -93,7 +93,7 @@ class Watch:
         return self.value(_attention(layer), output)
 
 
-class Taps:
+class TappedModel:
     """Where a patched model is looked into."""
 
     def __init__(self, patched: HookedModel) -> None:
@@ -124,7 +124,7 @@ class Taps:
 class HookedOriginal(Original):
     """The patched model outside any forward context, where it computes what it did before."""
 
-    def __init__(self, taps: Taps) -> None:
+    def __init__(self, taps: TappedModel) -> None:
         self.taps, self.narrow, self.recurrent = taps, taps.narrow, ()
         self.computed_as_it_is = set()
 
@@ -149,7 +149,7 @@ class HookedServed(Served):
         "The model depends on more than its attention interface tells; torch.compile(model, backend='paged_attn') sees all of it"
     )
 
-    def __init__(self, taps: Taps, settings: ProbeSettings) -> None:
+    def __init__(self, taps: TappedModel, settings: ProbeSettings) -> None:
         self.taps, self.settings = taps, settings
         self.specs, self.kv_dtype, self.recurrent, self.by_layer = taps.specs, taps.narrow, (), taps.by_layer
 

@@ -69,7 +69,7 @@ def fuse_routing(graph: fx.Graph, values: Values) -> int:
     return count
 
 
-class Region(NamedTuple):
+class RouterRegion(NamedTuple):
     """Nodes in graph order, from logits [T, E] and maybe a bias [E] to weights and ids [T, k]; `of_type`: tensors outside of which only the
     type is read; `reader`: what is given the ids, the experts or what makes ids of a rank's own experts of them."""
 
@@ -82,7 +82,7 @@ class Region(NamedTuple):
     reader: fx.Node
 
 
-def region_of(experts: fx.Node, inputs: Container[fx.Node]) -> Region | None:
+def region_of(experts: fx.Node, inputs: Container[fx.Node]) -> RouterRegion | None:
     """Of one call of `paged_attn::experts`; None if its ids and weights are made from anything but a product [T, E] and a tensor [E]."""
     ids, weights, w1 = (node for node in experts.args[1:4])
     assert isinstance(ids, fx.Node) and isinstance(weights, fx.Node)
@@ -110,7 +110,7 @@ def region_of(experts: fx.Node, inputs: Container[fx.Node]) -> Region | None:
     own = all(written_values(node) <= found for node in found)
     if len(bias) > 1 or len(logits) + len(bias) != len(leaves) or not own:
         return None
-    return Region(sorted(found), logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), reader)
+    return RouterRegion(sorted(found), logits[0], bias[0] if bias else None, weights, ids, frozenset(of_type - found - leaves), reader)
 
 
 def _counted_from_the_first(experts: fx.Node, ids: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -130,7 +130,7 @@ def _is_matrix(node: Any) -> bool:
     return len(sizes_of(node)) == 2
 
 
-def proved_routing(region: Region, known: Iterable[Routing]) -> Routing | None:
+def proved_routing(region: RouterRegion, known: Iterable[Routing]) -> Routing | None:
     """The spec that gives the region's ids and weights for every probe; `known`: those of other layers, tried first."""
     probes = [_probe(region, rows, spread) for rows in ROWS for spread in SPREADS]
     try:
@@ -143,7 +143,7 @@ def proved_routing(region: Region, known: Iterable[Routing]) -> Routing | None:
     return None
 
 
-def _probe(region: Region, rows: int, spread: float) -> tuple[Tensor, Tensor | None]:
+def _probe(region: RouterRegion, rows: int, spread: float) -> tuple[Tensor, Tensor | None]:
     """Logits of random rows, one row that no expert is for, so that what is added to a sum shows, and one of equal ones; a random bias."""
     fake = value_of(region.logits)
     numbers = torch.Generator().manual_seed(rows)
@@ -155,7 +155,7 @@ def _probe(region: Region, rows: int, spread: float) -> tuple[Tensor, Tensor | N
     return logits.to(fake.device, fake.dtype), torch.rand(bias.shape, generator=numbers).to(bias.device, bias.dtype)
 
 
-def _evaluated(region: Region, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _evaluated(region: RouterRegion, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     given = {region.logits: logits}
     if region.bias is not None and bias is not None:
         given[region.bias] = bias
@@ -179,7 +179,7 @@ def _agrees(routing: Routing, probe: tuple[Tensor, Tensor | None], expected: tup
     return torch.allclose(given.gather(1, order), weights.gather(1, wanted).float(), rtol=limit, atol=limit * 1e-3)
 
 
-def _candidates(region: Region) -> Iterator[Routing]:
+def _candidates(region: RouterRegion) -> Iterator[Routing]:
     """What the names and literals of the region's operations leave open."""
     names = [name_of(node) for node in region.nodes]
     top_k = int(value_of(region.ids).shape[-1])
@@ -205,7 +205,7 @@ def _candidates(region: Region) -> Iterator[Routing]:
         yield Routing(top_k, score, after, count, taken, best, hidden, divided, eps, scale, rounded)
 
 
-def _in_16_bits(region: Region, score: str) -> bool:
+def _in_16_bits(region: RouterRegion, score: str) -> bool:
     first = next(node for node in region.nodes if score in name_of(node))
     return bool(value_of(first).dtype.itemsize == 2)
 

@@ -16,7 +16,7 @@ from paged_attn.attn_ops.specs.recompute import RowInput
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import argument_of, as_traced, depends_on, op_name, symbol, value_of, writes_in_place
 from paged_attn.passes.fx.tolerance import operation_limit
-from paged_attn.passes.recompute.region import Region
+from paged_attn.passes.recompute.region import RecomputeRegion
 
 SHORT, MORE = 17, 12  # tokens of the probes
 LONG = (61, 130, 197, 261)  # and of a module that is not looked into, which may join many tokens at once
@@ -60,7 +60,7 @@ def row_input(node: fx.Node, form: CallForm, page_dtype: torch.dtype) -> RowInpu
     return RowInput(shape, axis, order, value.dtype, width * max(1, value.dtype.itemsize // page_dtype.itemsize))
 
 
-def make_program(region: Region, form: CallForm, values: Values, order: Sequence[int], where: str) -> Program:
+def make_program(region: RecomputeRegion, form: CallForm, values: Values, order: Sequence[int], where: str) -> Program:
     """The region as a graph of its own.
 
     Args:

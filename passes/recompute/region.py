@@ -58,7 +58,7 @@ class TokenRows:
 
 
 @dataclass(frozen=True)
-class Region:
+class RecomputeRegion:
     """`output` from `rows`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Region:
     shapes: list[fx.Node]
 
 
-def find_region(tokens: TokenRows, output: fx.Node, before: fx.Node, where: str) -> Region:
+def find_recompute_region(tokens: TokenRows, output: fx.Node, before: fx.Node, where: str) -> RecomputeRegion:
     """The region of an attention's output, all of whose rows can be read in front of the node `before`.
 
     Raises:
@@ -96,7 +96,7 @@ class _Search:
     def num_tokens(self) -> Any:
         return self.tokens.form.num_tokens
 
-    def region(self) -> Region:
+    def region(self) -> RecomputeRegion:
         self.writers = writers_of(self.tokens.graph.nodes)
         self._walk()
         square = {node for node in self.reached if self._is_square(node)}
@@ -113,7 +113,7 @@ class _Search:
             source for node in nodes if node not in rows for source in node.all_input_nodes if isinstance(value_of(source), Tensor)
         }
         shapes = sorted(shape_only - set(nodes) | empty)
-        return Region(self.output, [n for n in nodes if n not in empty], [n for n in rows if n not in empty], shapes)
+        return RecomputeRegion(self.output, [n for n in nodes if n not in empty], [n for n in rows if n not in empty], shapes)
 
     def _walk(self) -> None:
         """All that the output is made from, back to the model's own products of tokens and weights, and to earlier attentions."""

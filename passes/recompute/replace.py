@@ -24,7 +24,7 @@ from paged_attn.passes.fx.model_facts import model_dtype
 from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.passes.prove.score_subgraph import Recomputable
 from paged_attn.passes.recompute.program import Program, make_program, prove_causal, row_input
-from paged_attn.passes.recompute.region import Region, TokenRows, find_region
+from paged_attn.passes.recompute.region import RecomputeRegion, TokenRows, find_recompute_region
 from paged_attn.passes.replace.attention import use_output
 
 logger = logging.getLogger("paged_attn")
@@ -49,7 +49,7 @@ class RecomputeReplacer:
         if isinstance(site.scores, WrittenScores) and site.scores.lse is not None:
             raise reason
         output = site.scores.output if isinstance(site.scores, WrittenScores) else site.node
-        region = find_region(self.tokens, output, site.node, site.where)
+        region = find_recompute_region(self.tokens, output, site.node, site.where)
         spec, program = self._spec(site, region, layer_id, f"{site.where}: {reason.what}")
         logger.info(
             "%s: %s, so that every step evaluates it on all tokens of each request: the cost of a token grows with the square of the "
@@ -57,7 +57,7 @@ class RecomputeReplacer:
         )  # fmt: skip
         return (spec, *_emit(site, region, spec, program, layer_id))
 
-    def _spec(self, site: AttentionSite, region: Region, layer_id: int, where: str) -> tuple[RecomputeSpec, Program]:
+    def _spec(self, site: AttentionSite, region: RecomputeRegion, layer_id: int, where: str) -> tuple[RecomputeSpec, Program]:
         result = value_of(site.node)
         dtype = result.dtype if self.model is None else model_dtype(self.model)
         rows = tuple(row_input(node, self.form, dtype) for node in region.rows)
@@ -90,7 +90,7 @@ class RecomputeReplacer:
         return value
 
 
-def _emit(site: AttentionSite, region: Region, spec: RecomputeSpec, program: Program, layer_id: int) -> tuple[fx.Node, fx.Node]:
+def _emit(site: AttentionSite, region: RecomputeRegion, spec: RecomputeSpec, program: Program, layer_id: int) -> tuple[fx.Node, fx.Node]:
     graph, value = site.node.graph, value_of(site.node)
     with graph.inserting_before(site.node):
         rows = [_rows(graph, node, row) for node, row in zip(region.rows, spec.rows, strict=True)]

@@ -17,7 +17,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.calling.call_signature import plain_inputs, takes, token_argument
 from paged_attn.calling.evaluating import as_served, evaluating
 from paged_attn.calling.hf_configs import attention_configs
-from paged_attn.check.hooked import HookedServed, Taps
+from paged_attn.check.hooked import HookedServed, TappedModel
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled_graph import _check_layers
@@ -123,7 +123,7 @@ class PatchedRunner:
 
     def served(self) -> HookedServed:
         """The model as it runs, for checks that look inside."""
-        return HookedServed(Taps(self._patched), self._patched.settings or ProbeSettings())
+        return HookedServed(TappedModel(self._patched), self._patched.settings)
 
     def computes_the_same(self) -> bool:
         """Whether the model's logits of a few tokens are what they were when it was last remembered."""

@@ -21,7 +21,7 @@ from paged_attn.passes.fx.row_layout import Rows, plain_rows
 from paged_attn.passes.fx.token_data import Lookup, lookup_of
 from paged_attn.passes.optimize.logits_gather.gathered_region import GatheredRegion, agrees
 from paged_attn.passes.optimize.logits_gather.row_ops import is_moving
-from paged_attn.passes.optimize.logits_gather.row_region import find_region
+from paged_attn.passes.optimize.logits_gather.row_region import find_row_region
 
 logger = logging.getLogger("paged_attn")
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def _picking_of(node: fx.Node, form: CallForm) -> Lookup | None:
 
 
 def _move(graph: fx.Graph, form: CallForm, values: Values, pickings: list[Lookup]) -> int:
-    region = find_region(graph, {picking.node for picking in pickings}, form.num_tokens)
+    region = find_row_region(graph, {picking.node for picking in pickings}, form.num_tokens)
     moving = [each for each in pickings if region.layouts.get(each.rows) == Rows(each.axis)]
     if len(moving) < len(pickings):
         return _move(graph, form, values, moving) if moving else 0

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import call, call_of_value, call_with_value, depends_on, shape_at, symbol, value_of
 from paged_attn.passes.fx.row_layout import MISFITS, times, with_tokens
-from paged_attn.passes.optimize.logits_gather.row_region import Region
+from paged_attn.passes.optimize.logits_gather.row_region import RowRegion
 
 aten = torch.ops.aten
 TOKENS, PICKED = 7, (5, 0, 5, 2)
@@ -28,7 +28,7 @@ class GatheredRegion:
     Numbers made of T become those of N. A view becomes a reshape, as the picked rows may lie otherwise in memory.
     """
 
-    def __init__(self, form: CallForm, region: Region, rows: fx.Node) -> None:
+    def __init__(self, form: CallForm, region: RowRegion, rows: fx.Node) -> None:
         self.form, self.region, self.rows = form, region, rows
         self.tokens, self.count = form.num_tokens, value_of(rows).shape[0]
         inputs = {each: None for node in region.layouts for each in node.all_input_nodes if each not in region.layouts}

@@ -14,7 +14,7 @@ from paged_attn.passes.optimize.logits_gather.row_ops import is_known, layout_of
 
 
 @dataclass(frozen=True)
-class Region:
+class RowRegion:
     """Nodes that treat rows apart, with how the rows lie in them, in graph order; and what they read from outside that has rows.
 
     Every frontier value has one axis of T rows, and is written to by nobody while the region reads it.
@@ -32,7 +32,7 @@ class Region:
         return any(writes_in_place(node) for node in self.layouts)
 
 
-def find_region(graph: fx.Graph, readers: set[fx.Node], tokens: Any) -> Region:
+def find_row_region(graph: fx.Graph, readers: set[fx.Node], tokens: Any) -> RowRegion:
     """The largest region that only `readers` read."""
     refused = {node for node in graph.nodes if not is_known(node)}
     while True:
@@ -48,7 +48,7 @@ def find_region(graph: fx.Graph, readers: set[fx.Node], tokens: Any) -> Region:
                 assert given is not None
                 layouts[node] = layout
                 frontier.update((each, rows) for each, rows in given.items() if each not in layouts)
-        region = Region(layouts, frontier)
+        region = RowRegion(layouts, frontier)
         mixing |= set() if mixing else _read_around_writes(graph, region, readers)
         if not mixing:
             return region
@@ -94,7 +94,7 @@ def _given(node: fx.Node, layouts: Mapping[fx.Node, Any], tokens: Any) -> dict[f
     return given
 
 
-def _read_around_writes(graph: fx.Graph, region: Region, readers: set[fx.Node]) -> set[fx.Node]:
+def _read_around_writes(graph: fx.Graph, region: RowRegion, readers: set[fx.Node]) -> set[fx.Node]:
     """Nodes that read a frontier value before somebody outside changes it, if that is before the region's end."""
     last = max(readers)
     writers = [node for node in graph.nodes if node not in region.layouts and node < last and writes_in_place(node)]
