@@ -43,7 +43,7 @@ def alike_layers(model: nn.Module, call: Callable[[], object], fewest: int = FEW
         if len(layers) < fewest or any(name.startswith(f"{other}.") for other, _ in lists):
             continue
         kinds: dict[Any, list[str]] = defaultdict(list)
-        own = set.intersection(*(_own_numbers(layer, index) for index, layer in enumerate(layers)))
+        own = _own_numbers(layers)
         for index, layer in layers.named_children():
             kinds[_kind(layer, own)].append(f"{name}.{index}")
         groups += [tuple(names) for names in kinds.values() if len(names) >= fewest]
@@ -58,10 +58,15 @@ def alike_layers(model: nn.Module, call: Callable[[], object], fewest: int = FEW
     return kept
 
 
-def _own_numbers(layer: nn.Module, index: int) -> set[tuple[str, str]]:
-    """Attributes that are the layer's place in its list, by path and name."""
-    attributes = ((path, name, value) for path, part in layer.named_modules() for name, value in vars(part).items())
-    return {(path, name) for path, name, value in attributes if type(value) is int and value == index}
+def _own_numbers(layers: nn.ModuleList) -> set[tuple[str, str]]:
+    """Attributes, by path and name, that are the layer's place in its list in all layers that have them."""
+    found, others = set[tuple[str, str]](), set[tuple[str, str]]()
+    for index, layer in enumerate(layers):
+        for path, part in layer.named_modules():
+            for name, value in vars(part).items():
+                if type(value) is int:
+                    (found if value == index else others).add((path, name))
+    return found - others
 
 
 def _kind(layer: nn.Module, own: set[tuple[str, str]]) -> Any:
@@ -71,17 +76,25 @@ def _kind(layer: nn.Module, own: set[tuple[str, str]]) -> Any:
         plain = sorted((name, value) for name, value in vars(part).items() if isinstance(value, PLAIN))
         found.append((path, type(part), tuple((name, repr(value)) for name, value in plain if (path, name) not in own)))
         if (forward := vars(part).get("forward")) is not None:
-            found.append(_plain_cells(forward))
+            function, constants = closure(forward) if path else (id(forward), ())
+            found.append((function, tuple(repr(value) for value in constants if type(value) is not int)))
     found += [(name, _form(tensor)) for name, tensor in layer.state_dict(keep_vars=True).items()]
     return tuple(found)
 
 
-def _plain_cells(forward: Any) -> Any:
-    """The constants of a forward that was put in the place of a module's own; one that is no function is like no other."""
-    if not isinstance(forward, types.FunctionType):
-        return id(forward)
-    contents = [cell.cell_contents for cell in forward.__closure__ or ()]
-    return forward.__code__, tuple(repr(value) for value in contents if isinstance(value, PLAIN))
+def numbers_of_ops(layer: nn.Module) -> tuple[int, ...]:
+    """Under which the ops know modules of a layer whose forwards call ops instead: each such forward keeps its own."""
+    forwards = (vars(part).get("forward") for part in layer.modules() if part is not layer)
+    return tuple(value for each in forwards if each is not None for value in closure(each)[1] if type(value) is int)
+
+
+def closure(forward: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The code of a forward that was put in the place of a module's own, and its constants; what is no function is like nothing else."""
+    function = getattr(forward, "__func__", forward)
+    if not isinstance(function, types.FunctionType):
+        return id(forward), ()
+    contents = (cell.cell_contents for cell in function.__closure__ or ())
+    return function.__code__, tuple(value for value in contents if isinstance(value, PLAIN))
 
 
 def _form(tensor: Tensor) -> Any:

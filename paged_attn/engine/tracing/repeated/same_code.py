@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paged_attn.engine.tracing.repeated.find import numbers_of_ops
+
 Guards = Iterable[tuple[str, str]]
 
 
@@ -41,10 +43,21 @@ def check_same_code(model: nn.Module, guards: Guards, traced: str, others: Itera
         raise NotAlike(f"nothing is known of what a trace reads of {traced}")
     values = [(text, kind, _value(text, model)) for text, kind in read]
     for other in others:
-        instead = expression_of(other)
+        instead, numbers = expression_of(other), numbers_instead(model, traced, other)
         for text, kind, value in values:
-            if not _alike(value, _value(text.replace(start, instead), model)):
+            there = _value(text.replace(start, instead), model)
+            is_number = "__closure__" in text and type(value) is int and numbers.get(value) == there
+            if not is_number and not _alike(value, there):
                 raise NotAlike(f"{traced} and {other} differ in {text.removeprefix(start)} ({kind})")
+
+
+def numbers_instead(model: nn.Module, one: str, other: str) -> dict[int, int]:
+    """For each number under which the ops know a module of the layer `one`, that of the layer `other`."""
+    here, there = (numbers_of_ops(model.get_submodule(name)) for name in (one, other))
+    found = dict(zip(here, there, strict=True))
+    if len(found) < len(here):
+        raise NotAlike(f"modules of {one} are known to ops under one number")
+    return found
 
 
 def _value(expression: str, model: nn.Module) -> Any:
@@ -72,7 +85,7 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, types.FunctionType):
         return one.__code__ is other.__code__
     if isinstance(one, types.MethodType):
-        return one.__func__ is other.__func__
+        return _alike(one.__func__, other.__func__)
     if isinstance(one, types.CellType):
         return _alike(one.cell_contents, other.cell_contents)
     if isinstance(one, functools.partial):

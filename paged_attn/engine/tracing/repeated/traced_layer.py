@@ -14,9 +14,10 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from paged_attn.engine.tracing.repeated.same_code import NotAlike, expression_of
+from paged_attn.engine.tracing.repeated.same_code import NotAlike, expression_of, numbers_instead
 from paged_attn.passes.fx.graph_tools import sizes_of, source_name, symbol, value_of
 
+NUMBERS = ("layer_id", "module_id")  # arguments of ops: which module of a model it is
 Instead = dict[fx.Node, fx.Node]
 
 
@@ -32,12 +33,12 @@ class Weights:
         self.inputs = list(inputs)
         self._nodes = {id(value): node for node, value in zip(placeholders, inputs, strict=True)}
         self._last = placeholders[-1]
-        self._model = model
+        self.model = model
 
     def pairs(self, one: str, other: str) -> Instead:
         """For each input that is a tensor of the layer `one`, that of `other`, which the graph has from then on."""
         found: Instead = {}
-        here, there = (tensors_of(self._model.get_submodule(name)) for name in (one, other))
+        here, there = (tensors_of(self.model.get_submodule(name)) for name in (one, other))
         for (path, mine), (_, theirs) in zip(here, there, strict=True):
             if (node := self._nodes.get(id(mine))) is not None:
                 source = source_name(node).replace(expression_of(one), expression_of(other))
@@ -124,11 +125,16 @@ class TracedLayer:
             node = node.next
         return cls(name, begin, end, tuple(nodes))
 
+    @property
+    def result(self) -> fx.Node:
+        """What the layer computes."""
+        return self.end.args[0]  # type: ignore[return-value]
+
     def check_nothing_else_is_read_or_left(self, weights: Weights) -> None:
         """It reads what it is given, its own weights and what is no layer's, and leaves its result alone."""
-        first, result = self.begin.args[0][0], self.end.args[0]  # type: ignore[index]
-        if _form(first) != _form(result):  # type: ignore[arg-type]
-            raise NotAlike(f"{self.name} returns {_form(result)}, and its marks say {_form(first)}")  # type: ignore[arg-type]
+        first = Call.of(self.begin).given[0]
+        if _form(first) != _form(self.result):
+            raise NotAlike(f"{self.name} returns {_form(self.result)}, and its marks say {_form(first)}")
         own = {*self.nodes, self.begin}
         known = {*own, *weights.pairs(self.name, self.name), *Call.of(self.begin).pairs(Call.of(self.begin))}
         for node in self.nodes:
@@ -144,15 +150,17 @@ class TracedLayer:
     def check_is(self, other: Self, weights: Weights) -> None:
         """The nodes of another layer that was traced are those that a copy would have."""
         instead = self._instead(Call.of(other.begin), other.begin, other.name, weights)
+        numbers = numbers_instead(weights.model, self.name, other.name)
         mine, theirs = ([node for node in layer.nodes if not _is_size(node)] for layer in (self, other))
         if len(mine) != len(theirs):
             raise NotAlike(f"{self.name} and {other.name} have {len(mine)} and {len(theirs)} nodes")
         for one, another in zip((*mine, self.end), (*theirs, other.end), strict=True):
-            arguments = [fx.map_arg((node.args, node.kwargs), lambda n: instead.get(n, n)) for node in (one, another)]
-            if (one.op, one.target) != (another.op, another.target) or (one is not self.end and not _equal(*arguments)):
+            expected = _with_numbers(one, numbers, *(fx.map_arg(each, lambda n: instead.get(n, n)) for each in (one.args, one.kwargs)))
+            same = one is self.end or _equal(expected, (another.args, dict(another.kwargs)))
+            if not same or (one.op, one.target) != (another.op, another.target):
                 raise NotAlike(f"{one.format_node()} of {self.name} is {another.format_node()} in {other.name}")
             instead[one] = another
-        if instead[self.end.args[0]] is not other.end.args[0]:  # type: ignore[index]
+        if instead.get(self.result, self.result) is not other.result:
             raise NotAlike(f"{self.name} and {other.name} return different values")
 
     def forget_marks(self) -> None:
@@ -166,19 +174,30 @@ class TracedLayer:
         """The result of a copy with what another layer is given, and its weights."""
         instead = self._instead(call, call.given[0], name, weights)
         memory = _Memory(instead)
-        stack = Renamed(self.name, name)
+        stack, numbers = Renamed(self.name, name), numbers_instead(weights.model, self.name, name)
         with before.graph.inserting_before(before):
             for node in self.nodes:
                 if _is_size(node):
                     continue  # a function of the lengths of the call, whichever layer made it
                 new = instead[node] = before.graph.node_copy(node, lambda n: instead.get(n, n))
+                new.args, new.kwargs = _with_numbers(node, numbers, new.args, new.kwargs)
                 new.meta["example_value"] = pytree.tree_map(memory.copied, value_of(node))
                 if "nn_module_stack" in node.meta:
                     new.meta["nn_module_stack"] = stack.of(node.meta["nn_module_stack"])
-        return instead[self.end.args[0]]  # type: ignore[index]
+        return instead.get(self.result, self.result)
 
     def _instead(self, call: Call, first: fx.Node, name: str, weights: Weights) -> Instead:
         return weights.pairs(self.name, name) | Call.of(self.begin).pairs(call) | {self.begin: first}
+
+
+def _with_numbers(node: fx.Node, numbers: Mapping[int, int], args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, but of an op that knows a module by a number, with that of another layer's module."""
+    named = dict(kwargs)
+    if not numbers or not isinstance(node.target, torch._ops.OpOverload):
+        return tuple(args), named
+    names = [argument.name for argument in node.target._schema.arguments]
+    placed = [numbers.get(value, value) if name in NUMBERS else value for name, value in zip(names, args, strict=False)]
+    return tuple(placed), {name: numbers.get(value, value) if name in NUMBERS else value for name, value in named.items()}
 
 
 def _is_size(node: fx.Node) -> bool:

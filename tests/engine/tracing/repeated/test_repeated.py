@@ -119,6 +119,24 @@ def test_tokens_are_the_models_own(said: Callable[[], list[str]]) -> None:
     assert not said()
 
 
+def test_ops_know_each_layer_by_its_own_number(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> None:
+    """Three layers with states, and one without."""
+    model = seeded(model_class("qwen3_next"), config_for("qwen3_next", num_hidden_layers=4), 0)
+
+    def graph() -> list[tuple[str, ...]]:
+        with LLM(model, num_pages=16, self_check=False) as llm:
+            compiled = llm.engine.runner.compiled
+            assert compiled is not None and len(compiled.recurrent or ()) == 3
+            return told(compiled.original.graph)
+
+    once = graph()
+    assert not said()
+    monkeypatch.setattr(tracing, "alike_layers", lambda model, call: [])
+    assert once == graph()
+    numbers = [given for _, target, given, *_ in once if target.endswith("gated_delta_rule_with_output.default")]
+    assert len(set(numbers)) == 3
+
+
 def changed(change: Callable[[LlamaDecoderLayer, Tensor, Tensor], Tensor], **attributes: Callable[[int], Any]) -> Any:
     """A Llama whose layers do something to what they return, given (layer, hidden states, result), with attributes by number."""
 
