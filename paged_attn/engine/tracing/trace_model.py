@@ -18,6 +18,7 @@ from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.calling.call_signature import plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.hf_configs import attention_implementation
+from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.refusals import unwrapped_refusals
 from paged_attn.compiled_graph import CompiledGraph
@@ -129,11 +130,11 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
 
     A model that can not run beyond it has no more positions (it asserts that, or slices a table), and its short trace is all there is.
     """
-    length, limited = TRACE_TOKENS, False
+    length, limited, layers = TRACE_TOKENS, False, _alike(model, positions)
     best: tuple[CompiledGraph, list[Any]] | None = None  # holds as far as a table of the model goes
     while True:
         try:
-            compiled, args = _capture(model, options, length, positions, limited)
+            compiled, args = _capture(model, options, trace_inputs(model, length, positions), limited, layers)
         except UnsupportedError as refusal:
             if best is not None:
                 _say_limit(model, length - 2, positions, refusal)
@@ -141,7 +142,7 @@ def _capture_all_lengths(model: nn.Module, options: CompileOptions, positions: b
             if length == TRACE_TOKENS:
                 raise
             logger.info("%s can only be captured for up to %d positions: %s", type(model).__name__, length - 2, refusal)
-            return _capture(model, options, TRACE_TOKENS, positions, limited=True)
+            return _capture(model, options, trace_inputs(model, TRACE_TOKENS, positions), True, layers)
         bound = compiled.rewrite.form.max_tokens
         if best is not None and compiled.split is None and bound is None:
             return best
@@ -194,22 +195,32 @@ def only_device(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
+def _alike(model: nn.Module, positions: bool) -> list[AlikeLayers]:
+    """Of a model that runs a short call; one that does not has none, and its trace says why it does not."""
+
+    def call() -> None:
+        model(**trace_inputs(model, TRACE_TOKENS, positions))  # no longer one: it may have no more positions
+
+    try:
+        with as_served(model), left_as_it_was(model):
+            return alike_layers(model, call)
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as error:
+        logger.info("every layer is traced: a call of %d tokens fails: %s", TRACE_TOKENS, error)
+        return []
+
+
 def _capture(
-    model: nn.Module, options: CompileOptions, length: int, positions: bool, limited: bool = False
+    model: nn.Module, options: CompileOptions, inputs: dict[str, Any], limited: bool, layers: Sequence[AlikeLayers]
 ) -> tuple[CompiledGraph, list[Any]]:
-    """With layers that are alike traced once, or, if they turn out to be otherwise or are traced in no such way, each by itself."""
-    inputs = trace_inputs(model, length, positions)
-    if layers := _alike(model, inputs):
+    """With layers that are alike traced twice; all of them, if they turn out to be otherwise or that makes no trace."""
+    if layers:
         try:
             return _traced(model, options, inputs, limited, layers)
         except (UnsupportedError, NotAlike) as reason:
             logger.info("every layer is traced: %s", reason)
     return _traced(model, options, inputs, limited)
-
-
-def _alike(model: nn.Module, inputs: dict[str, Any]) -> list[AlikeLayers]:
-    with as_served(model):
-        return alike_layers(model, lambda: model(**inputs))
 
 
 def _traced(
