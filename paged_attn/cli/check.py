@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paged_attn.cli.report import token_text
+from paged_attn.cli.token_text import token_text
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.requests.request import Completion
 from paged_attn.engine.sampling_params import SamplingParams

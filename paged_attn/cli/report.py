@@ -1,4 +1,4 @@
-"""Text and JSON of a run; tokens in words, or as ids where the model has no tokenizer."""
+"""Text and JSON of a run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from paged_attn.cli.token_text import ids_text, token_text
 
 if TYPE_CHECKING:
     from paged_attn.cli.check import CheckResult
@@ -51,20 +53,6 @@ def shortened(text: str) -> str:
 
 def heading(number: int, prompt: Prompt) -> str:
     return f"{bold(f'[{number + 1}]')} {dim(shortened(prompt if isinstance(prompt, str) else ids_text(prompt)))}"
-
-
-def ids_text(ids: Sequence[int]) -> str:
-    """Token ids as `--prompt-ids` takes them."""
-    return ",".join(map(str, ids))
-
-
-def completion_text(llm: LLM, completion: Completion) -> str:
-    return ids_text(completion.token_ids) if llm.tokenizer is None else completion.text
-
-
-def token_text(llm: LLM, token: int) -> str:
-    """Its text in quotes; without a tokenizer its id."""
-    return str(token) if llm.tokenizer is None else repr(llm.tokenizer.decode([token]))
 
 
 def logprob_lines(llm: LLM, completion: Completion) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from paged_attn.cli import report
 from paged_attn.cli.commands.generate import event_printer, print_json
 from paged_attn.cli.options import add_run_options, engine_config, read_prompts, sampling_params, set_verbosity
+from paged_attn.cli.token_text import ids_text
 
 if TYPE_CHECKING:
     from paged_attn.cli.job import Loaded, Prompt, Run
@@ -105,7 +106,7 @@ def _print_end(args: argparse.Namespace, loaded: Loaded, done: Run) -> None:
         cached = f", {completion.cached_tokens} from the prefix cache" if completion.cached_tokens else ""
         title = f"{len(completion.prompt_token_ids)} prompt tokens{cached}, {len(completion.token_ids)} new ({completion.finish_reason})"
         print(f"{report.bold(f'[{number + 1}]')} {title}")
-        print(report.dim(report.wrapped(report.shortened(completion.prompt or report.ids_text(completion.prompt_token_ids)), "    ")))
+        print(report.dim(report.wrapped(report.shortened(completion.prompt or ids_text(completion.prompt_token_ids)), "    ")))
         print(report.wrapped(completion.text.strip(), "    > "))
         if completion.logprobs is not None:
             print(report.logprob_lines(loaded.llm, completion))

@@ -18,6 +18,7 @@ from paged_attn.cli.options import (
     sampling_params,
     set_verbosity,
 )
+from paged_attn.cli.token_text import completion_text
 
 if TYPE_CHECKING:
     from paged_attn.cli.job import Loaded, Prompt, Run
@@ -92,7 +93,7 @@ def print_texts(loaded: Loaded, done: Run) -> None:
     for number, completion in enumerate(done.completions):
         if len(done.completions) > 1:
             print(report.heading(number, completion.prompt or completion.prompt_token_ids))
-        print(report.completion_text(loaded.llm, completion))
+        print(completion_text(loaded.llm, completion))
         if is_cut_off(completion):
             print(report.dim("[cut off]"))
         if completion.logprobs is not None:
