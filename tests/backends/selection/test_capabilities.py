@@ -212,7 +212,7 @@ def likely_pairs(draw):
 
 
 def within(sizes: Span | OneOf, value: int) -> bool:
-    return value in (range(sizes.low, sizes.high + 1, sizes.step) if isinstance(sizes, Span) else sizes.values)
+    return value in (range(sizes.low, sizes.high + 1, sizes.step) if isinstance(sizes, Span) else sizes)
 
 
 @settings(max_examples=300, deadline=None)

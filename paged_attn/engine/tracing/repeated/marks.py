@@ -82,30 +82,27 @@ def _stand_in(layer: nn.Module, number: int, results: int) -> Callable[..., Any]
 
 
 def _sorted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[int], str]:
-    """What a call is given: its tensors, its integers, and words for the rest. Raises TypeError: it is given something else."""
+    """What a call is given: its tensors, its integers, and words for the rest. Raises TypeError: it is given something else.
+
+    One loop: every function that Dynamo goes into takes it milliseconds.
+    """
     tensors: list[Tensor] = []
     numbers: list[int] = []
-    words: list[str] = []
-    for value in args:
-        _sort(value, tensors, numbers, words)
-    for name in kwargs:
-        words.append(name)
-        _sort(kwargs[name], tensors, numbers, words)
+    words: list[str] = list(kwargs)
+    pending: list[Any] = [*args, *kwargs.values()]
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, Tensor):
+            words.append("tensor")
+            tensors.append(value)
+        elif value is None or isinstance(value, bool | float | str):
+            words.append(f"{value}")
+        elif isinstance(value, int):
+            words.append("number")
+            numbers.append(value)
+        elif isinstance(value, tuple | list):
+            words.append(f"{len(value)} of")
+            pending = [*value, *pending]
+        else:
+            raise TypeError(f"a layer is given a {type(value).__name__}")
     return tensors, numbers, " ".join(words)
-
-
-def _sort(value: Any, tensors: list[Tensor], numbers: list[int], words: list[str]) -> None:
-    if isinstance(value, Tensor):
-        words.append("tensor")
-        tensors.append(value)
-    elif value is None or isinstance(value, bool | float | str):
-        words.append(f"{value}")
-    elif isinstance(value, int):
-        words.append("number")
-        numbers.append(value)
-    elif isinstance(value, tuple | list):
-        words.append(f"{len(value)} of")
-        for each in value:
-            _sort(each, tensors, numbers, words)
-    else:
-        raise TypeError(f"a layer is given a {type(value).__name__}")

@@ -230,7 +230,9 @@ class _Memory:
         with value.fake_mode:
             base = self._bases.get(_storage(value))
             if base is not None:
-                form = value.storage_offset(), value.shape, value.stride()
+                if base.dtype == value.dtype:
+                    return torch.as_strided(base, value.shape, value.stride(), value.storage_offset())
+                form = value.storage_offset(), value.shape, value.stride()  # of complex numbers that were pairs, or the other way round
                 return torch.empty(0, dtype=value.dtype, device=value.device).set_(base.untyped_storage(), *form)
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         self._bases[_storage(value)] = made
