@@ -11,6 +11,7 @@ from paged_attn.engine.tracing.repeated.find import AlikeLayers
 from paged_attn.engine.tracing.repeated.marks import BEGIN, END, STANDS_FOR
 from paged_attn.engine.tracing.repeated.same_code import Guards, NotAlike, check_same_code
 from paged_attn.engine.tracing.repeated.traced_layer import Call, TracedLayer, Weights
+from paged_attn.passes.fx.graph_tools import writes_in_place
 
 
 def expand(
@@ -23,7 +24,7 @@ def expand(
     """
     gm = fx.GraphModule(gm, _copied(gm.graph))
     marks = _marks(gm.graph)
-    weights = Weights(gm.graph, inputs, model)
+    weights, own_memory = Weights(gm.graph, inputs, model), any(map(writes_in_place, gm.graph.nodes))
     for group in groups:
         first, name, *others = group.names
         pattern = TracedLayer.between(name, *(_one(marks, mark, numbers[name]) for mark in (BEGIN, END)))
@@ -35,7 +36,7 @@ def expand(
         pattern.check_is(example, weights)
         for other in others:
             mark = _one(marks, STANDS_FOR, numbers[other])
-            mark.replace_all_uses_with(pattern.copy(Call.of(mark), other, weights, before=mark))
+            mark.replace_all_uses_with(pattern.copy(Call.of(mark), other, weights, mark, own_memory))
     for (target, _), nodes in marks.items():
         for node in nodes:
             if target is not STANDS_FOR:

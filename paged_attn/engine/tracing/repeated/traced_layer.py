@@ -170,8 +170,12 @@ class TracedLayer:
             if "nn_module_stack" in node.meta:
                 node.meta["nn_module_stack"] = stack.of(node.meta["nn_module_stack"])
 
-    def copy(self, call: Call, name: str, weights: Weights, before: fx.Node) -> fx.Node:
-        """The result of a copy with what another layer is given, and its weights."""
+    def copy(self, call: Call, name: str, weights: Weights, before: fx.Node, own_memory: bool) -> fx.Node:
+        """The result of a copy with what another layer is given, and its weights.
+
+        Args:
+            own_memory: fake tensors of copies share no memory with the originals. It matters to what asks who sees a write in place.
+        """
         instead = self._instead(call, call.given[0], name, weights)
         memory = _Memory(instead)
         stack, numbers = Renamed(self.name, name), numbers_instead(weights.model, self.name, name)
@@ -181,7 +185,8 @@ class TracedLayer:
                     continue  # a function of the lengths of the call, whichever layer made it
                 new = instead[node] = before.graph.node_copy(node, lambda n: instead.get(n, n))
                 new.args, new.kwargs = _with_numbers(node, numbers, new.args, new.kwargs)
-                new.meta["example_value"] = pytree.tree_map(memory.copied, value_of(node))
+                if own_memory:
+                    new.meta["example_value"] = pytree.tree_map(memory.copied, value_of(node))
                 if "nn_module_stack" in node.meta:
                     new.meta["nn_module_stack"] = stack.of(node.meta["nn_module_stack"])
         return instead.get(self.result, self.result)
