@@ -78,7 +78,7 @@ def _kind(layer: nn.Module, own: set[tuple[str, str]]) -> Any:
         if (forward := vars(part).get("forward")) is not None:
             function, constants = closure(forward) if path else (id(forward), ())
             found.append((function, tuple(repr(value) for value in constants if type(value) is not int)))
-    found += [(name, _form(tensor)) for name, tensor in layer.state_dict(keep_vars=True).items()]
+    found += [(name, form_of(tensor)) for name, tensor in layer.state_dict(keep_vars=True).items()]
     return tuple(found)
 
 
@@ -97,7 +97,8 @@ def closure(forward: Any) -> tuple[Any, tuple[Any, ...]]:
     return function.__code__, tuple(value for value in contents if isinstance(value, PLAIN))
 
 
-def _form(tensor: Tensor) -> Any:
+def form_of(tensor: Tensor) -> Any:
+    """All of a tensor but its numbers."""
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -110,7 +111,7 @@ def _results(model: nn.Module, names: list[str], call: Callable[[], object]) -> 
         def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             first = args[0] if args else kwargs.get("hidden_states")
             one, *others = output if isinstance(output, tuple) and output else (output,)
-            alike = isinstance(one, Tensor) and isinstance(first, Tensor) and _form(one) == _form(first)
+            alike = isinstance(one, Tensor) and isinstance(first, Tensor) and form_of(one) == form_of(first)
             ours = alike and all(each is None for each in others)
             seen[name].append((1 + len(others)) * isinstance(output, tuple) if ours else None)
 

@@ -96,7 +96,7 @@ def _sorted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor]
             words.append("tensor")
             tensors.append(value)
         elif value is None or isinstance(value, bool | float | str):
-            words.append(f"{value}")
+            words.append(f"{value!r}")
         elif isinstance(value, int):
             words.append("number")
             numbers.append(value)

@@ -7,6 +7,7 @@ expression is evaluated for both layers.
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paged_attn.engine.tracing.repeated.find import numbers_of_ops
+from paged_attn.engine.tracing.repeated.find import form_of, numbers_of_ops
 
 Guards = Iterable[tuple[str, str]]
+# From a layer through the forward that `marked` gave it, which keeps the layer's own: how Dynamo may come to anything of the layer.
+THROUGH_MARKS = r"\.forward\.__closure__\[\d+\]\.cell_contents\.__self__"
 
 
 class NotAlike(Exception):
@@ -38,7 +41,8 @@ def expression_of(name: str) -> str:
 def check_same_code(model: nn.Module, guards: Guards, traced: str, others: Iterable[str]) -> None:
     """Raises NotAlike: the trace of the layer `traced` depends on something that is otherwise in one of the others."""
     start = expression_of(traced)
-    read = [(text, kind) for text, kind in guards if text.startswith(start) and not text.startswith(f"{start}.forward")]
+    of_layer = [(re.sub(f"^{re.escape(start)}{THROUGH_MARKS}", start, text), kind) for text, kind in guards if text.startswith(start)]
+    read = [(text, kind) for text, kind in of_layer if not text.startswith(f"{start}.forward")]  # what is left there is the marks' own
     if not read:
         raise NotAlike(f"nothing is known of what a trace reads of {traced}")
     values = [(text, kind, _value(text, model)) for text, kind in read]
@@ -75,7 +79,7 @@ def _alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return (one.shape, one.stride(), one.dtype, one.device) == (other.shape, other.stride(), other.dtype, other.device)
+        return bool(form_of(one) == form_of(other))
     if isinstance(one, nn.Module):
         return bool(vars(one).keys() - {"forward"} == vars(other).keys() - {"forward"})
     if isinstance(one, dict):

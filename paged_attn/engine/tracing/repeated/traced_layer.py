@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from paged_attn.engine.tracing.repeated.same_code import NotAlike, expression_of, numbers_instead
+from paged_attn.engine.tracing.repeated.same_code import THROUGH_MARKS, NotAlike, expression_of, numbers_instead
 from paged_attn.passes.fx.graph_tools import sizes_of, source_name, symbol, value_of
 
 NUMBERS = ("layer_id", "module_id")  # arguments of ops: which module of a model it is
@@ -154,10 +154,9 @@ class TracedLayer:
         mine, theirs = ([node for node in layer.nodes if not _is_size(node)] for layer in (self, other))
         if len(mine) != len(theirs):
             raise NotAlike(f"{self.name} and {other.name} have {len(mine)} and {len(theirs)} nodes")
-        for one, another in zip((*mine, self.end), (*theirs, other.end), strict=True):
+        for one, another in zip(mine, theirs, strict=True):
             expected = _with_numbers(one, numbers, *(fx.map_arg(each, lambda n: instead.get(n, n)) for each in (one.args, one.kwargs)))
-            same = one is self.end or _equal(expected, (another.args, dict(another.kwargs)))
-            if not same or (one.op, one.target) != (another.op, another.target):
+            if (one.op, one.target) != (another.op, another.target) or not _equal(expected, (another.args, dict(another.kwargs))):
                 raise NotAlike(f"{one.format_node()} of {self.name} is {another.format_node()} in {other.name}")
             instead[one] = another
         if instead.get(self.result, self.result) is not other.result:
@@ -252,7 +251,7 @@ class Renamed:
     """The modules around a node of one layer, as those of another, or as they were without marks, which Dynamo goes through."""
 
     def __init__(self, one: str, other: str) -> None:
-        self._one = re.compile(rf"L\['model'\]\.{re.escape(one)}(?:\.forward\.__closure__\[\d+\]\.cell_contents\.__self__)?(?=\.|$)")
+        self._one = re.compile(rf"L\['model'\]\.{re.escape(one)}(?:{THROUGH_MARKS})?(?=\.|$)")
         self._other = f"L['model'].{other}"
         self._found = dict[tuple[str, ...], dict[str, Any]]()
 

@@ -18,6 +18,7 @@ from paged_attn import LLM, SamplingParams
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.engine.tracing import trace_model as tracing
 from paged_attn.engine.tracing.repeated.find import alike_layers
+from paged_attn.engine.tracing.repeated.same_code import NotAlike, check_same_code, expression_of
 from paged_attn.passes.fx.graph_tools import source_name, value_of
 from tests.oracle import greedy, random_prompts
 from tests.zoo.build import seeded
@@ -201,6 +202,17 @@ def test_one_that_leaves_something_for_a_later_one(monkeypatch: pytest.MonkeyPat
     (why,) = said()
     assert "is read outside of it" in why or "which it is not given" in why
     KEPT.clear()
+
+
+def test_what_is_read_through_the_marks_is_read_of_the_layer() -> None:
+    """Dynamo may come to a layer through the forward that stands in its place, which is another for each layer."""
+    model = of_type("llama")
+    model.model.layers[0].some, model.model.layers[1].some = 1, 2
+    one, other = "model.layers.0", "model.layers.1"
+    mark = f"{expression_of(one)}.forward.__closure__[1].cell_contents"
+    with pytest.raises(NotAlike, match=r"differ in \.some"):
+        check_same_code(model, [(f"{mark}.__self__.some", "CONSTANT_MATCH")], one, [other])
+    check_same_code(model, [(mark, "TYPE_MATCH"), (f"{mark}.__self__.training", "CONSTANT_MATCH")], one, [other])
 
 
 def test_gpt2_scales_by_the_number_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
