@@ -130,13 +130,13 @@ def bases_of(values: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _share_memory(one: fx.Node, other: fx.Node) -> bool:
     """Whether any of what Dynamo saw there lay in the same memory; False where it says nothing."""
-    return not _storages(one).isdisjoint(_storages(other))
+    return not storages_of([one]).isdisjoint(storages_of([other]))
 
 
-def _storages(node: fx.Node) -> set[int]:
-    value = value_of(node)
-    tensors = value if isinstance(value, (tuple, list)) else (value,)
-    return {_unwrapped(tensor).untyped_storage()._cdata for tensor in tensors if isinstance(tensor, Tensor)}
+def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """The memory in which lay what Dynamo saw there."""
+    values = [value if isinstance(value, (tuple, list)) else (value,) for value in map(value_of, nodes)]
+    return {_unwrapped(tensor).untyped_storage()._cdata for tensors in values for tensor in tensors if isinstance(tensor, Tensor)}
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:

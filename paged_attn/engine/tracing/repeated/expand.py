@@ -11,7 +11,7 @@ from paged_attn.engine.tracing.repeated.find import AlikeLayers
 from paged_attn.engine.tracing.repeated.marks import BEGIN, END, STANDS_FOR
 from paged_attn.engine.tracing.repeated.same_code import Guards, NotAlike, check_same_code
 from paged_attn.engine.tracing.repeated.traced_layer import Call, TracedLayer, Weights
-from paged_attn.passes.fx.graph_tools import writes_in_place
+from paged_attn.passes.fx.graph_tools import storages_of, writers_of
 
 
 def expand(
@@ -24,7 +24,7 @@ def expand(
     """
     gm = fx.GraphModule(gm, _copied(gm.graph))
     marks = _marks(gm.graph)
-    weights, own_memory = Weights(gm.graph, inputs, model), any(map(writes_in_place, gm.graph.nodes))
+    weights, written = Weights(gm.graph, inputs, model), _written_memory(gm.graph, marks)
     for group in groups:
         first, name, *others = group.names
         pattern = TracedLayer.between(name, *(_one(marks, mark, numbers[name]) for mark in (BEGIN, END)))
@@ -36,7 +36,7 @@ def expand(
         pattern.check_is(example, weights)
         for other in others:
             mark = _one(marks, STANDS_FOR, numbers[other])
-            mark.replace_all_uses_with(pattern.copy(Call.of(mark), other, weights, mark, own_memory))
+            mark.replace_all_uses_with(pattern.copy(Call.of(mark), other, weights, mark, written))
     for (target, _), nodes in marks.items():
         for node in nodes:
             if target is not STANDS_FOR:
@@ -51,6 +51,13 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     new.output(new.graph_copy(graph, {}))
     return new
+
+
+def _written_memory(graph: fx.Graph, marks: Mapping[Any, Sequence[fx.Node]]) -> set[int]:
+    """What the graph writes in place of what Dynamo saw; all memory where that is what goes from layer to layer."""
+    written = storages_of(writers_of(graph.nodes))
+    between = storages_of(node for nodes in marks.values() for node in nodes)
+    return written if written.isdisjoint(between) else storages_of(graph.nodes)
 
 
 def _marks(graph: fx.Graph) -> dict[tuple[Any, Any], list[fx.Node]]:

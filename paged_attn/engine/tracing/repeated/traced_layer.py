@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from paged_attn.engine.tracing.repeated.same_code import THROUGH_MARKS, NotAlike, expression_of, numbers_instead
-from paged_attn.passes.fx.graph_tools import sizes_of, source_name, symbol, value_of
+from paged_attn.passes.fx.graph_tools import sizes_of, source_name, storages_of, symbol, value_of
 
 NUMBERS = ("layer_id", "module_id")  # arguments of ops: which module of a model it is
 Instead = dict[fx.Node, fx.Node]
@@ -169,11 +169,12 @@ class TracedLayer:
             if "nn_module_stack" in node.meta:
                 node.meta["nn_module_stack"] = stack.of(node.meta["nn_module_stack"])
 
-    def copy(self, call: Call, name: str, weights: Weights, before: fx.Node, own_memory: bool) -> fx.Node:
+    def copy(self, call: Call, name: str, weights: Weights, before: fx.Node, written: Set[int]) -> fx.Node:
         """The result of a copy with what another layer is given, and its weights.
 
         Args:
-            own_memory: fake tensors of copies share no memory with the originals. It matters to what asks who sees a write in place.
+            written: storages of fake tensors that copies do not share with the originals, so that what asks who sees a write in place
+                finds the right ones. For all of them it would take 66 ms a layer.
         """
         instead = self._instead(call, call.given[0], name, weights)
         memory = _Memory(instead)
@@ -184,7 +185,7 @@ class TracedLayer:
                     continue  # a function of the lengths of the call, whichever layer made it
                 new = instead[node] = before.graph.node_copy(node, lambda n: instead.get(n, n))
                 new.args, new.kwargs = _with_numbers(node, numbers, new.args, new.kwargs)
-                if own_memory:
+                if not written.isdisjoint(storages_of([node])):
                     new.meta["example_value"] = pytree.tree_map(memory.copied, value_of(node))
                 if "nn_module_stack" in node.meta:
                     new.meta["nn_module_stack"] = stack.of(node.meta["nn_module_stack"])
