@@ -1,5 +1,5 @@
-"""Compile the attention kernels for SM90 without a GPU; prints a line of JSON per variant. Run by test_triton_compile in a process of its
-own, because a process of the tests runs Triton's interpreter."""
+"""Compile the attention kernels for a GPU that is named, without having it; prints a line of JSON per variant. Run by test_triton_compile
+in a process of its own, because a process of the tests runs Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -19,15 +18,17 @@ from paged_attn.backends.attention.triton.hopper_kernel import attend_hopper
 from paged_attn.backends.attention.triton.launch import LayerLaunch
 from paged_attn.backends.attention.triton.tiling import tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind
-from paged_attn.backends.machine import Machine
+from tests.backends.gpus import named
 from tests.backends.kernel_resources import resources_of
 
-SIXTEEN_BITS = {"query", "keys", "values", "out", "new_keys", "new_values", "sinks", "bias", "lse"}
+TYPED = {"query", "keys", "values", "out", "new_keys", "new_values", "sinks", "bias", "lse"}
 INTEGERS = {"page_table", "seq_lens", "query_start", "work", "counters"}
 FLOATS = {"slopes", "partial", "partial_stats"}
 LONG, SHORT = 9000, 1000  # contexts, on which the blocks of an extension depend; one short request is decoded with an early launch
 DIM_64 = {"qk_head_dim": 64, "v_head_dim": 64}
 DIM_256 = {"qk_head_dim": 256, "v_head_dim": 256}
+DIM_512 = {"qk_head_dim": 512, "v_head_dim": 512}
+FLOAT32 = {"dtype": torch.float32}
 EVERY = {"sliding_window": 512, "chunk": 4096, "softcap": 30.0, "has_sinks": True, "causal": False, "gives_lse": True}
 VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "decode": ("one", LONG, {}),
@@ -55,28 +56,39 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "extend_all_192_192": ("more", LONG, EVERY | {"qk_head_dim": 192, "v_head_dim": 192}),
     "extend_successive": ("more", LONG, {"chunk": 4096, "chunk_part": "successive", "gives_lse": True}),
     "extend_alibi": ("more", LONG, {"alibi_slopes": (0.5,) * 32}),
+    "decode_512": ("one", LONG, DIM_512),
+    "extend_512": ("more", LONG, DIM_512),
+    "decode_float32": ("one", LONG, FLOAT32),
+    "extend_float32": ("more", LONG, FLOAT32),
+    "extend_512_float32": ("more", LONG, DIM_512 | FLOAT32),
+    "deterministic_512_float32": ("all", LONG, DIM_512 | FLOAT32),
 }
 
 
 def compiled(rows: str, context: int, changes: dict[str, Any]) -> dict[str, Any]:
-    fields = {"num_q_heads": 32, "num_kv_heads": 8, "qk_head_dim": 128, "v_head_dim": 128, "scale": 0.1}
-    spec = AttentionSpec(**{**fields, **changes})
+    fields = {"num_q_heads": 32, "num_kv_heads": 8, "qk_head_dim": 128, "v_head_dim": 128, "scale": 0.1, "dtype": torch.bfloat16}
+    dtype = (fields := fields | changes).pop("dtype")
+    spec, word = AttentionSpec(**fields), "*bf16" if dtype == torch.bfloat16 else "*fp32"
     total = context if context == SHORT else 1 << 20
-    tiles = tiling(rows, spec, torch.bfloat16, 1 if rows == "one" else 512, context, total, Machine(132, hopper=True, early=True))
-    pool = KVPool([spec], 2, 16, torch.bfloat16)
+    tiles = tiling(rows, spec, dtype, 1 if rows == "one" else 512, context, total, named().machine)
+    pool = KVPool([spec], 2, 16, dtype)
     launch = LayerLaunch.of(pool, 0, PartitionKind.of(spec, rows, tiles), fused_write=rows == "one")
     kernel, source = (attend_hopper, GluonASTSource) if tiles.hopper else (attend, ASTSource)
-    constants = {**launch.constants, "HAS_LSE": spec.gives_lse, **({} if tiles.hopper else {"PRECISION": "tf32"})}
+    constants = {
+        **launch.constants,
+        "HAS_LSE": spec.gives_lse,
+        **({} if tiles.hopper else {"PRECISION": "tf32" if word == "*bf16" else "ieee"}),
+    }
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        pointer = "*bf16" if name in SIXTEEN_BITS else "*i32" if name in INTEGERS else "*fp32" if name in FLOATS else None
+        pointer = word if name in TYPED else "*i32" if name in INTEGERS else "*fp32" if name in FLOATS else None
         signature[name] = pointer or ("fp32" if name in ("scale", "softcap") else "i32")
         if pointer or (name.endswith("stride") and name != "table_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    result = triton.compile(source(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=launch.options)
+    result = triton.compile(source(kernel, signature, constants, attributes), target=named().target, options=launch.options)
     chosen = {"hopper": tiles.hopper, "block_n": tiles.block_n, "early": tiles.early}
     return {**chosen, **resources_of(result), "cubin": len(result.asm["cubin"])}
 

@@ -1,15 +1,15 @@
-"""Compile the kernels of latent attention for SM90 without a GPU; prints a line of JSON per variant, with the bytes of shared memory and,
-per thread, of registers' spills. Run by test_triton_compile in a process of its own, because a process of the tests runs Triton's
-interpreter."""
+"""Compile the kernels of latent attention for a GPU that is named, without having it; prints a line of JSON per variant, with the bytes of
+shared memory and, per thread, of registers' spills. Run by test_triton_compile in a process of its own, because a process of the tests
+runs Triton's interpreter."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -22,7 +22,7 @@ from paged_attn.backends.attention.triton.latent.merge_kernel import merge_laten
 from paged_attn.backends.attention.triton.tiling import tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind
 from paged_attn.backends.kv_write.kernels import store_latent_kernel
-from paged_attn.backends.machine import Machine
+from tests.backends.gpus import named
 from tests.backends.kernel_resources import resources_of
 
 TYPED = {"query", "rows", "out", "lse", "latent", "rotated", "mapped"}
@@ -42,7 +42,8 @@ ACCOUNTS = {"GROUP", "ROWS", "ITEM_COST"}  # which rows and items are whose: loo
 def launch_of(rank: int, rotated: int, heads: int, rows: Any, dtype: torch.dtype, hopper: bool) -> tuple[LatentLaunch, Any]:
     rows_of = HeadRows(0, 256)
     spec = LatentSpec(heads, 1, rank + rotated, rank, 0.1, rotated=rotated, key_dim=128, value_dim=128, keys=rows_of, values=rows_of)
-    tiles = tiling(rows, spec, dtype, 1 if rows == "one" else 8, 9000, 9000, Machine(132, hopper=hopper, early=True))
+    machine = replace(named().machine, hopper=hopper and named().machine.hopper)
+    tiles = tiling(rows, spec, dtype, 1 if rows == "one" else 8, 9000, 9000, machine)
     return LatentLaunch.of(KVPool([spec], 2, 16, dtype), 0, PartitionKind.of(spec, rows, tiles)), tiles
 
 
@@ -74,7 +75,8 @@ def compiled(rank: int, rotated: int, heads: int, rows: Any, dtype: torch.dtype,
     store = _compile(store_latent_kernel, sizes | blocks, word, {"num_warps": 2})
     taken = attend["registers"] * tiles.warps * 32 * tiles.programs_per_sm * (4 if tiles.hopper else 1)  # it has four groups of warps
     return {"shared": attend["shared"] * tiles.programs_per_sm, "registers": taken, "spilled": attend["spilled"],
-            "merge_spilled": merge["spilled"], "store_spilled": store["spilled"], "hopper": tiles.hopper}  # fmt: skip
+            "programs": tiles.programs_per_sm, "merge_spilled": merge["spilled"], "store_spilled": store["spilled"],
+            "hopper": tiles.hopper}  # fmt: skip
 
 
 def _compile(kernel: Any, constants: dict[str, Any], word: str, options: dict[str, Any]) -> dict[str, int]:
@@ -90,7 +92,7 @@ def _compile(kernel: Any, constants: dict[str, Any], word: str, options: dict[st
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource if kernel is attend_latent_hopper else ASTSource
     used = {name: constants[name] for name in constants if name in kernel.arg_names}
-    result = triton.compile(source(kernel, signature, used, attributes), target=GPUTarget("cuda", 90, 32), options=options)
+    result = triton.compile(source(kernel, signature, used, attributes), target=named().target, options=options)
     return resources_of(result)
 
 

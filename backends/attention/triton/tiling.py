@@ -76,6 +76,13 @@ def tiling(
     `longest_query` and `longest_context`: the most new tokens, and tokens in all, of a request; `total_keys`: over all requests, or with
     "more" those that have more than one new token.
     """
+    found = _tiling(rows, spec, dtype, longest_query, longest_context, total_keys, machine)
+    return found if found.hopper else _fitting(found, spec, dtype.itemsize, machine.shared_bytes)
+
+
+def _tiling(
+    rows: RowsKind, spec: AttentionSpec, dtype: torch.dtype, longest_query: int, longest_context: int, total_keys: int, machine: Machine
+) -> Tiling:
     if isinstance(spec, LatentSpec):
         return _latent(rows, spec, dtype, longest_query, machine)
     dim = power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16))
@@ -87,6 +94,27 @@ def tiling(
     if dtype.itemsize > 2:
         return Tiling(16, 16, 4, 2, 1, 1, part_blocks=64)
     return Tiling(64, 64, 4, 3, 1, 1, part_blocks=16) if dim <= 128 else Tiling(64, 32, 4, 2, 1, 1, part_blocks=32)
+
+
+def _fitting(tiles: Tiling, spec: AttentionSpec, itemsize: int, shared_bytes: int) -> Tiling:
+    """With fewer buffers, then fewer keys, then fewer queries, where a GPU has no room for what `attend_kernel` keeps in shared memory:
+    queries, all blocks of keys and values but one, and the weights, which stay in registers if there are 128 rows of them."""
+    if isinstance(spec, LatentSpec):
+        query = block = power_of_2(max(spec.rank, 16)) + (power_of_2(spec.rotated) if spec.rotated else 0)
+    else:
+        query, values = (power_of_2(max(dim, 16)) for dim in (spec.qk_head_dim, spec.v_head_dim))
+        block = query + values
+    weights = tiles.block_m * tiles.block_n if tiles.block_m < 128 else 0
+    needed = itemsize * (tiles.block_m * query + (tiles.stages - 1) * tiles.block_n * block + weights)
+    if not shared_bytes or needed <= shared_bytes or (tiles.block_m, tiles.block_n, tiles.stages) == (16, 16, 2):
+        return tiles
+    if tiles.stages > 2:
+        smaller = replace(tiles, stages=tiles.stages - 1)
+    elif tiles.block_n > 32 or tiles.block_m == 16:
+        smaller = replace(tiles, block_n=tiles.block_n // 2, part_blocks=tiles.part_blocks * 2)
+    else:
+        smaller = replace(tiles, block_m=tiles.block_m // 2)
+    return _fitting(smaller, spec, itemsize, shared_bytes)
 
 
 def in_hopper_kernel(spec: AttentionSpec) -> bool:

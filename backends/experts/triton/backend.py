@@ -40,6 +40,6 @@ class TritonExpertsBackend(ExpertsBackend):
         from paged_attn.backends.experts.triton.grouped import token_counts
 
         with compiling_ahead(w1.device):
-            for tokens in token_counts(w1.shape[0], ids.shape[1]):
+            for tokens in token_counts(w1, ids.shape[1], gating.gated):
                 rows, chosen, by = (torch.empty(tokens, each.shape[1], dtype=each.dtype, device=w1.device) for each in (x, ids, weights))
                 self.forward(rows, chosen, by, w1, w2, b1, b2, gating)

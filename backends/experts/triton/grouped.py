@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from paged_attn.backends.experts.triton.arguments import constants_of, strides_o
 from paged_attn.backends.experts.triton.grouped_kernel import grouped_first, grouped_second, sum_parts
 from paged_attn.backends.experts.triton.hopper import BLOCK, hopper_products
 from paged_attn.backends.experts.triton.sort_kernel import count_pairs, sort_few_pairs, sort_pairs
-from paged_attn.backends.machine import early_start
+from paged_attn.backends.machine import Machine, early_start, machine_of
 
 SORTED_AT_ONCE = 128  # pairs of a program
 ONE_PROGRAM = 1024  # pairs: so many are sorted by one launch of one
@@ -33,22 +33,47 @@ class GroupedTiling:
     stages: int = 3
 
 
-def tiling_for(pairs_of_an_expert: float) -> GroupedTiling:
-    """By how many pairs an expert gets on average: `benchmarks/experts.py --tune` on an H200, where the best of 31 tilings of each of three
-    shapes is at most 4 % faster than these."""
-    if pairs_of_an_expert <= 12:
-        return GroupedTiling(16, 128, 128)
-    if pairs_of_an_expert <= 24:
-        return GroupedTiling(32, 128, 64, stages=4)
-    return GroupedTiling(64, 256, 64, warps=8) if pairs_of_an_expert <= 160 else GroupedTiling(128, 128, 64, warps=8, stages=4)
+def tiling_for(pairs_of_an_expert: float, w1: Tensor, gated: bool) -> GroupedTiling:
+    """By how many pairs an expert gets on average, and what the weights' GPU has room for.
+
+    In 16 bits as `benchmarks/experts.py --tune` found on an H200, where the best of 31 tilings of each of three shapes is at most 4 %
+    faster than these; in float32 what compiles without spilling more than a few registers.
+    """
+    machine = machine_of(w1.device)
+    if w1.itemsize > 2:
+        small, medium, large = GroupedTiling(16, 64, 64), GroupedTiling(32, 64, 32), GroupedTiling(64, 64, 32, warps=8)
+    else:
+        small, medium, large = GroupedTiling(16, 128, 128), GroupedTiling(32, 128, 64, stages=4), GroupedTiling(64, 256, 64, warps=8)
+        if pairs_of_an_expert > 160 and machine.early:  # before Hopper a thread would spill 3,840 bytes
+            large = GroupedTiling(128, 128, 64, warps=8, stages=4)
+    found = small if pairs_of_an_expert <= 12 else medium if pairs_of_an_expert <= 24 else large
+    return _fitting(found, w1.itemsize, gated, machine)
 
 
-def token_counts(experts: int, top_k: int) -> Iterator[int]:
-    """Numbers of tokens that together need every kernel that any number needs."""
-    tokens, largest = 1, tiling_for(math.inf)
+def _fitting(tiling: GroupedTiling, itemsize: int, gated: bool, machine: Machine) -> GroupedTiling:
+    """With fewer or less deep buffers where the GPU has no room for those that the first product has on their way.
+
+    There is one less than stages, but for Hopper's own products: these read one buffer while all others are filled.
+    """
+    of_hopper = machine.early and tiling.m >= 64 and itemsize == 2
+    needed = (tiling.stages - (not of_hopper)) * (tiling.m + tiling.n * (1 + gated)) * tiling.k * itemsize
+    if not machine.shared_bytes or needed <= machine.shared_bytes:
+        return tiling
+    if tiling.stages > 3:
+        smaller = replace(tiling, stages=tiling.stages - 1)
+    elif tiling.k > 32:
+        smaller = replace(tiling, k=tiling.k // 2)
+    else:
+        smaller = replace(tiling, n=tiling.n // 2)
+    return _fitting(smaller, itemsize, gated, machine)
+
+
+def token_counts(w1: Tensor, top_k: int, gated: bool) -> Iterator[int]:
+    """Numbers of tokens that together need every kernel that any number needs, with these weights of all experts."""
+    tokens, largest = 1, tiling_for(math.inf, w1, gated)
     while True:
         yield tokens
-        if tokens * top_k > ONE_PROGRAM and tiling_for(tokens * top_k / experts) == largest:
+        if tokens * top_k > ONE_PROGRAM and tiling_for(tokens * top_k / len(w1), w1, gated) == largest:
             return
         tokens += max(1, tokens // 4)
 
@@ -68,7 +93,7 @@ def grouped_experts(
     (tokens, hidden), (experts, _, width), top_k = x.shape, w2.shape, ids.shape[1]
     num_pairs = tokens * top_k
     products = hopper_products(x, w1, w2, b1, b2, gating, num_pairs / experts) if tiling is None else None
-    tiling = tiling or tiling_for(num_pairs / experts)
+    tiling = tiling or tiling_for(num_pairs / experts, w1, gating.gated)
     pairs, blocks, _ = sorted_pairs(ids, experts, BLOCK if products else tiling.m)
     early = early_start(x.device, num_pairs <= ONE_PROGRAM)
     inner = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)

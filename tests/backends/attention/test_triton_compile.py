@@ -1,4 +1,4 @@
-"""The kernels as they would be launched on a Hopper GPU pass Triton's compiler and ptxas, and fit its shared memory."""
+"""The kernels as they would be launched on a GPU pass Triton's compiler and ptxas, and fit its shared memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 from tests.backends.for_hopper import printed_by
+from tests.backends.gpus import GPUS
 
 SHARED_BYTES = 227 * 1024  # of a block on SM90
 MOST_SPILLED = {"one": 112, "all": 400}  # bytes of a thread of the kernel for Hopper: with one feature, with all
@@ -18,15 +19,15 @@ HOPPER_BLOCKS = {
 }  # fmt: skip
 
 
-def rows_of(module: str) -> dict[str, dict[str, Any]]:
+def rows_of(module: str, gpu: str = "h100") -> dict[str, dict[str, Any]]:
     """What it prints, by variant."""
-    return {row["variant"]: row for row in printed_by(module)}
+    return {row["variant"]: row for row in printed_by(module, gpu)}
 
 
 @pytest.mark.slow
 def test_every_variant_compiles_for_sm90_and_fits() -> None:
     rows = rows_of("tests.backends.compile_for_hopper")
-    assert len(rows) == 25 and HOPPER_BLOCKS.keys() < rows.keys()
+    assert len(rows) == 31 and HOPPER_BLOCKS.keys() < rows.keys()
     for name, row in rows.items():
         assert row["shared"] <= SHARED_BYTES and row["cubin"] > 0, row
         assert row["hopper"] is (name in HOPPER_BLOCKS) and row["block_n"] == HOPPER_BLOCKS.get(name, row["block_n"]), row
@@ -44,3 +45,13 @@ def test_latent_attention_compiles_for_sm90_and_fits() -> None:
         assert row["hopper"] is (name.endswith("on Hopper") and name != "512 + 64, 16 heads, one, on Hopper"), row
         assert 0 < row["shared"] <= SHARED_BYTES and row["registers"] <= 65536, row
         assert row["spilled"] <= 160 and row["merge_spilled"] == row["store_spilled"] == 0, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("module", "count"), (("compile_for_hopper", 31), ("compile_latent_for_hopper", 20)))
+def test_blocks_are_smaller_where_shared_memory_is(module: str, count: int) -> None:
+    rows = rows_of(f"tests.backends.{module}", "l4")
+    assert len(rows) >= count
+    for row in rows.values():
+        programs = row.get("programs", 1)  # one has to fit
+        assert 0 < row["shared"] / programs <= GPUS["l4"].shared_bytes and not row["hopper"], row

@@ -76,9 +76,10 @@ def test_nothing_is_launched_while_compiling() -> None:
 @pytest.mark.parametrize(("experts", "top_k"), SIZES)
 def test_counts_of_tokens_meet_every_kernel(experts: int, top_k: int) -> None:
     def kind(tokens: int) -> tuple[Any, ...]:
-        return tiling_for(tokens * top_k / experts), tokens * top_k <= ONE_PROGRAM
+        return tiling_for(tokens * top_k / experts, w1, True), tokens * top_k <= ONE_PROGRAM
 
-    counts = [*token_counts(experts, top_k)]
+    w1 = torch.empty(experts, 2, 1, dtype=torch.bfloat16)
+    counts = [*token_counts(w1, top_k, True)]
     assert {kind(tokens) for tokens in counts} >= {kind(tokens) for tokens in range(1, 20_000, 8)}
 
 

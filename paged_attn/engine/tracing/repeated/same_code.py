@@ -20,6 +20,7 @@ from paged_attn.engine.tracing.repeated.find import form_of, numbers_of_ops
 Guards = Iterable[tuple[str, str]]
 # From a layer through the forward that `marked` gave it, which keeps the layer's own: how Dynamo may come to anything of the layer.
 THROUGH_MARKS = r"\.forward\.__closure__\[\d+\]\.cell_contents\.__self__"
+ABSENT = object()
 
 
 class NotAlike(Exception):
@@ -45,11 +46,11 @@ def check_same_code(model: nn.Module, guards: Guards, traced: str, others: Itera
     read = [(text, kind) for text, kind in of_layer if not text.startswith(f"{start}.forward")]  # what is left there is the marks' own
     if not read:
         raise NotAlike(f"nothing is known of what a trace reads of {traced}")
-    values = [(text, kind, _value(text, model)) for text, kind in read]
+    values = [(text, kind, _value(text, kind, model)) for text, kind in read]
     for other in others:
         instead, numbers = expression_of(other), numbers_instead(model, traced, other)
         for text, kind, value in values:
-            there = _value(text.replace(start, instead), model)
+            there = _value(text.replace(start, instead), kind, model)
             is_number = "__closure__" in text and type(value) is int and numbers.get(value) == there
             if not is_number and not _alike(value, there):
                 raise NotAlike(f"{traced} and {other} differ in {text.removeprefix(start)} ({kind})")
@@ -64,9 +65,12 @@ def numbers_instead(model: nn.Module, one: str, other: str) -> dict[int, int]:
     return found
 
 
-def _value(expression: str, model: nn.Module) -> Any:
-    """What a guard's expression leads to."""
+def _value(expression: str, kind: str, model: nn.Module) -> Any:
+    """What a guard's expression leads to; ABSENT, where Dynamo noted that nothing is there."""
+    holder, _, name = expression.rpartition(".")
     try:
+        if kind == "HASATTR" and name.isidentifier():
+            return getattr(eval(holder, {"L": {"model": model}}), name, ABSENT)
         return eval(expression, {"L": {"model": model}})
     except (AttributeError, LookupError, NameError, TypeError) as error:
         raise NotAlike(f"{expression} leads nowhere: {error}") from error

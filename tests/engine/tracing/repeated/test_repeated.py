@@ -215,6 +215,19 @@ def test_what_is_read_through_the_marks_is_read_of_the_layer() -> None:
     check_same_code(model, [(mark, "TYPE_MATCH"), (f"{mark}.__self__.training", "CONSTANT_MATCH")], one, [other])
 
 
+def test_attributes_that_are_not_there() -> None:
+    """torch 2.11 notes those, too, that code asked for in vain."""
+    model = of_type("llama")
+    one, other, third = (f"model.layers.{index}" for index in range(3))
+    model.model.layers[2].some = 1
+    guards = [(f"{expression_of(one)}.some", "HASATTR")]
+    check_same_code(model, guards, one, [other])
+    with pytest.raises(NotAlike, match=r"differ in \.some"):
+        check_same_code(model, guards, one, [other, third])
+    with pytest.raises(NotAlike, match="leads nowhere"):
+        check_same_code(model, [(f"{expression_of(one)}.some.more", "HASATTR")], one, [other])
+
+
 def test_gpt2_scales_by_the_number_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_the_same(of_type("gpt2", scale_attn_by_inverse_layer_idx=True), monkeypatch)
 
