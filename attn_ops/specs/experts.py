@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,8 +52,10 @@ class Gating:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As the op takes it."""
-        return astuple(self)
+        """As the op takes it: one by one, since Dynamo of torch 2.11 can not go through `astuple` on Python 3.11."""
+        return (
+            self.activation, self.gated, self.interleaved, self.limit, self.alpha, self.gate_softcap, self.up_softcap, self.up_first,
+        )  # fmt: skip
 
     def describe(self) -> str:
         """`silu(gate) * up`, for people."""

@@ -129,6 +129,7 @@ class PagedCache(Cache):
             ValueError: a positive number.
             RuntimeError: what the windows would need again was let go already.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove; a length is no longer taken")
         paged = self._paged()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import product
 
 import pytest
@@ -86,3 +87,9 @@ def test_published_widths_in_16_bits(tokens: int, kernel: str, dtype: torch.dtyp
     given = operands(tokens, Gating(), experts=128, top_k=8, hidden=2048, width=768, dtype=dtype)
     wide = tuple(value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in given)
     assert close(KERNELS[kernel](*given), experts_one_by_one(*wide), 0.01)
+
+
+def test_an_op_is_given_all_of_a_gate() -> None:
+    for gating in GATINGS.values():
+        assert Gating(*gating.arguments) == gating
+    assert len(Gating().arguments) == len(fields(Gating))

@@ -226,7 +226,8 @@ def test_the_model_is_left_as_it_was_found(name: str) -> None:
 def test_a_model_whose_frequencies_follow_the_length_is_left_as_it_was_found() -> None:
     model = build("phi3", **LONG_ROPE)
     prompts = random_prompts(5, 62, 90)  # the border is at 64
-    model(torch.tensor([[3, 4]]))  # whose first call leaves an attribute
+    for length in (80, 2):  # whose first calls leave attributes
+        model(torch.full((1, length), 3))
     before, values = state_of(model), {name: tensor.clone() for name, tensor in tensors_in(model)}
     got = serve(model, prompts)
     after = state_of(model)

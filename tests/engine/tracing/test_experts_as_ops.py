@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.attn_ops.ops.experts import EXPERTS
@@ -144,6 +145,7 @@ def test_the_last_layers_experts_run_for_the_wanted_rows_only() -> None:
     assert len({str(size) for size in rows}) == 2 and str(rows[-1]) != str(rows[0])
 
 
+@pytest.mark.skipif("inkling2_text" not in CONFIG_MAPPING, reason="transformers before 5.23 has no module with such numbers")
 def test_equal_modules_with_other_numbers_inside_are_proved_apart() -> None:
     model = build("inkling2_text")
     *_, last = experts_of(model)
