@@ -24,6 +24,7 @@ class Machine:
         l2_bytes: of its L2 cache; 0: not known.
         shared_bytes: of shared memory that a program may have, which is what blocks have to fit: 227 KiB on Hopper, 163 on an A100, 99 on
             GPUs for games; 0: not known.
+        blackwell: compute capability 10.x, where Triton has sums of products of 64 rows or more in tensor memory.
     """
 
     multiprocessors: int
@@ -31,6 +32,7 @@ class Machine:
     early: bool
     l2_bytes: int = 0
     shared_bytes: int = 0
+    blackwell: bool = False
 
 
 @cache
@@ -48,7 +50,9 @@ def machine_of(device: torch.device) -> Machine:
         hopper = known
     properties = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)  # which torch does not have for every GPU
-    return Machine(properties.multi_processor_count, hopper, capability >= (9, 0), properties.L2_cache_size, shared_bytes)
+    return Machine(
+        properties.multi_processor_count, hopper, capability >= (9, 0), properties.L2_cache_size, shared_bytes, capability[0] == 10
+    )
 
 
 def early_start(device: torch.device, wanted: bool = True) -> dict[str, bool]:

@@ -28,13 +28,16 @@ class GPU:
 
     @property
     def machine(self) -> Machine:
-        return Machine(132, self.capability == 90, self.capability >= 90, shared_bytes=self.shared_bytes)
+        return Machine(
+            132, self.capability == 90, self.capability >= 90, shared_bytes=self.shared_bytes, blackwell=self.capability // 10 == 10
+        )
 
 
 GPUS = {
     "a100": GPU(80, 163 << 10),
     "l4": GPU(89, 99 << 10),  # and an RTX 4090
     "h100": GPU(90, 227 << 10),
+    "b200": GPU(100, 227 << 10),
     "rtx5090": GPU(120, 99 << 10),
 }
 

@@ -15,7 +15,7 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
 Those of latents are from one H100 (2026-11-26, `python benchmarks/latent_sweep.py`): 16 rows are up to 7 % faster in `attend_latent`, with
 one program of 64 tokens a multiprocessor, than in `attend_latent_hopper`; 64 rows are 1.1 to 1.8 times as fast in the latter. Counting
 an item as 4 blocks more makes a ragged batch of 16 rows 1.2 times as fast, and costs one request of 4,096 tokens 6 %.
-Off Hopper what is known is that they compile for SM90, and how much of a multiprocessor they take.
+Off Hopper what is known is that they compile for an A100, an L4, an RTX 5090 and a B200, and fit.
 """
 
 from __future__ import annotations
@@ -209,10 +209,12 @@ def _latent(rows: RowsKind, spec: LatentSpec, dtype: torch.dtype, longest_query:
     """For `attend_latent`: sums of 64 rows over a rank of 512 are half of a multiprocessor's registers, so 8 warps share them, and 64 is
     the most; the other half holds scores and addresses. In shared memory lie those rows' queries (72 KiB with 64 rotated) and two blocks
     of 64 tokens, 72 KiB each. With 16 rows, which memory bounds, two programs with two blocks of 32 tokens fit a multiprocessor; blocks
-    of 64, as on Hopper, take 164 KiB, more than some GPUs have. `attend_latent_hopper` has tiles of 64 rows.
+    of 64, as on Hopper, take 164 KiB, more than some GPUs have. `attend_latent_hopper` has tiles of 64 rows. On Blackwell 64 rows would
+    take 345 KiB and spill a thousand bytes of each thread's registers, 32 take 112 and spill none (compiled, not run).
     """
     rank = power_of_2(max(spec.rank, 16))
-    block_m = min(max(16, power_of_2(spec.num_q_heads * (1 if rows == "one" else longest_query))), 64)
+    most = 32 if machine.blackwell else 64
+    block_m = min(max(16, power_of_2(spec.num_q_heads * (1 if rows == "one" else longest_query))), most)
     if dtype.itemsize > 2:
         return Tiling(16, 16, 8, 2, 1, 1 if rows == "all" else 2, part_blocks=64 if rows == "all" else 0)
     if machine.hopper and in_latent_hopper(spec) and prefers_latent_hopper(rows, spec):
@@ -220,7 +222,7 @@ def _latent(rows: RowsKind, spec: LatentSpec, dtype: torch.dtype, longest_query:
             return Tiling(16, 64, 8, 3, 1, 4, item_cost=4)
         return Tiling(64, 64, 4, 2 if rank == 512 else 4, 1, 4, item_cost=2, hopper=True, producer_registers=64)
     if rows == "all":
-        return Tiling(64, 64 if spec.rotated <= 64 else 32, 8, 2, 1, 1, part_blocks=16 if spec.rotated <= 64 else 32)
+        return Tiling(most, 64 if spec.rotated <= 64 else 32, 8, 2, 1, 1, part_blocks=16 if spec.rotated <= 64 else 32)
     if rank <= 256:
         warps, programs = (4, 2) if rank <= 128 else (8, 2 if block_m == 16 else 1)
         return Tiling(block_m, 64, warps, 3, programs, 4, item_cost=1)

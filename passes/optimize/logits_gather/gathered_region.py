@@ -142,16 +142,17 @@ def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values
     Args:
         results: what is read of the region, with the axis of its rows.
     """
-    generator = torch.Generator().manual_seed(5)
+    generators = dict[torch.device, torch.Generator]()
 
     def random(node: fx.Node) -> Tensor:
         value = value_of(node)
-        shape = shape_at(value, fewer.tokens, TOKENS)
+        shape, device = shape_at(value, fewer.tokens, TOKENS), value.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(5)
+        where: dict[str, Any] = {"generator": generators[device], "device": device}  # one core takes 5 s for a layer's experts
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            made = torch.randn(shape, generator=generator)
-        else:
-            made = torch.randint(0, 2, shape, generator=generator)
-        return made.to(value.device, value.dtype)
+            return torch.randn(shape, dtype=value.dtype if value.dtype.itemsize > 1 else None, **where).to(value.dtype)
+        return torch.randint(0, 2, shape, **where).to(value.dtype)
 
     # A cached graph is found by the numbers that were read of `values`: these here only serve as examples.
     others = {each: dict.__getitem__(values, each) if each in values else _other(each, random) for each in fewer.others}

@@ -50,7 +50,7 @@ def main() -> None:
         patch("paged_attn.backends.machine.machine_of", machine),
     ):  # fmt: skip
         for dtype in (torch.bfloat16, torch.float32):
-            for gating in ("silu", "interleaved, clamped, alpha", "relu2 without a gate"):
+            for gating in ("silu", "interleaved, clamped, alpha"):
                 for tokens in TOKENS:
                     TritonExpertsBackend().forward(*operands(tokens, GATINGS[gating], dtype=dtype, **SIZES))
                 for name, result in compiled.values():
