@@ -42,6 +42,19 @@ GPUS = {
 }
 
 
+class NoGPU:
+    """As much of Triton's driver as compiling needs."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return named().target
+
+
 def named() -> GPU:
     """The one that a program is told to compile for; an H100."""
     return GPUS[sys.argv[1] if len(sys.argv) > 1 else "h100"]

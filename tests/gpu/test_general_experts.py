@@ -9,7 +9,7 @@ from paged_attn.backends.experts.triton import grouped
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from tests.backends.experts.operands import GATINGS, close, in_float32, operands
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"), pytest.mark.usefixtures("full_float32")]
+pytestmark = pytest.mark.usefixtures("full_float32")
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 
 

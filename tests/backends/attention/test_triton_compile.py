@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from tests.backends.for_hopper import printed_by
 from tests.backends.gpus import GPUS
 
-SHARED_BYTES = 227 * 1024  # of a block on SM90
+SHARED_BYTES = GPUS["h100"].shared_bytes
 MOST_SPILLED = {"one": 112, "all": 400}  # bytes of a thread of the kernel for Hopper: with one feature, with all
 HOPPER_BLOCKS = {
     "extend": 128, "extend_window": 128, "extend_64": 128, "extend_all": 128, "extend_all_64": 128,

@@ -10,7 +10,6 @@ from concurrent.futures import wait
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from paged_attn.attn_ops.specs.experts import Gating
@@ -19,21 +18,9 @@ from paged_attn.backends.experts.triton import few, grouped, hopper
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from paged_attn.backends.machine import Machine
 from tests.backends.experts.operands import operands
+from tests.backends.gpus import NoGPU
 
 OTHERS = (Gating("silu", gate_softcap=4.0, up_softcap=25.0), Gating("gelu", up_first=True), Gating("silu", True, True, 0.5, up_first=True))
-
-
-class NoGPU:
-    """As much of Triton's driver as compiling needs."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 def waits_first(ptx: str) -> bool:

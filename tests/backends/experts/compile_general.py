@@ -15,24 +15,11 @@ from paged_attn.backends import compile_ahead
 from paged_attn.backends.experts.triton import few, grouped
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from tests.backends.experts.operands import GATINGS, operands
-from tests.backends.gpus import named
+from tests.backends.gpus import NoGPU, named
 from tests.backends.kernel_resources import resources_of
 
 SIZES: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden": 1024, "width": 512, "bias": True}
 TOKENS = (3, 16, 80, 320, 3000)  # for few tokens, and for each tiling
-
-
-class NoGPU:
-    """As much of Triton's driver as compiling needs."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return named().target
 
 
 def main() -> None:
