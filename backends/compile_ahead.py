@@ -1,105 +1,138 @@
-"""Triton kernels are compiled in threads of their own before their first launch, which waits for them.
+"""Triton kernels are compiled by other processes before their first launch, which waits for them.
 
-A kernel takes up to two seconds, most of which its assembler works in a process of its own. Launched one after the other in the engine's
-thread, the kernels of one layer of experts took 15 s on one core.
+A kernel takes up to two seconds; launched one after the other, those of one layer of experts took 15 s on one core. Processes, as half of
+that time is Python's, and as two threads of one process that parse at a time make `ast.parse` fail now and then (Python 3.11).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import pickle
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from subprocess import PIPE
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime import JITFunction, driver
 
+from paged_attn.backends.compile_job import Boxes, Job
+from paged_attn.backends.compile_worker import DONE
+
 logger = logging.getLogger("paged_attn")
-THREADS = min(8, os.cpu_count() or 1)
-_compiled: dict[Hashable, Future[None]] = {}  # all that were ever asked for
-_under_way: dict[Any, list[Future[None]]] = {}  # those of a kernel that its next launch waits for
-_compiling: ContextVar[tuple[ThreadPoolExecutor, torch.device] | None] = ContextVar("compiling_ahead", default=None)
+WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # Inductor has as many and more
+COMMAND = (sys.executable, "-m", "paged_attn.backends.compile_worker")
+_asked: dict[Hashable, Future[None]] = {}  # all variants of kernels that were ever asked for
+_under_way: dict[Any, dict[Hashable, Future[None]]] = {}  # those of a kernel that were not launched yet
 
 
-@dataclass(frozen=True)
-class Boxes:
-    """An argument of a Gluon kernel that copies boxes of a matrix by TMA; a descriptor holds an address, which fake tensors do not have.
+@dataclass
+class Workers:
+    """Processes that compile for one device, pickled jobs of which others wait for the end; each ends when there is nothing left for it."""
 
-    Attributes:
-        tensor: where the matrix begins.
-        shape, stride: its rows and columns, and elements from row to row.
-        box, layout: rows and columns of a box, and how it lies in shared memory.
-    """
+    device: torch.device
+    jobs: queue.SimpleQueue[tuple[bytes, Future[None]]] = field(default_factory=queue.SimpleQueue)
 
-    tensor: Tensor
-    shape: tuple[int, int]
-    stride: int
-    box: list[int]
-    layout: Any
+    def start(self) -> None:
+        for _ in range(min(WORKERS, self.jobs.qsize())):
+            threading.Thread(target=self._serve, name="compile_ahead", daemon=True).start()
 
-    def descriptor(self) -> Any:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    def _serve(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        while not self.jobs.empty():
+            try:
+                with (
+                    tempfile.TemporaryFile() as errors,
+                    subprocess.Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=errors, env=environment) as worker,
+                ):
+                    while self._asked(worker, errors):
+                        pass
+            except OSError as error:  # there can be no such process
+                while (job := self._next()) is not None:
+                    job[1].set_exception(error)
 
-        return TensorDescriptor(self.tensor, list(self.shape), [self.stride, 1], self.box, self.layout)
+    def _asked(self, worker: subprocess.Popen[bytes], errors: IO[bytes]) -> bool:
+        """Have it compile one more; False if there is no other, or it ended."""
+        if (job := self._next()) is None:
+            return False
+        assert worker.stdin is not None and worker.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            worker.stdin.write(job[0])
+        if worker.stdout.read(1) == DONE:
+            job[1].set_result(None)
+            return True
+        errors.seek(0)
+        job[1].set_exception(RuntimeError(*errors.read().decode(errors="replace").strip().splitlines()[-1:]))
+        return False
+
+    def _next(self) -> tuple[bytes, Future[None]] | None:
+        try:
+            return self.jobs.get_nowait()
+        except queue.Empty:
+            return None
+
+
+_compiling: ContextVar[Workers | None] = ContextVar("compiling_ahead", default=None)
 
 
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
-    """Inside, tensors are fake, and `launch` has kernels compiled by other threads and launches none."""
-    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="compile_ahead")
-    with FakeTensorMode():
-        token = _compiling.set((threads, device))
+    """Inside, new tensors are fake, and `launch` launches nothing; what it was asked for is compiled by other processes afterwards."""
+    workers = Workers(device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        token = _compiling.set(workers)
         try:
             yield
         finally:
             _compiling.reset(token)
-            threads.shutdown(wait=False)  # they end with their work
+            workers.start()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """`kernel[grid](*arguments, **constants)`, once what is under way for this kernel is compiled."""
-    if (ahead := _compiling.get()) is not None:
+def is_compiling_ahead() -> bool:
+    return _compiling.get() is not None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Any:
+    """`kernel[grid](*arguments, **constants)`, once that variant is compiled, if it is under way; returns what that does."""
+    if (workers := _compiling.get()) is not None:
         if isinstance(kernel, JITFunction):  # the interpreter has nothing to compile
-            _compile(kernel, grid, arguments, constants, *ahead)
+            _compile(kernel, grid, arguments, constants, workers)
+        return None
+    if under_way := _under_way.get(kernel):
+        if (future := under_way.pop(_variant(kernel, arguments, constants), None)) is not None:
+            if (error := future.exception()) is not None:  # waits
+                logger.warning("%s could not be compiled ahead, and is compiled now: %s", kernel.__name__, error)
+        elif all(each.done() for each in under_way.values()):
+            del _under_way[kernel]
+    return kernel[grid](*(each.descriptor() if isinstance(each, Boxes) else each for each in arguments), **constants)
+
+
+def _compile(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], workers: Workers) -> None:
+    if (variant := _variant(kernel, arguments, constants)) in _asked:
         return
-    if under_way := _under_way.pop(kernel, None):
-        wait(under_way)
-        for error in filter(None, (future.exception() for future in under_way)):
-            logger.warning("%s could not be compiled ahead, and is compiled now: %s", kernel.__name__, error)
-    kernel[grid](*(each.descriptor() if isinstance(each, Boxes) else each for each in arguments), **constants)
+    job = Job.of(kernel, driver.active.get_current_target(), grid, arguments, constants)
+    if workers.device.type == "cuda" and torch.version.hip is None:
+        job = replace(job, launcher=True)
+    future = _asked[variant] = Future()
+    _under_way.setdefault(kernel, {})[variant] = future
+    workers.jobs.put((pickle.dumps(job), future))
 
 
-def _compile(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], threads: ThreadPoolExecutor,
-    device: torch.device,
-) -> None:  # fmt: skip
+def _variant(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Hashable:
     told = tuple(_specialised(each, parameter.do_not_specialize) for each, parameter in zip(arguments, kernel.params, strict=False))
-    key = kernel, device, told, tuple(sorted(constants.items()))
-    if key in _compiled:
-        return
-    given = [argument.dtype if isinstance(argument, Tensor) else argument for argument in arguments]
-    index = driver.active.get_current_device() if device.index is None else device.index
-    kernel.device_caches[index]  # made here, or two threads would each make one
-
-    def compiled() -> None:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernel.warmup(*map(_for_warmup, given), grid=grid, **constants)
-
-    _compiled[key] = threads.submit(compiled)
-    _under_way.setdefault(kernel, []).append(_compiled[key])
-
-
-def _for_warmup(argument: Any) -> Any:
-    """Boxes of a tensor that has an address: in the threads that compile, tensors are not fake."""
-    if isinstance(argument, Boxes):
-        return replace(argument, tensor=torch.empty(8, dtype=argument.tensor.dtype)).descriptor()
-    return argument
+    return kernel, told, tuple(sorted(constants.items()))
 
 
 def _specialised(argument: Any, never: bool) -> Hashable:

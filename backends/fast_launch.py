@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from paged_attn.backends.compile_ahead import is_compiling_ahead, launch
+
 Argument = Tensor | int | float
 
 
@@ -32,6 +34,9 @@ class FastKernel:
         device: int,
     ) -> None:  # fmt: skip
         """Arguments in the kernel's order, constants (which come last there) by name; `device` is the CUDA device's index."""
+        if is_compiling_ahead():
+            self._launch(grid, arguments, constants, options)
+            return
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(key, grid, arguments, constants, options, device)
@@ -46,14 +51,17 @@ class FastKernel:
             odd = tuple(i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.data_ptr() & 15)
         known = self._compiled.get(full := (key, device, odd))
         if known is None:
-            taken = {name: value for name, value in options.items() if value or name != "launch_pdl"}  # ROCm's compiler has none
-            compiled = self.kernel[grid](*arguments, **constants, **taken)
+            compiled = self._launch(grid, arguments, constants, options)
             if isinstance(compiled, CompiledKernel):  # not so in the interpreter
                 self._compiled[full] = compiled, tuple(constants[name] for name in self.kernel.arg_names[len(arguments) :])
             return
         compiled, values = known
         stream = torch._C._cuda_getCurrentRawStream(device)
         compiled.run(*grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *plain, *values)
+
+    def _launch(self, grid: tuple[int, int], arguments: tuple[Argument, ...], constants: dict[str, Any], options: dict[str, Any]) -> Any:
+        taken = {name: value for name, value in options.items() if value or name != "launch_pdl"}  # ROCm's compiler has none
+        return launch(self.kernel, grid, *arguments, **constants, **taken)
 
 
 def device_index(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 _library = torch.library.Library("paged_attn", "DEF")
+_bodies: dict[OpOverload, Callable[..., Any]] = {}
 
 
 def _writes_only(*_: Any, **__: Any) -> None:
@@ -30,7 +31,13 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = _
         _library.impl(name, run, key)
     torch.library.register_fake(f"paged_attn::{name}", fake, lib=_library)
     overload: OpOverload = getattr(torch.ops.paged_attn, name).default
+    _bodies[overload] = run
     return overload
+
+
+def body_of(op: OpOverload) -> Callable[..., Any]:
+    """What an op of ours runs on real tensors: called itself, it runs on fake ones, too."""
+    return _bodies[op]
 
 
 class GpuKernel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import UnsupportedError
@@ -20,7 +21,13 @@ def window_of(spec: AttentionSpec) -> tuple[int, int]:
 def kernel_takes(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether a kernel that moves 16 bytes at a time can use [rows, heads, dim] of 16-bit numbers where it lies."""
     row, head, last = tensor.stride()
-    return last == 1 and row % 8 == 0 and head % 8 == 0 and tensor.data_ptr() % 16 == 0 and tensor.dtype is dtype
+    return last == 1 and row % 8 == 0 and head % 8 == 0 and is_aligned(tensor) and tensor.dtype is dtype
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether it begins at a multiple of 16 bytes; of a fake one, which has no address, within its memory."""
+    address = tensor.storage_offset() * tensor.itemsize if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+    return address % 16 == 0
 
 
 def check_pool(pool: KVPool, backend: str) -> None:

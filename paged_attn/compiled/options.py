@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paged_attn.compiled.steps_ahead import RunsWith
 from paged_attn.passes.report import NO_PASSES, OptionalPasses
 
 
@@ -18,6 +19,7 @@ class CompileOptions:
             compiles take minutes on a laptop).
         self_check: before the first paged batch, compare the rewritten graph with the original on a small ragged probe.
         pdl: for engines only, as it pays in graphs: see `paged_attn.capture.inductor.pdl`.
+        runs_with: for engines only: what steps will run with, so that kernels can be compiled before; it changes nothing in the graph.
         max_loras, max_lora_rank: for engines only: room for so many adapters of such a rank, and a graph with them beside that without.
         passes: for engines only, as whoever calls the graph must merge weights, and give the rows whose logits are wanted as a tensor.
         experts_backend, scans_backend: for engines only: "auto" or a name of `paged_attn.backends.selection.experts`, or `.scans`.
@@ -31,6 +33,7 @@ class CompileOptions:
     experts_backend: str = "auto"
     scans_backend: str = "auto"
     state_dtype: str = "auto"
+    runs_with: RunsWith | None = None
     max_loras: int = 0
     max_lora_rank: int = 0
 

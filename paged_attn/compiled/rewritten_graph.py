@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.experts import ExpertsSpec
+from paged_attn.backends.devices import has_triton
 from paged_attn.backends.experts.base import ExpertsProblem
 from paged_attn.backends.selection.experts import select_experts
 from paged_attn.capture.compiled.artifacts import ArtifactCache
@@ -23,9 +24,10 @@ from paged_attn.compiled.graph_inputs import GraphInputs
 from paged_attn.compiled.kernels_ahead import compile_graph_ahead
 from paged_attn.compiled.lora_graph import LoraGraph
 from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled.steps_ahead import compile_steps_ahead
 from paged_attn.hashing.code_files import traced_files
 from paged_attn.passes.fx.graph_tools import value_of
-from paged_attn.passes.fx.model_facts import max_positions, model_dtype
+from paged_attn.passes.fx.model_facts import max_positions, model_device, model_dtype
 from paged_attn.passes.optimize.linears.merge import Merge
 from paged_attn.passes.report import Rewrite
 from paged_attn.passes.runner import rewrite
@@ -92,6 +94,8 @@ class RewrittenGraph:
             logger.info("this call runs as written and not paged: %s", found.not_paged)
             return cls(gm, found, None, None, model, options, traced_files())
         compile_graph_ahead(found.gm.graph)
+        if options.runs_with is not None and model is not None and model_device(model).type == "cuda" and has_triton():
+            compile_steps_ahead(found.gm.graph, found.specs, model_dtype(model), model_device(model), options.runs_with)
         split = split_graph(found.gm, split_ops())
         pieces = lora = None
         if wants_inductor(options, example_inputs):

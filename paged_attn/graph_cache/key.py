@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ _FOLDERS = ("debug_dir_root", "base_dir")  # the working directory, and where to
 def graph_key(model: nn.Module, options: CompileOptions, positions: bool, recurrent: Sequence[RecurrentLayer]) -> str:
     """`recurrent`: layers that are ops in the graph. Raises Indescribable for a model of which no text says all."""
     facts = [
-        f"sources {_SOURCES}", _versions(), f"options {sorted(asdict(options).items())} positions {positions}",
+        f"sources {_SOURCES}", _versions(), f"options {sorted(asdict(replace(options, runs_with=None)).items())} positions {positions}",
         f"forward {inspect.signature(model.forward)}", f"inference mode {torch.is_inference_mode_enabled()}",
         f"split ops {sorted(op.name() for op in split_ops())}", *_devices(), *_dynamo(), *settings_text(), model_text(model),
         *(layer.as_traced for layer in recurrent),

@@ -42,6 +42,7 @@ class TritonBackend(AttentionBackend):
         requirements=(TRITON,),
         note="our own kernels",
     )  # fmt: skip
+    compiles_ahead = True
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)

@@ -84,8 +84,8 @@ def layer_kinds(pool: KVPool) -> LayerKinds:
             {each.chunk_part: indices.setdefault(replace(each, kv_layer=0, module=""), len(indices)) for each in _attentions(spec)}
             for spec in pool.layers
         )
-        addresses = [view(layer).data_ptr() for layer in range(len(by_layer)) for view in (pool.key, pool.value)]
-        aligned = all(address % 16 == 0 for address in addresses) and pool.page_elements * pool.dtype.itemsize % 16 == 0
+        starts = [view(layer).storage_offset() for layer in range(len(by_layer)) for view in (pool.key, pool.value)]
+        aligned = all(elements * pool.dtype.itemsize % 16 == 0 for elements in (*starts, pool.page_elements))
         _known[pool] = LayerKinds(tuple(indices), by_layer, max((power_of_2(max(s.v_head_dim, 16)) for s in indices), default=0), aligned)
     return _known[pool]
 

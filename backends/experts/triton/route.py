@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from paged_attn.attn_ops.specs.routing import Routing
+from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.experts.triton.route_kernel import route_kernel
 from paged_attn.backends.machine import early_start
 
@@ -23,7 +24,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, dtype: torch.dt
     weights = torch.empty((tokens, routing.top_k), dtype=dtype, device=logits.device)
     ids = torch.empty((tokens, routing.top_k), dtype=torch.int64, device=logits.device)
     if tokens:
-        route_kernel[(tokens,)](
+        launch(
+            route_kernel, (tokens,),
             logits, bias, weights, ids, logits.stride(0), routing.hidden, routing.eps, routing.scale,
             EXPERTS=experts, TOP_K=routing.top_k, K=triton.next_power_of_2(routing.top_k), GROUPS=routing.groups, G=groups, S=size,
             TOP_GROUPS=routing.top_groups, GROUP_BEST=routing.group_best, SCORE=routing.score, AFTER=routing.after,

@@ -23,6 +23,7 @@ class TritonScans(ScansBackend):
         note="prompts and decoding; prompts of kda, and states of more than 256 keys, are torch's",
     )
     ops = OPS
+    compiles_ahead = True
 
     def kernels(self) -> Kernels:
         from paged_attn.backends.scans.triton import conv, prompts, steps

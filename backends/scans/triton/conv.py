@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.short_conv import channels_in
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
+from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
 
 BLOCK = 128  # channels of a program
@@ -33,7 +34,8 @@ def step(
     taps, width = weight.shape[1], states.shape[2]
     for part in _parts(x, columns, weight, bias, output, states):
         channels = len(part.weight)
-        conv_step[(rows.num_decode, triton.cdiv(channels, BLOCK))](
+        launch(
+            conv_step, (rows.num_decode, triton.cdiv(channels, BLOCK)),
             *part, rows.decode_rows, rows.decode_slots, *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0), C=channels,
             GROUP=part.x.shape[2], TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation),
             HAS_ROWS=rows.decode_rows is not None, BLOCK=BLOCK, W=triton.next_power_of_2(width),
@@ -51,12 +53,14 @@ def extend(
     known, remembered = (extends.rows, extends.slots_on_device, extends.continues), len(extends.lengths) * width
     for part in _parts(x, columns, weight, bias, output, states):
         channels, group = len(part.weight), part.x.shape[2]
-        conv_extend[(triton.cdiv(len(where), PROMPT_TOKENS), triton.cdiv(channels, PROMPT_BLOCK))](
+        launch(
+            conv_extend, (triton.cdiv(len(where), PROMPT_TOKENS), triton.cdiv(channels, PROMPT_BLOCK)),
             *part, *known, where, len(where), *part.x.stride(), *weight.stride(), output.stride(0), states.stride(0), remembered,
             C=channels, GROUP=group, TAPS=taps, WIDTH=width, HAS_BIAS=bias is not None, SILU=bool(activation), TOKENS=PROMPT_TOKENS,
             BLOCK=PROMPT_BLOCK,
         )  # fmt: skip
-        conv_state[(len(extends.lengths), triton.cdiv(channels, BLOCK))](
+        launch(
+            conv_state, (len(extends.lengths), triton.cdiv(channels, BLOCK)),
             part.x, part.states, *known, last, extends.segments_on_device, extends.targets, *part.x.stride(), states.stride(0), remembered,
             C=channels, GROUP=group, WIDTH=width, BLOCK=BLOCK, W=triton.next_power_of_2(width),
         )  # fmt: skip

@@ -39,7 +39,7 @@ def conv_step(
         tl.store(out, _activated(total, bias, channel, real, x.dtype.element_ty, HAS_BIAS, SILU).to(output.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "remembered"])
 def conv_extend(
     x, weight, bias, output, states, rows, slots, continues, taps, tokens, x_row, x_group, x_channel, weight_channel, weight_tap,
     output_row, slot_stride, remembered, C: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, WIDTH: tl.constexpr,
@@ -79,7 +79,7 @@ def _convolved(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["remembered"])
 def conv_state(
     x, states, rows, slots, continues, last, segments, targets, x_row, x_group, x_channel, slot_stride, remembered, C: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, W: tl.constexpr,

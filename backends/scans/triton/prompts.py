@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import Extends
+from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 
 MOST = 256  # of a state's dimension that a program holds whole
@@ -38,7 +39,8 @@ def gated_delta(
     chunks = extends.chunks(size)
     new = torch.empty(len(chunks.rows) * size, heads, v_dim, dtype=value.dtype, device=value.device)
     reads = torch.empty(len(chunks.rows) * size, heads, k_dim, dtype=value.dtype, device=value.device)
-    solve_chunks[(len(chunks.rows), heads)](
+    launch(
+        solve_chunks, (len(chunks.rows), heads),
         key, value, g, beta, chunks.rows, chunks.real, new, reads, *key.stride(), *value.stride(), *g.stride(), *beta.stride(), EPS,
         REPEATS=heads // key.shape[1], HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v,
         NARROW=narrow,
@@ -65,7 +67,8 @@ def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
     block_c = NUMBERS // (TOKENS * block_n)
     if not block_c:
         return False
-    scan_channels[(len(extends.lengths), triton.cdiv(channels, block_c))](
+    launch(
+        scan_channels, (len(extends.lengths), triton.cdiv(channels, block_c)),
         x, dt, a, b, c, output, states, *_where(extends, TOKENS), *x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(),
         output.stride(0), states.stride(0), C=channels, N=n_dim, BLOCK_T=TOKENS, BLOCK_C=block_c, BLOCK_N=block_n,
     )  # fmt: skip
@@ -79,7 +82,8 @@ def _scan(
     """`states` [slots, H, K, V], in any strides; `solved`: what `solve_chunks` made."""
     _, heads, k_dim, v_dim = states.shape
     size, block_k, block_v, narrow = _sizes(k_dim, v_dim, value.dtype, solved is not None)
-    scan_chunks[(len(extends.lengths), heads, triton.cdiv(v_dim, block_v))](
+    launch(
+        scan_chunks, (len(extends.lengths), heads, triton.cdiv(v_dim, block_v)),
         query, key, value, g, beta, *(solved or (None, None)), output, states, *_where(extends, size), *query.stride(), *key.stride(),
         *value.stride(), *g.stride(), *beta.stride(), output.stride(0), *states.stride(), scale, EPS, REPEATS=heads // key.shape[1],
         HEADS=heads, K=k_dim, V=v_dim, NORMALISE=normalise, DELTA=solved is not None, CHUNK=size, BLOCK_K=block_k, BLOCK_V=block_v,

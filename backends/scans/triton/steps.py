@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import StateRows
+from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
 MOST = 256  # of a state's dimension that a program holds whole
@@ -25,7 +26,8 @@ def gated_delta(
     block_k = triton.next_power_of_2(k_dim)
     block_v = _block(v_dim, block_k)
     by_channel = g.dim() == 3
-    gated_delta_kernel[(rows.num_decode, heads, triton.cdiv(v_dim, block_v))](
+    launch(
+        gated_delta_kernel, (rows.num_decode, heads, triton.cdiv(v_dim, block_v)),
         query, key, value, g, beta, output, states, *_where(rows), *query.stride(), *key.stride(), *value.stride(), *g.stride(),
         *(() if by_channel else (0,)), *beta.stride(), output.stride(0), states.stride(0), k_dim**-0.5, EPS, REPEATS=heads // key.shape[1],
         K=k_dim, V=v_dim, NORMALISE=normalise, BY_CHANNEL=by_channel, HAS_ROWS=rows.decode_rows is not None, BLOCK_K=block_k,
@@ -41,7 +43,8 @@ def mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
         return False
     block_n = triton.next_power_of_2(n_dim)
     block_p = _block(p_dim, block_n)
-    mamba2_kernel[(rows.num_decode, heads, triton.cdiv(p_dim, block_p))](
+    launch(
+        mamba2_kernel, (rows.num_decode, heads, triton.cdiv(p_dim, block_p)),
         x, dt, a.contiguous(), b, c, output, states, *_where(rows), *x.stride(), *dt.stride(), *b.stride(), *c.stride(), output.stride(0),
         states.stride(0), REPEATS=heads // b.shape[1], P=p_dim, N=n_dim, HAS_ROWS=rows.decode_rows is not None, BLOCK_P=block_p,
         BLOCK_N=block_n,
@@ -56,7 +59,8 @@ def mamba1(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tenso
         return False
     block_n = triton.next_power_of_2(n_dim)
     block_c = _block(channels, block_n)
-    mamba1_kernel[(rows.num_decode, triton.cdiv(channels, block_c))](
+    launch(
+        mamba1_kernel, (rows.num_decode, triton.cdiv(channels, block_c)),
         x, dt, a, b, c, output, states, *_where(rows), *x.stride(), *dt.stride(), *a.stride(), *b.stride(), *c.stride(), output.stride(0),
         states.stride(0), C=channels, N=n_dim, HAS_ROWS=rows.decode_rows is not None, BLOCK_C=block_c, BLOCK_N=block_n,
     )  # fmt: skip

@@ -159,6 +159,8 @@ class ModelRunner:
             except UnsupportedError as refusal:
                 logger.warning("the graph %s gives other numbers than the model, which is traced anew: %s", path, refusal)
                 kept.entries.remove(path)
+        if options.runs_with is not None:
+            options = replace(options, runs_with=replace(options.runs_with, recurrent=self.recurrent))
         with replaced_by_ops(self.recurrent), self.ropes.by_request():
             self.compiled, args = trace_model(self.model, options, positions, on_all)
         self._use(args, options)

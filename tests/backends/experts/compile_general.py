@@ -9,13 +9,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from triton.runtime import driver
 
-from paged_attn.backends import compile_ahead
 from paged_attn.backends.experts.triton import few, grouped
 from paged_attn.backends.experts.triton.backend import TritonExpertsBackend
 from tests.backends.experts.operands import GATINGS, operands
-from tests.backends.gpus import NoGPU, named
+from tests.backends.gpus import named, only_compiled
 from tests.backends.kernel_resources import resources_of
 
 SIZES: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden": 1024, "width": 512, "bias": True}
@@ -23,16 +21,15 @@ TOKENS = (3, 16, 80, 320, 3000)  # for few tokens, and for each tiling
 
 
 def main() -> None:
-    driver.set_active(NoGPU())  # type: ignore[arg-type]
     compiled: dict[int, Any] = {}
 
-    def only_compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        result = kernel.warmup(*map(compile_ahead._for_warmup, arguments), grid=grid, **constants)
+    def launch(kernel: Any, *given: Any, **constants: Any) -> None:
+        result = only_compiled(kernel, *given, **constants)
         compiled.setdefault(id(result), (kernel.__name__, result))
 
     machine = lambda device: named().machine  # noqa: E731
     with (
-        patch.object(few, "launch", only_compiled), patch.object(grouped, "launch", only_compiled),
+        patch.object(few, "launch", launch), patch.object(grouped, "launch", launch),
         patch.object(grouped, "machine_of", machine), patch.object(grouped, "hopper_products", lambda *given: None),
         patch("paged_attn.backends.machine.machine_of", machine),
     ):  # fmt: skip

@@ -1,0 +1,96 @@
+"""One variant of a Triton kernel, to be compiled by another process, which needs no GPU."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """An argument of a Gluon kernel that copies boxes of a matrix by TMA; a descriptor holds an address, which fake tensors do not have.
+
+    Attributes:
+        tensor: where the matrix begins; in a `Job` its dtype.
+        shape, stride: its rows and columns, and elements from row to row.
+        box, layout: rows and columns of a box, and how it lies in shared memory.
+    """
+
+    tensor: Any
+    shape: tuple[int, int]
+    stride: int
+    box: list[int]
+    layout: Any
+
+    def descriptor(self) -> Any:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(self.tensor, list(self.shape), [self.stride, 1], self.box, self.layout)
+
+
+@dataclass(frozen=True)
+class CompilingDriver:
+    """As much of Triton's driver as compiling for a GPU needs."""
+
+    target: Any
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
+@dataclass(frozen=True)
+class Job:
+    """A variant of a kernel.
+
+    Attributes:
+        module, name: where the @triton.jit function is.
+        target: the GPU, as Triton knows it.
+        arguments: as it is launched with, but a dtype for a tensor.
+        launcher: have what calls the kernel written as well, where Triton makes one in C (up to 3.6, for each signature).
+    """
+
+    module: str
+    name: str
+    target: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    launcher: bool = False
+
+    @classmethod
+    def of(cls, kernel: Any, target: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Job:
+        return cls(kernel.__module__, kernel.__name__, target, grid, tuple(map(_without_memory, arguments)), constants)
+
+    def compile(self) -> Any:
+        """Into Triton's cache on disk; returns the compiled kernel, which must not be launched."""
+        from triton.runtime import driver
+
+        driver.set_active(CompilingDriver(self.target))
+        kernel = getattr(importlib.import_module(self.module), self.name)
+        compiled = kernel.warmup(*map(_for_warmup, self.arguments), grid=self.grid, **self.constants)
+        if self.launcher:
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(compiled.src, compiled.metadata)
+        return compiled
+
+
+def _without_memory(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    return replace(argument, tensor=argument.tensor.dtype) if isinstance(argument, Boxes) else argument
+
+
+def _for_warmup(argument: Any) -> Any:
+    """A descriptor is one of a tensor."""
+    return replace(argument, tensor=torch.empty(8, dtype=argument.tensor)).descriptor() if isinstance(argument, Boxes) else argument

@@ -1,0 +1,26 @@
+"""`python -m paged_attn.backends.compile_worker`: compiles kernels into Triton's cache on disk, one pickled `Job` of stdin after the other.
+
+It writes a byte for each to stdout, and ends with its stdin, or with the error of a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+
+DONE = b"."
+
+
+def main() -> None:
+    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
+    os.dup2(2, 1)  # what Triton prints is no answer
+    with contextlib.suppress(EOFError):
+        while True:
+            pickle.load(jobs).compile()
+            answers.write(DONE)
+
+
+if __name__ == "__main__":
+    main()

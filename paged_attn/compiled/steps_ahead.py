@@ -1,0 +1,171 @@
+"""Kernels of a graph's attention are compiled by other threads while this one goes on: steps run on fake tensors, which launch nothing."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
+from paged_attn.attn_ops.context import ForwardContext
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.kv.kv_pool import KVPool
+from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
+from paged_attn.attn_ops.ops.define import body_of
+from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
+from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
+from paged_attn.attn_ops.ops.linears.linear import LINEAR
+from paged_attn.attn_ops.ops.routing import ROUTE
+from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
+from paged_attn.attn_ops.ops.scans.kernels import Kernel
+from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
+from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
+from paged_attn.attn_ops.specs.attention import AttentionSpec
+from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
+from paged_attn.backends.scans.base import Kernels
+from paged_attn.backends.selection.scans import scans_backend
+from paged_attn.backends.selection.select import select
+from paged_attn.passes.fx.graph_tools import symbol, value_of
+from paged_attn.recurrent.layer import RecurrentLayer
+from paged_attn.recurrent.run import RecurrentRunner, runner_of
+
+# Steps of requests with so many cached and new tokens: one for each way in which a backend's launches follow lengths.
+CHECKED: tuple[tuple[tuple[int, int], ...], ...] = (((0, 3), (0, 11), (0, 12)), ((3, 1), (11, 12)), ((11, 1), (12, 1)))  # comes first
+DECODED = (((100, 1),), ((16_000, 1),) * 16, ((100, 1),) * 20, ((16_000, 1),) * 20)
+PROMPTS = tuple(((0, new),) for new in (600, 4096))
+MIXED = tuple(decoded + prompt for decoded, prompt in itertools.product(DECODED, PROMPTS))
+SHORT = (*(((0, new),) for new in (2, 4, 8, 16, 32, 64)), ((50, 9),))
+STEPS = (*CHECKED, *DECODED, *PROMPTS, *MIXED, *SHORT)
+MOST = 21  # requests in one of them
+PAGES = 2  # of the pool, whatever ids the requests' pages have
+SOME = 7  # tokens, where any number of them does
+ATTENTION = (UNIFIED_ATTENTION, DUAL_CHUNK_ATTENTION, LATENT_ATTENTION)
+SCANS = (SHORT_CONV, GATED_DELTA_RULE, KDA, MAMBA2_SCAN, MAMBA1_SCAN)
+
+
+@dataclass(frozen=True)
+class RunsWith:
+    """What steps will run with.
+
+    Attributes:
+        backend: for attention, by name, or "auto".
+        recurrent: the layers with recurrent state, by layer id.
+    """
+
+    backend: str
+    page_size: int
+    deterministic: bool
+    recurrent: tuple[RecurrentLayer, ...] = ()
+
+
+class _States(RecurrentRunner):
+    """Of kernels that return whether they served; what else there is has nothing to compile."""
+
+    def kernels(self, layer_id: int) -> Kernels:
+        return _Served(super().kernels(layer_id))
+
+
+class _Served(dict[Callable[..., None], Kernel]):
+    def get(self, truth: Any, default: Any = None) -> Kernel:
+        kernel = super().get(truth)
+        return lambda *given: (kernel is not None and kernel(*given)) or True
+
+
+def compile_steps_ahead(
+    graph: fx.Graph, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, runs_with: RunsWith
+) -> None:
+    """The kernels of steps through the graph, of products with one row, and of routing; none of a backend that does not compile so.
+
+    Args:
+        layers: one spec per attention layer.
+        dtype: of the model, and of its keys and values.
+    """
+    from paged_attn.backends.compile_ahead import compiling_ahead
+    from paged_attn.capture.inductor.triton_cache import pin_triton_cache
+
+    if device.type == "cuda" and torch.version.hip is None:
+        pin_triton_cache()  # or the next process looks for them in another folder
+    try:
+        backend = select(
+            runs_with.backend, layers, dtype, dtype, runs_with.page_size, device, deterministic=runs_with.deterministic
+        ).backend
+    except UnsupportedError:
+        return  # said by whoever runs a step
+    ours = all(scans_backend(each.name).compiles_ahead for layer in runs_with.recurrent for each in layer.scans)
+    with compiling_ahead(device):
+        for op, rows in ((LINEAR, 1), (ROUTE, 1)):
+            for node in _distinct(graph, op, None):
+                _run(node, rows)
+        if not backend.compiles_ahead:
+            return
+        pool, states = KVPool(layers, PAGES, runs_with.page_size, dtype, device), runner_of(runs_with.recurrent, MOST, device, _States)
+        calls = [node for op in ATTENTION for node in _distinct(graph, op, layers)]
+        if ours:
+            calls += [node for op in SCANS for node in _distinct(graph, op, [layer.spec for layer in runs_with.recurrent])]
+        for lengths in STEPS:
+            batch = _batch(lengths, runs_with.page_size, device)
+            with ForwardContext(batch, pool, backend, states):
+                for node in calls:
+                    _run(node, batch.num_rows)
+
+
+def _run(node: fx.Node, rows: int) -> None:
+    """The body of an op on the fake tensors of a call of so many tokens, all of whose logits are wanted."""
+    args, kwargs = _operands(node, rows)
+    assert isinstance(node.target, OpOverload)
+    body_of(node.target)(*args, **kwargs)
+
+
+def _operands(node: fx.Node, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def size(number: Any) -> int:
+        expression = symbol(number)
+        return expression if isinstance(expression, int) else int(expression.subs(dict.fromkeys(expression.free_symbols, rows)))
+
+    @functools.cache
+    def fake(node: fx.Node) -> Any:
+        value = value_of(node)
+        if isinstance(value, Tensor):
+            return torch.empty_strided([*map(size, value.shape)], [*map(size, value.stride())], dtype=value.dtype, device=value.device)
+        if value is not None:
+            return size(value)
+        assert callable(node.target)  # what passes have put around their ops knows no value
+        return node.target(*fx.map_arg(node.args, fake), **fx.map_arg(node.kwargs, fake))
+
+    return fx.map_arg(node.args, fake), fx.map_arg(node.kwargs, fake)
+
+
+def _distinct(graph: fx.Graph, op: OpOverload, layers: Sequence[AttentionSpec | RecurrentSpec] | None) -> list[fx.Node]:
+    """Of calls that differ in the layer alone, and layers that are alike, the first; `layers` of an op that has a layer's id."""
+    found: dict[Hashable, fx.Node] = {}
+    names = [argument.name for argument in op._schema.arguments]
+    for node in graph.find_nodes(op="call_function", target=op):
+        args, kwargs = _operands(node, SOME)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if layers is not None:
+            layer = layers[given["layer_id"]]
+            given["layer_id"] = replace(layer, module="", **({"kv_layer": 0} if isinstance(layer, AttentionSpec) else {}))
+        kind = {name: (each.dtype, each.shape, each.stride()) if isinstance(each, Tensor) else each for name, each in given.items()}
+        found.setdefault(tuple(kind.items()), node)
+    return list(found.values())
+
+
+def _batch(lengths: Sequence[tuple[int, int]], page_size: int, device: torch.device) -> Batch:
+    """Of requests that have so many cached and new tokens, with fake tensors."""
+    requests = [
+        BatchRequest([0] * new, [1] * -(-(cached + new) // page_size), cached, int(new == 1), slot)
+        for slot, (cached, new) in enumerate(lengths, 1)
+    ]
+    with unset_fake_temporarily():
+        batch = Batch.build(requests, page_size)
+    real = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    fakes: dict[str, Any] = {
+        name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in real.items() if isinstance(value, Tensor)
+    }
+    return replace(batch, **fakes)

@@ -1,0 +1,90 @@
+"""Before a model's first step its kernels are compiled: those that its steps will launch, and nothing is launched for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.backends import compile_ahead
+from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.reference import ReferenceBackend
+from paged_attn.backends.attention.triton.backend import TritonBackend
+from paged_attn.compiled import steps_ahead
+from paged_attn.compiled.steps_ahead import STEPS, compile_steps_ahead
+from tests.backends.for_hopper import printed_by
+from tests.compiled.traced import steps_of, traced
+from tests.engine.model.dual_chunk_code import made
+from tests.zoo.build import build
+
+CPU = torch.device("cpu")
+
+
+def asked(model: Any, monkeypatch: pytest.MonkeyPatch, backend: type[AttentionBackend] = TritonBackend) -> Counter[str]:
+    """By kernel, how often steps would launch it."""
+    launched: list[str] = []
+
+    monkeypatch.setattr(compile_ahead, "JITFunction", object)  # also for the interpreter's
+    monkeypatch.setattr(compile_ahead, "_compile", lambda kernel, *_: launched.append(kernel.__name__))
+    monkeypatch.setattr(steps_ahead, "select", lambda *_, **__: SimpleNamespace(backend=backend()))
+    runner = traced(model)
+    assert runner.compiled.rewrite.gm is not None
+    compile_steps_ahead(runner.compiled.rewrite.gm.graph, runner.layers, torch.float32, CPU, steps_of(runner, 4))
+    return Counter(launched)
+
+
+@pytest.mark.parametrize("model_type", ("llama", "gemma2", "gpt_oss", "bloom"))
+def test_every_kind_of_attention_runs_on_fake_tensors(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked(build(model_type), monkeypatch)
+    assert found["attend"] >= len(STEPS) and found["count_units"] == found["deal_work"] >= len(STEPS)
+
+
+def test_latents_run_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked(build("deepseek_v2"), monkeypatch)
+    assert found["attend_latent"] == found["merge_latent"] > len(STEPS)
+
+
+def test_dual_chunks_have_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(made(), monkeypatch)["attend"] >= 2 * len(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kernels"),
+    (
+        ("qwen3_next", {"conv_step", "conv_extend", "conv_state", "gated_delta_kernel", "solve_chunks", "scan_chunks", "attend"}),
+        ("bamba", {"conv_step", "conv_extend", "conv_state", "mamba2_kernel", "scan_chunks", "attend"}),
+        ("mamba", {"conv_step", "conv_extend", "conv_state", "mamba1_kernel", "scan_channels"}),
+        ("lfm2", {"conv_step", "conv_extend", "conv_state", "attend"}),
+    ),
+)
+def test_scans_run_on_fake_states(model_type: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = asked(build(model_type), monkeypatch)
+    assert set(found) - {"count_units", "deal_work", "store_kernel"} == kernels
+
+
+def test_layers_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (asked(build("llama", num_hidden_layers=layers), monkeypatch) for layers in (1, 4))
+    assert few == many
+
+
+def test_backends_that_do_not_compile_so_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not asked(build("llama"), monkeypatch, ReferenceBackend)
+
+
+def test_a_refusal_is_left_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise UnsupportedError("none fits")
+
+    assert not asked(build("llama"), monkeypatch, refuse)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ("llama", "deepseek_v2"))
+def test_steps_find_their_kernels_compiled(model_type: str) -> None:
+    (told,) = printed_by("tests.compiled.steps_for_hopper", "h100", model_type)
+    assert told["failed"] == [] and told["later"] == {} and told["ahead"].count("attend_hopper") == 2

@@ -1,0 +1,26 @@
+"""A tiny model as an engine on a GPU would rewrite it, and what its steps would run with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from paged_attn.compiled.options import CompileOptions
+from paged_attn.compiled.steps_ahead import RunsWith
+from paged_attn.engine.runners.model_runner import ModelRunner
+from paged_attn.passes.report import NO_PASSES
+
+PASSES = replace(NO_PASSES, latent_attention=True, experts=True, routing=True, scans=True, gemv=True, merge_linears=True)
+
+
+def traced(model: nn.Module) -> ModelRunner:
+    return ModelRunner(model, CompileOptions(inductor=False, self_check=False, passes=PASSES))
+
+
+def steps_of(runner: ModelRunner, page_size: int) -> RunsWith:
+    """With our kernels for all of its scans."""
+    layers = [
+        replace(layer, scans=tuple(replace(each, name="triton", rest="triton") for each in layer.scans)) for layer in runner.recurrent
+    ]
+    return RunsWith("triton", page_size, False, tuple(layers))

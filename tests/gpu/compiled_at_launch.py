@@ -1,0 +1,42 @@
+"""`python -m tests.gpu.compiled_at_launch MODEL`: starts an engine of a small model and serves some prompts; prints which Triton kernels this process compiled itself, Inductor's apart, and how long the engine took."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from triton import knobs
+
+from paged_attn import LLM, SamplingParams
+from tests.compiled.steps_for_hopper import SHAPES, SIZES
+
+
+def main() -> None:
+    compiled: list[str] = []
+
+    def noted(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit and "triton_" not in src.name:
+            compiled.append(src.name)
+
+    kind = sys.argv[1]
+    config = AutoConfig.for_model(kind, **(SIZES | SHAPES[kind]))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to("cuda").eval()
+    knobs.compilation.listener = noted
+    begun = time.perf_counter()
+    llm = LLM(model, kv_memory_gib=2)
+    ready = time.perf_counter() - begun
+    prompts = [[1 + i % 60 for i in range(length)] for length in (1, 7, 40, 300, 2500)]
+    llm.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
+    for prompt in prompts:
+        llm.generate([prompt[::-1]], SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
+    print(json.dumps({"compiled": compiled, "ready": ready, "parts": llm.engine.start_seconds}))
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
