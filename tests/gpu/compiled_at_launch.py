@@ -1,4 +1,5 @@
-"""`python -m tests.gpu.compiled_at_launch MODEL`: starts an engine of a small model and serves some prompts; prints which Triton kernels this process compiled itself, Inductor's apart, and how long the engine took."""
+"""`python -m tests.gpu.compiled_at_launch MODEL`: starts an engine of a small model and serves some prompts; prints which Triton kernels
+this process compiled itself, Inductor's apart, and how long the engine took."""
 
 from __future__ import annotations
 
