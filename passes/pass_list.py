@@ -16,7 +16,7 @@ from paged_attn.passes.find.attention_site import AttentionSite
 from paged_attn.passes.find.latent import LatentFinder
 from paged_attn.passes.fx.call_form import CallNotPaged
 from paged_attn.passes.fx.constants import specialise_numbers
-from paged_attn.passes.fx.graph_tools import remove_dead_code
+from paged_attn.passes.fx.graph_tools import remove_dead_code, shape_of
 from paged_attn.passes.optimize.complex_as_real import complex_as_real
 from paged_attn.passes.optimize.dense_experts import replace_dense_experts
 from paged_attn.passes.optimize.linears.float32_products import use_linear_float32
@@ -105,7 +105,10 @@ def _experts(graph: fx.Graph, facts: Facts) -> str:
     if facts.choose_experts is not None:
         replace_dense_experts(graph, facts.values, facts.choose_experts)
     facts.result.merges += keep_stacked(graph, facts.values)
-    facts.result.experts = dict(Counter(str(node.args[-1]) for node in graph.nodes if node.target is EXPERTS))
+    layers = graph.find_nodes(op="call_function", target=EXPERTS)
+    facts.result.experts = dict(Counter(str(node.args[-1]) for node in layers))
+    sizes = [(shape_of(node.args[3])[0], shape_of(node.args[1])[1]) for node in layers]  # of weights [experts, ..] and ids [T, chosen]
+    facts.result.experts_per_choice = max((int(experts) // int(chosen) for experts, chosen in sizes), default=0)
     return f"{sum(facts.result.experts.values())} layers"
 
 

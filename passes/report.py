@@ -83,6 +83,7 @@ class Rewrite:
     num_gathered: int = 0  # nodes that compute the wanted rows only
     num_gemv: int = 0  # linears with a kernel for a single row
     experts: dict[str, int] = field(default_factory=dict)  # layers of experts that are one op, by the backend that computes them
+    experts_per_choice: int = 0  # of a layer, for each that a token chooses; the most of all layers
     num_routed: int = 0  # routers that are one op
     num_real: int = 0  # operations on complex numbers that are done in real ones
     num_float32: int = 0  # products in float32 that take tensors in 16 bits as they are

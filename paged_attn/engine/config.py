@@ -33,6 +33,8 @@ _advanced = functools.partial(_setting, advanced=True)  # few people need it: li
 
 STEP_TOKENS = 2048
 CUDA_STEP_TOKENS = 8192  # more in a step is more in a second, but the tokens of others come later
+MANY_EXPERTS = 32  # for each that a token chooses: of 8,192 tokens each would get 256 and less, and reading its weights takes longer
+MANY_EXPERTS_STEP_TOKENS = 16_384
 OF_THE_GRAPH = ("inductor", "merge_linears", "gemv", "pdl")  # True only where somebody asked
 
 
@@ -53,7 +55,10 @@ class EngineConfig:
         0,
     )
     max_batch_tokens: int | None = _setting(
-        None, "token budget of one step; longer prompts are prefilled in chunks; default: 2048, for LLM on CUDA 8192", 1
+        None,
+        "token budget of one step; longer prompts are prefilled in chunks; default: 2048, for LLM on CUDA 8192, or 16384 with very "
+        "many experts",
+        1,
     )
     max_requests: int = _setting(256, "requests that run at the same time", 1)
     overlap: bool | None = _advanced(

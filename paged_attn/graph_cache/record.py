@@ -32,6 +32,7 @@ PROBE_TOKENS = 3  # of the token ids that stand for those of the traced call
 _COUNTS = (  # of `Rewrite`: numbers, which JSON holds as they are
     "nodes_before", "nodes_after", "num_latents", "num_gathered", "num_gemv", "num_routed", "num_real", "num_float32", "num_scans",
     "positions_redirected", "max_positions",
+    "experts_per_choice",
 )  # fmt: skip
 
 

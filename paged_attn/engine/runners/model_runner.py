@@ -265,6 +265,10 @@ class ModelRunner:
         logits = logits_of(self.compiled.run_paged(context, self.inputs.fill(input_ids, positions, logits_rows)))
         return logits if self.takes_logits_rows else logits[logits_rows]
 
+    @property
+    def experts_per_choice(self) -> int:
+        return self.compiled.rewrite.experts_per_choice
+
     def computes_the_same(self) -> bool:
         """Whether the graph gives the model's own logits yet."""
         try:

@@ -61,6 +61,7 @@ class PatchedRunner:
     max_rows: int | None = None
     runs_as = "hooked, not compiled"
     one_row = False
+    experts_per_choice = 0
     follows_the_model = True
 
     def __init__(

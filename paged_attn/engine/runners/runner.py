@@ -24,6 +24,7 @@ class Runner(Protocol):
         ranks: the processes that hold the shards of the model and run it together; None for a whole one.
         runs_as: for people: how the model is called.
         one_row: a step of one request gains from being one row.
+        experts_per_choice: of a layer of experts, for each that a token chooses; 0 where there is none that is known.
         follows_the_model: calls compute what the model is then, adapters and hooks included, and not a graph of what it was.
     """
 
@@ -53,6 +54,9 @@ class Runner(Protocol):
 
     @property
     def one_row(self) -> bool: ...
+
+    @property
+    def experts_per_choice(self) -> int: ...
 
     @property
     def owned(self) -> dict[str, Tensor]:
