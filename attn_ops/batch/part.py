@@ -23,7 +23,8 @@ def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
     rows = np.concatenate([np.arange(starts[r], starts[r] + count) for r, count in zip(requests, new, strict=True)])
     at = torch.from_numpy(rows).to(device, non_blocking=True)
     which = torch.tensor(requests, dtype=torch.int64).to(device, non_blocking=True)
-    lengths = np.array([*seq, *new, *itertools.accumulate(new, initial=0)], dtype=np.int32)
+    lengths = np.zeros((3, -(-(len(seq) + 1) // 4) * 4), np.int32)  # rows begin at multiples of 16 bytes, of which kernels make use
+    lengths[0, : len(seq)], lengths[1, : len(seq)], lengths[2, : len(seq) + 1] = seq, new, list(itertools.accumulate(new, initial=0))
     on_device = torch.from_numpy(lengths).to(device, non_blocking=True)
     host, kept = batch.page_table_host, batch.checkpoints
     part = Batch(
@@ -35,9 +36,9 @@ def part_of(batch: Batch, requests: Sequence[int]) -> tuple[Batch, Tensor]:
         positions=batch.positions[at],
         slots=batch.slots[at],
         page_table=batch.page_table[which],
-        seq_lens=on_device[: len(seq)],
-        query_lens=on_device[len(seq) : 2 * len(seq)],
-        query_start=on_device[2 * len(seq) :],
+        seq_lens=on_device[0, : len(seq)],
+        query_lens=on_device[1, : len(seq)],
+        query_start=on_device[2, : len(seq) + 1],
         logits_rows=batch.logits_rows[:0],
         state_slots=batch.state_slots[which],
         request_lens=batch.request_lens[which],

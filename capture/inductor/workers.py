@@ -7,7 +7,4 @@ def start_workers() -> None:
     """Until they answer, some five seconds after it asks for them, Inductor compiles one kernel after the other in the process itself."""
     from torch._inductor.async_compile import AsyncCompile
 
-    from paged_attn.capture.inductor.triton_cache import pin_triton_cache
-
-    pin_triton_cache()  # they have the environment that they begin with
     AsyncCompile.use_process_pool()

@@ -20,8 +20,8 @@ from paged_attn.capture.compiled.artifacts import ArtifactCache
 from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces
 from paged_attn.capture.split.split_graph import SplitGraph, split_graph
 from paged_attn.capture.split.split_ops import split_ops
+from paged_attn.compiled.experts_ahead import compile_graph_ahead
 from paged_attn.compiled.graph_inputs import GraphInputs
-from paged_attn.compiled.kernels_ahead import compile_graph_ahead
 from paged_attn.compiled.lora_graph import LoraGraph
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.steps_ahead import compile_steps_ahead

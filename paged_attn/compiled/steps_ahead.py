@@ -21,7 +21,8 @@ from paged_attn.attn_ops.ops.attention import UNIFIED_ATTENTION
 from paged_attn.attn_ops.ops.define import body_of
 from paged_attn.attn_ops.ops.dual_chunk import DUAL_CHUNK_ATTENTION
 from paged_attn.attn_ops.ops.latent import LATENT_ATTENTION
-from paged_attn.attn_ops.ops.linears.linear import LINEAR
+from paged_attn.attn_ops.ops.linears.linear import LINEAR, one_row
+from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
 from paged_attn.attn_ops.ops.scans.kernels import Kernel
@@ -100,9 +101,12 @@ def compile_steps_ahead(
         return  # said by whoever runs a step
     ours = all(scans_backend(each.name).compiles_ahead for layer in runs_with.recurrent for each in layer.scans)
     with compiling_ahead(device):
-        for op, rows in ((LINEAR, 1), (ROUTE, 1)):
+        for op in (LINEAR, LINEAR_FLOAT32):
             for node in _distinct(graph, op, None):
-                _run(node, rows)
+                (x, weight, *bias), _ = _operands(node, 1)
+                one_row(x, weight, bias[0] if bias else None, x.dtype if op is LINEAR else torch.float32)
+        for node in _distinct(graph, ROUTE, None):
+            _run(node, 1)  # launched alike for any number of rows
         if not backend.compiles_ahead:
             return
         pool, states = KVPool(layers, PAGES, runs_with.page_size, dtype, device), runner_of(runs_with.recurrent, MOST, device, _States)

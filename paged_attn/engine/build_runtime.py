@@ -23,6 +23,7 @@ from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.select import Selection, select_for_pool
 from paged_attn.calling.body import Body
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
+from paged_attn.capture.inductor.triton_cache import pin_triton_cache
 from paged_attn.capture.inductor.workers import start_workers
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
@@ -69,9 +70,10 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
                 raise UnsupportedError(f"{model.name} embeds or classifies, which runs traced alone; leave compile=False out")
             return PatchedRunner(model, options, config.follow_generate, probe)
         use_experts(lambda name: experts_backend(name).forward)
-        if config.inductor and only_device(model).type == "cuda":
-            start_workers()
         if only_device(model).type == "cuda" and has_triton():
+            pin_triton_cache()  # before a kernel is compiled: processes that compile begin with this one's environment
+            if config.inductor:
+                start_workers()
             from paged_attn.backends.experts.triton.route import route
             from paged_attn.backends.linear.gemv import one_row_linear
 

@@ -143,7 +143,7 @@ class PiecewiseRun(fx.Interpreter):
             return args
         changed = list(args)
         for argument, boundary in zip(self._operand_indices[name], boundaries, strict=True):
-            changed[argument] = self.visit(boundary, args[argument])
+            changed[argument] = with_strides_of(args[argument], self.visit(boundary, args[argument]))
         return tuple(changed)
 
     def _results(self, name: str, result: Any) -> Any:
@@ -162,7 +162,7 @@ class PiecewiseRun(fx.Interpreter):
 
 
 def with_strides_of(value: Tensor, changed: Tensor) -> Tensor:
-    """`changed` laid out as `value` is: the next piece may be compiled for its strides. Where a value repeats its memory, as it is."""
+    """`changed` laid out as `value` is: what comes next may be compiled for its strides. Where a value repeats its memory, as it is."""
     if changed is value or changed.stride() == value.stride() or 0 in value.stride():
         return changed
     return torch.empty_strided(value.shape, value.stride(), dtype=changed.dtype, device=changed.device).copy_(changed)

@@ -136,6 +136,13 @@ def _traced_like(value: FakeTensor) -> Iterator[None]:
         yield
 
 
+def _dims_in_memory(value: Tensor) -> list[int]:
+    """From the one with the longest stride on; as they are where strides are no numbers."""
+    strides = [symbol(stride) for stride in value.stride()]
+    numbers = all(isinstance(stride, int) for stride in strides)
+    return sorted(range(value.dim()), key=lambda dim: -strides[dim]) if numbers else list(range(value.dim()))
+
+
 def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values) -> bool:
     """Whether the rows PICKED of TOKENS random ones come out the same, picked before the region and after it.
 
@@ -146,13 +153,16 @@ def agrees(fewer: GatheredRegion, results: Mapping[fx.Node, int], values: Values
 
     def random(node: fx.Node) -> Tensor:
         value = value_of(node)
-        shape, device = shape_at(value, fewer.tokens, TOKENS), value.device
+        order = _dims_in_memory(value)  # kernels are compiled for how weights lie
+        shape, device = [shape_at(value, fewer.tokens, TOKENS)[dim] for dim in order], value.device
         if device not in generators:
             generators[device] = torch.Generator(device).manual_seed(5)
         where: dict[str, Any] = {"generator": generators[device], "device": device}  # one core takes 5 s for a layer's experts
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            return torch.randn(shape, dtype=value.dtype if value.dtype.itemsize > 1 else None, **where).to(value.dtype)
-        return torch.randint(0, 2, shape, **where).to(value.dtype)
+            drawn = torch.randn(shape, dtype=value.dtype if value.dtype.itemsize > 1 else None, **where)
+        else:
+            drawn = torch.randint(0, 2, shape, **where)
+        return drawn.to(value.dtype).permute([order.index(dim) for dim in range(len(order))])
 
     # A cached graph is found by the numbers that were read of `values`: these here only serve as examples.
     others = {each: dict.__getitem__(values, each) if each in values else _other(each, random) for each in fewer.others}

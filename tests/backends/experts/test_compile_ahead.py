@@ -16,7 +16,7 @@ from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends import compile_ahead
 from paged_attn.backends.experts.one_by_one import OneByOneBackend
 from paged_attn.backends.experts.triton.grouped import ONE_PROGRAM, tiling_for, token_counts
-from paged_attn.compiled.kernels_ahead import compile_graph_ahead
+from paged_attn.compiled.experts_ahead import compile_graph_ahead
 from paged_attn.engine.tracing.experts_as_ops import experts_as_ops
 from tests.backends.experts.operands import operands
 from tests.backends.for_hopper import printed_by
