@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from subprocess import PIPE
 from typing import IO, Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime import JITFunction, driver
 
+from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.backends.compile_job import Boxes, Job
 from paged_attn.backends.compile_worker import DONE
 
@@ -98,6 +99,15 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
         finally:
             _compiling.reset(token)
             workers.start()
+
+
+def on_fakes(batch: Batch, device: torch.device) -> Batch:
+    """Inside `compiling_ahead`: with fake tensors on a device in the places of its own."""
+    real = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    fakes: dict[str, Any] = {
+        name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in real.items() if isinstance(value, Tensor)
+    }
+    return replace(batch, **fakes)
 
 
 def is_compiling_ahead() -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _library = torch.library.Library("paged_attn", "DEF")
 _bodies: dict[OpOverload, Callable[..., Any]] = {}
@@ -38,6 +39,13 @@ def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = _
 def body_of(op: OpOverload) -> Callable[..., Any]:
     """What an op of ours runs on real tensors: called itself, it runs on fake ones, too."""
     return _bodies[op]
+
+
+class BodiesOnFakes(TorchDispatchMode):
+    """Inside, entered after a FakeTensorMode, ops of ours run on fake tensors what they run on real ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return _bodies.get(func, func)(*args, **(kwargs or {}))
 
 
 class GpuKernel:

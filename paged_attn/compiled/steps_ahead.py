@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from paged_attn.attn_ops.batch.batch import Batch, BatchRequest
 from paged_attn.attn_ops.context import ForwardContext
@@ -25,17 +24,15 @@ from paged_attn.attn_ops.ops.linears.linear import LINEAR, one_row
 from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
 from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.attn_ops.ops.scans.gated_delta import GATED_DELTA_RULE, KDA
-from paged_attn.attn_ops.ops.scans.kernels import Kernel
 from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
 from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
-from paged_attn.backends.scans.base import Kernels
 from paged_attn.backends.selection.scans import scans_backend
 from paged_attn.backends.selection.select import select
 from paged_attn.passes.fx.graph_tools import symbol, value_of
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.run import RecurrentRunner, runner_of
+from paged_attn.recurrent.run import KernelsAlone, runner_of
 
 # Steps of requests with so many cached and new tokens: one for each way in which a backend's launches follow lengths.
 CHECKED: tuple[tuple[tuple[int, int], ...], ...] = (((0, 3), (0, 11), (0, 12)), ((3, 1), (11, 12)), ((11, 1), (12, 1)))  # comes first
@@ -66,19 +63,6 @@ class RunsWith:
     recurrent: tuple[RecurrentLayer, ...] = ()
 
 
-class _States(RecurrentRunner):
-    """Of kernels that return whether they served; what else there is has nothing to compile."""
-
-    def kernels(self, layer_id: int) -> Kernels:
-        return _Served(super().kernels(layer_id))
-
-
-class _Served(dict[Callable[..., None], Kernel]):
-    def get(self, truth: Any, default: Any = None) -> Kernel:
-        kernel = super().get(truth)
-        return lambda *given: (kernel is not None and kernel(*given)) or True
-
-
 def compile_steps_ahead(
     graph: fx.Graph, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, runs_with: RunsWith
 ) -> None:
@@ -88,7 +72,7 @@ def compile_steps_ahead(
         layers: one spec per attention layer.
         dtype: of the model, and of its keys and values.
     """
-    from paged_attn.backends.compile_ahead import compiling_ahead
+    from paged_attn.backends.compile_ahead import compiling_ahead, on_fakes
     from paged_attn.capture.inductor.triton_cache import pin_triton_cache
 
     if device.type == "cuda" and torch.version.hip is None:
@@ -100,6 +84,7 @@ def compile_steps_ahead(
     except UnsupportedError:
         return  # said by whoever runs a step
     ours = all(scans_backend(each.name).compiles_ahead for layer in runs_with.recurrent for each in layer.scans)
+    batches = [_batch(lengths, runs_with.page_size) for lengths in STEPS]
     with compiling_ahead(device):
         for op in (LINEAR, LINEAR_FLOAT32):
             for node in _distinct(graph, op, None):
@@ -109,13 +94,12 @@ def compile_steps_ahead(
             _run(node, 1)  # launched alike for any number of rows
         if not backend.compiles_ahead:
             return
-        pool, states = KVPool(layers, PAGES, runs_with.page_size, dtype, device), runner_of(runs_with.recurrent, MOST, device, _States)
+        pool, states = KVPool(layers, PAGES, runs_with.page_size, dtype, device), runner_of(runs_with.recurrent, MOST, device, KernelsAlone)
         calls = [node for op in ATTENTION for node in _distinct(graph, op, layers)]
         if ours:
             calls += [node for op in SCANS for node in _distinct(graph, op, [layer.spec for layer in runs_with.recurrent])]
-        for lengths in STEPS:
-            batch = _batch(lengths, runs_with.page_size, device)
-            with ForwardContext(batch, pool, backend, states):
+        for batch in batches:
+            with ForwardContext(on_fakes(batch, device), pool, backend, states):
                 for node in calls:
                     _run(node, batch.num_rows)
 
@@ -160,16 +144,10 @@ def _distinct(graph: fx.Graph, op: OpOverload, layers: Sequence[AttentionSpec | 
     return list(found.values())
 
 
-def _batch(lengths: Sequence[tuple[int, int]], page_size: int, device: torch.device) -> Batch:
-    """Of requests that have so many cached and new tokens, with fake tensors."""
+def _batch(lengths: Sequence[tuple[int, int]], page_size: int) -> Batch:
+    """Of requests that have so many cached and new tokens."""
     requests = [
         BatchRequest([0] * new, [1] * -(-(cached + new) // page_size), cached, int(new == 1), slot)
         for slot, (cached, new) in enumerate(lengths, 1)
     ]
-    with unset_fake_temporarily():
-        batch = Batch.build(requests, page_size)
-    real = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    fakes: dict[str, Any] = {
-        name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in real.items() if isinstance(value, Tensor)
-    }
-    return replace(batch, **fakes)
+    return Batch.build(requests, page_size)

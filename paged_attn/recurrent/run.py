@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.attn_ops.kv.state_pool import StatePool
+from paged_attn.attn_ops.ops.scans.kernels import Kernel
 from paged_attn.attn_ops.scans.state_rows import Extends, RecurrentPlan, StateRows
 from paged_attn.backends.scans.base import Kernels
 from paged_attn.calling.evaluating import evaluating
@@ -102,6 +104,19 @@ class TokenByToken(RecurrentRunner):
         first = StateRows(none, none, Extends([0], [1], [slot], [True], device))
         rows = torch.arange(batch.num_tokens, device=device).split(1)
         return RecurrentPlan(batch.num_tokens, (first, *(StateRows(row, torch.full_like(row, slot), None) for row in rows[1:])))
+
+
+class KernelsAlone(RecurrentRunner):
+    """For `backends.compile_ahead`: what no kernel serves is left out, as there is nothing to compile."""
+
+    def kernels(self, layer_id: int) -> Kernels:
+        return _Served(super().kernels(layer_id))
+
+
+class _Served(dict[Callable[..., None], Kernel]):
+    def get(self, truth: Any, default: Any = None) -> Kernel:
+        kernel = super().get(truth)
+        return lambda *given: (kernel is not None and kernel(*given)) or True
 
 
 def runner_of(

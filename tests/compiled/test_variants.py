@@ -1,4 +1,4 @@
-"""An engine launches no variant of a kernel that was not asked for before its first step, but in proofs that come before the graph."""
+"""An engine launches no variant of a kernel that was not asked for before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from paged_attn import LLM, SamplingParams
 from tests.compiled.variants import variants
 from tests.zoo.build import build
 
-PROVED = {"conv_step", "conv_extend", "conv_state"}  # of a layer of its own, whose columns lie otherwise
 # Heads of 16 or more, so that strides are multiples of 16, as they are in models that people run.
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16},
@@ -33,4 +32,4 @@ def test_nothing_is_launched_that_was_not_asked_for(model_type: str, monkeypatch
         settings["experts_backend"] = "triton"
     with variants() as found, LLM(model, **settings) as llm:
         llm.generate([[1, 2, 3], [4, 5, 6, 7] * 6, [3]], SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
-    assert found.launched and found.missing.keys() <= PROVED, found.missing
+    assert found.launched and not found.missing, found.missing

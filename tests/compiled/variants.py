@@ -26,6 +26,7 @@ from paged_attn.backends.fast_launch import FastKernel
 from paged_attn.backends.scans.triton.backend import TritonScans
 from paged_attn.compiled import rewritten_graph
 from paged_attn.compiled.steps_ahead import compile_steps_ahead
+from paged_attn.recurrent.as_ops import by_ops
 
 CPU = torch.device("cpu")
 LAUNCHING = ("scans.triton.conv", "scans.triton.prompts", "scans.triton.steps", "experts.triton.few", "experts.triton.grouped")
@@ -91,6 +92,7 @@ def variants() -> Iterator[Variants]:
         patched.enter_context(patch.object(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=HERE)))
         for kind in (TritonScans, TritonExpertsBackend):
             patched.enter_context(patch.object(kind, "needs", replace(kind.needs, devices=HERE)))  # type: ignore[attr-defined]
+        patched.enter_context(patch.object(by_ops, "_compiles_ahead", lambda layer: True))
         patched.enter_context(patch.object(rewritten_graph, "has_triton", lambda: True))
         patched.enter_context(patch.object(rewritten_graph, "model_device", lambda model: torch.device("cuda")))
         patched.enter_context(patch.object(rewritten_graph, "compile_steps_ahead", on_cpu))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from paged_attn.attn_ops.batch.batch import Batch, BatchRequest, StateCheckpoint
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS, StepShape
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.state_pool import StatePool
-from paged_attn.attn_ops.model_code import model_code
+from paged_attn.attn_ops.model_code import MODEL_ERRORS, model_code
+from paged_attn.attn_ops.ops.define import BodiesOnFakes
 from paged_attn.attn_ops.specs.recurrent import StateSpec
 from paged_attn.backends.devices import architecture_of, device_word
 from paged_attn.backends.scans.base import ScanProblem
@@ -24,7 +25,7 @@ from paged_attn.calling.forward_scopes import forward_scopes
 from paged_attn.calling.no_attention import without_attention
 from paged_attn.recurrent.as_ops.functions import FUNCTIONS, NoOpFits, layer_of_ops, ops_that_ran, replaced_functions
 from paged_attn.recurrent.layer import RecurrentLayer
-from paged_attn.recurrent.run import RecurrentRunner
+from paged_attn.recurrent.run import KernelsAlone, RecurrentRunner
 from paged_attn.recurrent.verify import LIMIT, LIMIT_16_BIT, difference, in_parts
 from paged_attn.stopwatch import part
 from paged_attn.tolerances import MULTIPLE, rounding
@@ -89,6 +90,8 @@ def _proved(layer: RecurrentLayer, backend: str) -> RecurrentLayer:
             raise NoOpFits("ops are known for some of its states alone")
         chosen = dataclasses.replace(layer, ops=ops, scans=_selected(layer, ops, states, backend))
         if chosen.kernels:
+            if _compiles_ahead(chosen):
+                compile_ahead(chosen, scopes)
             error, allowed = _compared(chosen, scopes)
             if error <= allowed:
                 return chosen
@@ -145,31 +148,65 @@ def apart(layer: RecurrentLayer, served: RecurrentLayer, scopes: Sequence[dict[s
     for pool in pools:
         pool.fill(float("nan"))
     own = RecurrentRunner([layer], pools[0])
-    seen, error = [0] * len(SLOTS), 0.0
-    for number, counts in enumerate(STEPS):
-        active = [i for i, count in enumerate(counts) if count]
-        requests = [BatchRequest([0] * counts[i], [1], seen[i], state_slot=SLOTS[i]) for i in active]
-        requests[0] = requests[0]._replace(checkpoints=KEPT.get(number, ()))
-        total = sum(counts)
-        batch = Batch.build(requests, PAGE, _device(layer), StepShape(total + PADDING, max(total, MIN_ROWS)))
+    error = 0.0
+    for number, batch in enumerate(_batches(_device(layer))):
+        total = batch.num_tokens
         inputs = _rows(layer, total, number)
         output = torch.zeros(1, total + PADDING, *layer.output_shape, dtype=layer.output_dtype, device=_device(layer))
         own.forward(own.plan(batch), 0, inputs, output)
         result = _by_ops(served, scopes, pools[1], batch, inputs)
-        slots = [*(SLOTS[i] for i in active), *(kept.slot for kept in KEPT.get(number, ()))]
+        slots = [*batch.state_slots_host, *(kept.slot for kept in KEPT.get(number, ()))]
         results = [
             (rows[:, :total].flatten(2), [state[slots].float() for state in pool.states(0)])
             for rows, pool in zip((output, result), pools, strict=True)
         ]
         error = max(error, difference(*results))
-        seen = [before + new for before, new in zip(seen, counts, strict=True)]
     return error
 
 
-def _by_ops(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: StatePool, batch: Batch, inputs: Sequence[Tensor]) -> Tensor:
+def _batches(device: torch.device) -> Iterator[Batch]:
+    """Of `STEPS`."""
+    seen = [0] * len(SLOTS)
+    for number, counts in enumerate(STEPS):
+        requests = [
+            BatchRequest([0] * count, [1], before, state_slot=slot)
+            for count, before, slot in zip(counts, seen, SLOTS, strict=True)
+            if count
+        ]
+        requests[0] = requests[0]._replace(checkpoints=KEPT.get(number, ()))
+        total = sum(counts)
+        yield Batch.build(requests, PAGE, device, StepShape(total + PADDING, max(total, MIN_ROWS)))
+        seen = [before + new for before, new in zip(seen, counts, strict=True)]
+
+
+def _compiles_ahead(layer: RecurrentLayer) -> bool:
+    return _device(layer).type == "cuda" and all(scans_backend(each.name).compiles_ahead for each in layer.scans)
+
+
+def compile_ahead(layer: RecurrentLayer, scopes: Sequence[dict[str, Any]]) -> None:
+    """The kernels that `apart` will launch, by other processes at once."""
+    from paged_attn.backends.compile_ahead import compiling_ahead, on_fakes
+
+    device = _device(layer)
+    steps = [(batch, _rows(layer, batch.num_tokens, number)) for number, batch in enumerate(_batches(device))]
+    with compiling_ahead(device), BodiesOnFakes():  # type: ignore[no-untyped-call]
+        pool = StatePool([layer.spec], max(SLOTS) + 1, device)
+        try:
+            for batch, inputs in steps:
+                _by_ops(layer, scopes, pool, on_fakes(batch, device), [*map(torch.empty_like, inputs)], KernelsAlone)
+        except MODEL_ERRORS as error:  # of the model's own code, which may read values
+            logger.info(
+                "%s does not run on fake tensors, so that its kernels are compiled one after the other: %s", layer.spec.module, error
+            )
+
+
+def _by_ops(
+    layer: RecurrentLayer, scopes: Sequence[dict[str, Any]], pool: StatePool, batch: Batch, inputs: Sequence[Tensor],
+    kind: type[RecurrentRunner] = RecurrentRunner,
+) -> Tensor:  # fmt: skip
     """The output of the layer's forward [1, rows, ...] with ops in the places of functions."""
     shapes = [state.shape for state in layer.spec.states]
-    ops = RecurrentRunner([layer], pool)
+    ops = kind([layer], pool)
     with without_attention(batch, torch.float32, ops), layer_of_ops(shapes), replaced_functions(scopes):
         return layer.run_without_cache(inputs)
 
