@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from subprocess import PIPE
 from typing import IO, Any
 
@@ -34,25 +35,34 @@ from paged_attn.backends.compile_worker import DONE
 
 logger = logging.getLogger("paged_attn")
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # Inductor has as many and more
+LONG_TO_LOAD = 1.0  # seconds, of a kernel from the disk
 COMMAND = (sys.executable, "-m", "paged_attn.backends.compile_worker")
 _asked: dict[Hashable, Future[None]] = {}  # all variants of kernels that were ever asked for
 _under_way: dict[Any, dict[Hashable, Future[None]]] = {}  # those of a kernel that were not launched yet
 
 
-@dataclass
-class Workers:
-    """Processes that compile for one device, pickled jobs of which others wait for the end; each ends when there is nothing left for it."""
+Jobs = list[tuple[bytes, "Future[None]"]]  # pickled, with who waits
 
-    device: torch.device
-    jobs: queue.SimpleQueue[tuple[bytes, Future[None]]] = field(default_factory=queue.SimpleQueue)
 
-    def start(self) -> None:
-        for _ in range(min(WORKERS, self.jobs.qsize())):
+class _Workers:
+    """Processes that compile, up to WORKERS at a time; each ends when there is nothing left for it."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[bytes, Future[None]]] = queue.SimpleQueue()
+        self._running, self._lock = 0, threading.Lock()
+
+    def compile(self, jobs: Jobs) -> None:
+        with self._lock:
+            for job in jobs:
+                self._jobs.put(job)
+            more = min(WORKERS - self._running, len(jobs))
+            self._running += more
+        for _ in range(more):
             threading.Thread(target=self._serve, name="compile_ahead", daemon=True).start()
 
     def _serve(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        while not self.jobs.empty():
+        while not self._ends():
             try:
                 with (
                     tempfile.TemporaryFile() as errors,
@@ -63,6 +73,12 @@ class Workers:
             except OSError as error:  # there can be no such process
                 while (job := self._next()) is not None:
                     job[1].set_exception(error)
+
+    def _ends(self) -> bool:
+        with self._lock:
+            ends = self._jobs.empty()
+            self._running -= ends
+        return ends
 
     def _asked(self, worker: subprocess.Popen[bytes], errors: IO[bytes]) -> bool:
         """Have it compile one more; False if there is no other, or it ended."""
@@ -80,25 +96,26 @@ class Workers:
 
     def _next(self) -> tuple[bytes, Future[None]] | None:
         try:
-            return self.jobs.get_nowait()
+            return self._jobs.get_nowait()
         except queue.Empty:
             return None
 
 
-_compiling: ContextVar[Workers | None] = ContextVar("compiling_ahead", default=None)
+_workers = _Workers()
+_compiling: ContextVar[tuple[torch.device, Jobs] | None] = ContextVar("compiling_ahead", default=None)
 
 
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
     """Inside, new tensors are fake, and `launch` launches nothing; what it was asked for is compiled by other processes afterwards."""
-    workers = Workers(device)
+    jobs: Jobs = []
     with FakeTensorMode(allow_non_fake_inputs=True):
-        token = _compiling.set(workers)
+        token = _compiling.set((device, jobs))
         try:
             yield
         finally:
             _compiling.reset(token)
-            workers.start()
+            _workers.compile(jobs)
 
 
 def on_fakes(batch: Batch, device: torch.device) -> Batch:
@@ -116,28 +133,35 @@ def is_compiling_ahead() -> bool:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Any:
     """`kernel[grid](*arguments, **constants)`, once that variant is compiled, if it is under way; returns what that does."""
-    if (workers := _compiling.get()) is not None:
+    if (ahead := _compiling.get()) is not None:
         if isinstance(kernel, JITFunction):  # the interpreter has nothing to compile
-            _compile(kernel, grid, arguments, constants, workers)
+            _compile(kernel, grid, arguments, constants, *ahead)
         return None
+    started = None
     if under_way := _under_way.get(kernel):
         if (future := under_way.pop(_variant(kernel, arguments, constants), None)) is not None:
             if (error := future.exception()) is not None:  # waits
                 logger.warning("%s could not be compiled ahead, and is compiled now: %s", kernel.__name__, error)
+            started = time.perf_counter()
         elif all(each.done() for each in under_way.values()):
-            del _under_way[kernel]
-    return kernel[grid](*(each.descriptor() if isinstance(each, Boxes) else each for each in arguments), **constants)
+            _under_way.pop(kernel, None)
+    result = kernel[grid](*(each.descriptor() if isinstance(each, Boxes) else each for each in arguments), **constants)
+    if started is not None and (seconds := time.perf_counter() - started) > LONG_TO_LOAD:
+        logger.info("%s was compiled ahead, and takes %.1f s to launch: perhaps its key differs here", kernel.__name__, seconds)
+    return result
 
 
-def _compile(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], workers: Workers) -> None:
+def _compile(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], device: torch.device, jobs: Jobs
+) -> None:
     if (variant := _variant(kernel, arguments, constants)) in _asked:
         return
     job = Job.of(kernel, driver.active.get_current_target(), grid, arguments, constants)
-    if workers.device.type == "cuda" and torch.version.hip is None:
+    if device.type == "cuda" and torch.version.hip is None:
         job = replace(job, launcher=True)
     future = _asked[variant] = Future()
     _under_way.setdefault(kernel, {})[variant] = future
-    workers.jobs.put((pickle.dumps(job), future))
+    jobs.append((pickle.dumps(job), future))
 
 
 def _variant(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Hashable:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.ops.module import MODULE, register_module
-from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun
-from paged_attn.check.runs.traced_served import with_strides_of
+from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun, with_strides_of
 
 
 def traced(function: Callable[..., Any]) -> fx.GraphModule:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Proofs of recurrent layers come before there is a graph, and sampling has its own batches.
+# Sampling has its own batches.
 ALLOWED = {"spread", "choose", "weigh", "draw", "best_of_part", "best_of_row"}
-PROVED = {"conv_step", "conv_extend", "conv_state", "gated_delta_kernel", "solve_chunks", "scan_chunks", "mamba2_kernel"}
 
 
 @pytest.mark.parametrize("model_type", ("llama", "deepseek_v2", "qwen3_next", "bamba"))
@@ -23,4 +22,4 @@ def test_no_launch_compiles(model_type: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=os.environ | empty, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
-    assert not (late := set(told["compiled"]) - ALLOWED - PROVED), (late, told)
+    assert not (late := set(told["compiled"]) - ALLOWED), (late, told)

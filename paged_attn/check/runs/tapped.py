@@ -73,7 +73,7 @@ class TappedRun(fx.Interpreter):
             if not written:
                 if n.name in self._inner:
                     self._computed[n.name] = value
-                return seen
+                return with_strides_of(value, seen)
             if seen is not value:
                 value.copy_(seen)
         return result
@@ -162,10 +162,17 @@ class WideRun(TappedRun):
             if dtype == value.dtype:
                 return value
             if id(value) not in narrowed:
-                narrowed[id(value)] = value, value.to(dtype)
+                narrowed[id(value)] = value, with_strides_of(value, value.to(dtype))
             return narrowed[id(value)][1]
 
         return as_traced
+
+
+def with_strides_of(value: Tensor, changed: Tensor) -> Tensor:
+    """`changed` laid out as `value` is: what comes next may be compiled for its strides. Where a value repeats its memory, as it is."""
+    if changed is value or changed.stride() == value.stride() or 0 in value.stride():
+        return changed
+    return torch.empty_strided(value.shape, value.stride(), dtype=changed.dtype, device=changed.device).copy_(changed)
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:

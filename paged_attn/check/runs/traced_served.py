@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from paged_attn.attn_ops.batch.batch import Batch
@@ -15,7 +14,7 @@ from paged_attn.capture.split.split_ops import split_ops
 from paged_attn.check.runs.boundaries import Boundaries
 from paged_attn.check.runs.served import Seen, Served, VisitBoundary
 from paged_attn.check.runs.steps import ProbeSettings
-from paged_attn.check.runs.tapped import written_arguments
+from paged_attn.check.runs.tapped import with_strides_of, written_arguments
 from paged_attn.compiled.graph_inputs import GraphInputs, logits_of
 from paged_attn.compiled.rewritten_graph import RewrittenGraph
 from paged_attn.passes.find.attention_site import modules_of
@@ -159,13 +158,6 @@ class PiecewiseRun(fx.Interpreter):
         passed_on = value if boundary is None else with_strides_of(value, self.visit(boundary, value))
         self._made_by[id(passed_on)] = name, index
         return passed_on
-
-
-def with_strides_of(value: Tensor, changed: Tensor) -> Tensor:
-    """`changed` laid out as `value` is: what comes next may be compiled for its strides. Where a value repeats its memory, as it is."""
-    if changed is value or changed.stride() == value.stride() or 0 in value.stride():
-        return changed
-    return torch.empty_strided(value.shape, value.stride(), dtype=changed.dtype, device=changed.device).copy_(changed)
 
 
 def written_indices(part: fx.GraphModule) -> list[int]:
