@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from paged_attn import LLM, SamplingParams
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import recurrent
 from tests.tiny_models import build
+from tests.zoo.build import build as zoo_model
 
 
 @pytest.mark.slow
@@ -29,3 +32,21 @@ def test_values_seen_by_the_self_check_keep_the_strides_that_the_next_piece_was_
     torch._dynamo.reset()
     with LLM(copy.deepcopy(recurrent("lfm2")).to(torch.bfloat16), inductor=True, num_pages=64) as llm:
         assert len(llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))[0].token_ids) == 4
+
+
+@pytest.mark.slow
+def test_pieces_with_experts_are_on_disk_for_the_next_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PAGED_ATTN_CACHE", str(tmp_path))
+    caplog.set_level(logging.INFO, "paged_attn")
+    prompts = random_prompts((1, 5, 17))
+    for found in (False, True):
+        torch._dynamo.reset()
+        model = zoo_model("qwen3_moe", num_hidden_layers=1)
+        caplog.clear()
+        with LLM(model, inductor=True, merge_linears=True, max_batch_tokens=16, num_pages=64) as llm:
+            assert llm.engine.runner.compiled.compiled_by == "Inductor pieces"
+            got = llm.generate(prompts, SamplingParams(max_new_tokens=6))
+        assert ("loaded the rewritten graph" in caplog.text) == found
+        assert [c.token_ids for c in got] == [greedy(model, p, 6) for p in prompts]

@@ -13,15 +13,14 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from paged_attn.attn_ops.ops.linears.linear import LINEAR
-from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
+from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.capture.split.symbolic_sizes import Sizes
 
 _PLAIN = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis),
 )  # fmt: skip
 _TORCH_MODULES = ("torch", "_operator", "operator", "builtins", "math")
-_LINEARS = (LINEAR, LINEAR_FLOAT32)
+_OURS = frozenset(kind.op for kind in KINDS if kind.on_disk)
 _TORCH_OPS = ("aten", "prim", "prims", "_c10d_functional")
 
 
@@ -44,13 +43,13 @@ def fingerprint(piece: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
 
 
 def portable(piece: fx.GraphModule) -> bool:
-    """Whether the piece calls nothing but torch and our linear ops, of which the key says all: user code may change between processes."""
+    """Whether the piece calls nothing but torch and ops of ours, of which the key says all: user code may change between processes."""
     return all(_is_known(node.target) for node in piece.graph.nodes if node.op == "call_function")
 
 
 def _is_known(target: Any) -> bool:
     if isinstance(target, OpOverload):
-        return target in _LINEARS or target.namespace in _TORCH_OPS
+        return target in _OURS or target.namespace in _TORCH_OPS
     if isinstance(target, OpOverloadPacket):
         return target._qualified_op_name.partition("::")[0] in _TORCH_OPS
     return str(getattr(target, "__module__", None)).partition(".")[0] in _TORCH_MODULES

@@ -12,8 +12,11 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from paged_attn.attn_ops.ops.experts import EXPERTS
 from paged_attn.attn_ops.ops.linears.linear import LINEAR
 from paged_attn.attn_ops.ops.linears.linear_float32 import LINEAR_FLOAT32
+from paged_attn.attn_ops.ops.module import MODULE
+from paged_attn.attn_ops.ops.routing import ROUTE
 from paged_attn.capture.split.fingerprint import fingerprint, portable
 
 _mine = torch.library.Library("fingerprint_test", "DEF")
@@ -146,10 +149,12 @@ def test_only_torch_and_our_ops_are_the_same_in_another_process() -> None:
         torch._C._nn.linear,
         LINEAR,
         LINEAR_FLOAT32,
+        EXPERTS,
+        ROUTE,
         torch.ops._c10d_functional.all_reduce.default,
     ):
         assert portable(piece(target)), target
-    for target in (users_function, torch.ops.fingerprint_test.double.default, torch.ops.fingerprint_test.double, lambda x: x):
+    for target in (MODULE, users_function, torch.ops.fingerprint_test.double.default, torch.ops.fingerprint_test.double, lambda x: x):
         assert not portable(piece(target)), target
 
 
