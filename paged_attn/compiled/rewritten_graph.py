@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -96,6 +96,7 @@ class RewrittenGraph:
         compile_graph_ahead(found.gm.graph)
         if options.runs_with is not None and model is not None and model_device(model).type == "cuda" and has_triton():
             compile_steps_ahead(found.gm.graph, found.specs, model_dtype(model), model_device(model), options.runs_with)
+        options = replace(options, runs_with=None)  # it holds modules
         split = split_graph(found.gm, split_ops())
         pieces = lora = None
         if wants_inductor(options, example_inputs):

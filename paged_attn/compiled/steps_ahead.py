@@ -1,4 +1,4 @@
-"""Kernels of a graph's attention are compiled by other threads while this one goes on: steps run on fake tensors, which launch nothing."""
+"""The kernels of a graph's steps are compiled by other processes while this one goes on: steps run on fake tensors, which launch nothing."""
 
 from __future__ import annotations
 

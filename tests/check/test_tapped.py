@@ -145,4 +145,5 @@ def test_a_value_that_nobody_changed_goes_on_itself() -> None:
 
 def test_a_value_that_repeats_its_memory_is_replaced_as_it_is() -> None:
     changed = torch.randn(3, 4)
-    assert with_strides_of(torch.randn(1, 4).expand(3, 4), changed) is changed
+    for value in (torch.randn(1, 4).expand(3, 4), torch.randn(6).unfold(0, 4, 1)):
+        assert with_strides_of(value, changed) is changed

@@ -170,9 +170,19 @@ class WideRun(TappedRun):
 
 def with_strides_of(value: Tensor, changed: Tensor) -> Tensor:
     """`changed` laid out as `value` is: what comes next may be compiled for its strides. Where a value repeats its memory, as it is."""
-    if changed is value or changed.stride() == value.stride() or 0 in value.stride():
+    if changed is value or changed.stride() == value.stride() or _repeats(value):
         return changed
     return torch.empty_strided(value.shape, value.stride(), dtype=changed.dtype, device=changed.device).copy_(changed)
+
+
+def _repeats(value: Tensor) -> bool:
+    """Whether two of its elements may be one in memory."""
+    reach = 0  # of the dims so far
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
