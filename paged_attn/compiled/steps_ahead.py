@@ -1,4 +1,4 @@
-"""The kernels of a graph's steps are compiled by other processes while this one goes on: steps run on fake tensors, which launch nothing."""
+"""The kernels of a graph's steps are compiled by other processes meanwhile: steps run on fake tensors, which launch nothing."""
 
 from __future__ import annotations
 
