@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from paged_attn.passes.prove.mask_family import BoolMatrix
 
@@ -36,15 +37,25 @@ class BiasFamily:
         assert self.table is not None
         return replace(self, table=np.broadcast_to(self.table, (count, self.table.shape[1])).copy())
 
-    def matrix(self, length: int) -> FloatArray:
-        """[heads, length, length] with the diagonal taken off; where the distance is negative, zeros."""
-        i, j = np.arange(length)[:, None], np.arange(length)[None, :]
+    @property
+    def num_heads(self) -> int:
         if self.slopes is not None:
-            return np.asarray(self.slopes, dtype=np.float64)[:, None, None] * (j - i)
+            return len(self.slopes)
         assert self.table is not None
-        if self.index == "distance":
-            return np.where(j <= i, self.table[:, np.maximum(i - j, 0)] - self.table[:, :1, None], 0.0)
-        return self.table[:, j] - self.table[:, i]
+        return len(self.table)
+
+    def of_head(self, head: int, length: int) -> FloatArray:
+        """[length, length] with the diagonal taken off; where the distance is negative, zeros."""
+        if self.slopes is not None:
+            ahead = np.arange(length, dtype=np.float64)
+            matrix: FloatArray = self.slopes[head] * (ahead - ahead[:, None])
+            return matrix
+        assert self.table is not None
+        table = self.table[head, :length]
+        if self.index == "key":
+            return table - table[:, None]
+        by_offset = np.concatenate((table[::-1] - table[0], np.zeros(length - 1)))  # from the farthest key behind to the farthest ahead
+        return sliding_window_view(by_offset, length)[::-1]
 
     def describe(self) -> str:
         if self.slopes is not None:
@@ -96,7 +107,14 @@ def equals_bias(family: BiasFamily, bias: FloatArray, visible: BoolMatrix) -> bo
     length = bias.shape[1]
     if family.table is not None and family.table.shape[1] < length:
         return False
-    seen = np.broadcast_to(visible, bias.shape)
-    relative = bias - np.diagonal(bias, axis1=1, axis2=2)[:, :, None]
-    magnitude = max(float(np.abs(bias[seen]).max(initial=0.0)), 1e-3)
-    return bool(np.abs(family.matrix(length) - relative)[seen].max(initial=0.0) <= RELATIVE_TOLERANCE * magnitude)
+    allowed = RELATIVE_TOLERANCE * max(1e-3, *(_largest(own, visible) for own in bias))
+    for head in range(max(family.num_heads, len(bias))):  # one at a time: all are up to a gigabyte
+        own = bias[min(head, len(bias) - 1)]
+        expected = family.of_head(min(head, family.num_heads - 1), length)
+        if not _largest(expected - (own - np.diagonal(own)[:, None]), visible) <= allowed:  # nor NaN
+            return False
+    return True
+
+
+def _largest(values: FloatArray, visible: BoolMatrix) -> float:
+    return float(np.abs(values).max(where=visible, initial=0.0))

@@ -119,4 +119,4 @@ def as_seen(mask: Tensor, total: int, where: str) -> Seen:
         return Seen(visible)
     bias = np.where(visible, added.expand(*added.shape[:-2], total, total).reshape(-1, total, total).numpy(force=True), 0.0)
     by_row = bias[:, np.arange(total), visible.argmax(axis=1)][:, :, None]  # softmax does not see what a whole row shares
-    return Seen(visible, None if (np.where(visible, bias - by_row, 0.0) == 0).all() else bias)
+    return Seen(visible, bias if any(np.any(own - row, where=visible) for own, row in zip(bias, by_row, strict=True)) else None)
