@@ -13,7 +13,6 @@ from tests.zoo.build import build
 
 # Heads of 16 or more, so that strides are multiples of 16, as they are in models that people run.
 CHANGES: dict[str, dict[str, Any]] = {
-    "llama": {"head_dim": 16},
     "gpt_oss": {"head_dim": 16},
     "deepseek_v2": {},
     "qwen3_next": {"head_dim": 16},
