@@ -17,7 +17,7 @@ from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
 from paged_attn.compiled import steps_ahead
 from paged_attn.compiled.steps_ahead import STEPS, compile_steps_ahead
-from tests.backends.for_hopper import printed_by
+from tests.backends.without_gpu import printed_by
 from tests.compiled.traced import steps_of, traced
 from tests.engine.model.dual_chunk_code import made
 from tests.zoo.build import build
@@ -86,5 +86,5 @@ def test_a_refusal_is_left_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ("llama", "deepseek_v2"))
 def test_steps_find_their_kernels_compiled(model_type: str) -> None:
-    (told,) = printed_by("tests.compiled.steps_for_hopper", "h100", model_type)
+    (told,) = printed_by("tests.compiled.compile_steps", "h100", model_type)
     assert told["failed"] == [] and told["later"] == {} and told["ahead"].count("attend_hopper") == 2

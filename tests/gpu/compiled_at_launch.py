@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton import knobs
 
 from paged_attn import LLM, SamplingParams
-from tests.compiled.steps_for_hopper import SHAPES, SIZES
+from tests.compiled.compile_steps import SHAPES, SIZES
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-from tests.backends.for_hopper import printed_by
 from tests.backends.gpus import GPUS
+from tests.backends.without_gpu import printed_by
 
 SHARED_BYTES = GPUS["h100"].shared_bytes
 MOST_SPILLED = {"one": 112, "all": 400}  # bytes of a thread of the kernel for Hopper: with one feature, with all
@@ -26,7 +26,7 @@ def rows_of(module: str, gpu: str = "h100") -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_variant_compiles_for_sm90_and_fits() -> None:
-    rows = rows_of("tests.backends.compile_for_hopper")
+    rows = rows_of("tests.backends.compile_attention")
     assert len(rows) == 31 and HOPPER_BLOCKS.keys() < rows.keys()
     for name, row in rows.items():
         assert row["shared"] <= SHARED_BYTES and row["cubin"] > 0, row
@@ -39,7 +39,7 @@ def test_every_variant_compiles_for_sm90_and_fits() -> None:
 @pytest.mark.slow
 def test_latent_attention_compiles_for_sm90_and_fits() -> None:
     """With all programs that a multiprocessor is to have at once. Bytes that a thread spills are few beside its 1,020 of registers."""
-    rows = rows_of("tests.backends.compile_latent_for_hopper")
+    rows = rows_of("tests.backends.compile_latents")
     assert len(rows) == 31
     for name, row in rows.items():
         assert row["hopper"] is (name.endswith("on Hopper") and name != "512 + 64, 16 heads, one, on Hopper"), row
@@ -48,9 +48,9 @@ def test_latent_attention_compiles_for_sm90_and_fits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernels", "gpu", "count"), (("", "l4", 5), ("_latent", "l4", 10), ("_latent", "b200", 10)))
+@pytest.mark.parametrize(("kernels", "gpu", "count"), (("attention", "l4", 5), ("latents", "l4", 10), ("latents", "b200", 10)))
 def test_other_gpus_have_other_blocks(kernels: str, gpu: str, count: int) -> None:
-    rows = rows_of(f"tests.backends.compile{kernels}_for_hopper", gpu)
+    rows = rows_of(f"tests.backends.compile_{kernels}", gpu)
     assert len(rows) >= count
     for row in rows.values():
         assert 0 < row["shared"] / row.get("programs", 1) <= GPUS[gpu].shared_bytes and not row["hopper"], row  # one program has to fit

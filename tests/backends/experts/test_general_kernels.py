@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("triton")
-from tests.backends.for_hopper import printed_by
 from tests.backends.gpus import GPUS
+from tests.backends.without_gpu import printed_by
 
 
 @pytest.mark.slow

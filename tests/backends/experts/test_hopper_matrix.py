@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from paged_attn.backends.experts.triton.hopper import Matrix, hopper_products, matrix_of
 from tests.backends.experts.operands import GATINGS, operands
-from tests.backends.for_hopper import printed_by
+from tests.backends.without_gpu import printed_by
 
 
 def weight(*size: int) -> Tensor:
@@ -63,7 +63,7 @@ def test_not_without_a_hopper_gpu() -> None:
 
 @pytest.mark.slow
 def test_compiles_and_spills_nothing_that_counts() -> None:
-    rows = printed_by("tests.backends.experts.compile_for_hopper")
+    rows = printed_by("tests.backends.experts.compile_products")
     assert {row["variant"] for row in rows} >= {*GATINGS, "second", "second, transposed"}
     for row in rows:
         assert row["shared"] <= 227 * 1024 and row["spilled"] <= 16, row

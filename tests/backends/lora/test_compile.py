@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("triton")
-from tests.backends.for_hopper import printed_by
+from tests.backends.without_gpu import printed_by
 
 SHARED_BYTES = 227 * 1024  # of a block on SM90
 
 
 @pytest.mark.slow
 def test_both_kernels_compile_for_sm90_and_fit() -> None:
-    rows = printed_by("tests.backends.lora.compile_for_hopper")
+    rows = printed_by("tests.backends.lora.compile_adapters")
     assert len(rows) == 27
     for row in rows:
         assert row["shared"] <= SHARED_BYTES and row["waits"] and row["has_dot"] is (row["kind"] != "fp32"), row

@@ -1,5 +1,5 @@
 """Compiles a model's steps ahead for the GPU that is named, without having it, then asks for the kernels of many steps; prints what was
-compiled ahead, what of it could not be, and what was not. `python -m tests.compiled.steps_for_hopper h100 llama|deepseek_v2|..`"""
+compiled ahead, what of it could not be, and what was not. `python -m tests.compiled.compile_steps h100 llama|deepseek_v2|..`"""
 
 from __future__ import annotations
 
