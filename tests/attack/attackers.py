@@ -66,7 +66,8 @@ class Attack:
         self.seen: Counter[str] = Counter()
         self.problems: list[str] = []
         self.port = int(url.rpartition(":")[2])
-        self.http = httpx.Client(base_url=url, timeout=TIMEOUT)
+        # Shorter than the server's 5 s, or both give an idle connection up at once, and a request on it is reset.
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT, limits=httpx.Limits(keepalive_expiry=2))
         self.schema = schemathesis.openapi.from_dict(document)
         self.operations = [
             (operation, mode)

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 WORKERS = 12
+IDLE = httpx.Limits(keepalive_expiry=2)  # shorter than the server's 5 s, or both give an idle connection up at once
 PATIENCE = 60.0
 LOGPROB_ERROR = 2e-3
 GONE = (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
@@ -74,7 +75,7 @@ class Clients:
 
     async def _worker(self, number: int) -> None:
         rng = random.Random(f"{self.seed}/{number}")
-        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE, limits=IDLE) as http:
             for _ in range(self.calls // WORKERS):
                 kind = rng.choice(["whole", "whole", "stream", "stream", "leave", "hang up", "look", "half"])
                 exchange = rng.choice(self.exchanges)
