@@ -23,6 +23,8 @@ from paged_attn.server.state import ServerState
 
 GRACE_SECONDS = 5  # for answers to leave after everything was cancelled
 BACKLOG = 2048
+# Longer than clients (httpx: 5) and load balancers (60) keep an idle connection: a request that meets its end on the way is reset.
+KEEP_ALIVE_SECONDS = 75
 FORCED_SECONDS = 1.0
 DRAIN_STEP = 0.05
 FILES_BESIDE = 256  # open files that are no connections
@@ -87,7 +89,8 @@ class Server(uvicorn.Server):
         self.state.llm.thread.raises_start_failure = True  # `fatal_error`
         super().__init__(
             uvicorn.Config(
-                app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=GRACE_SECONDS, access_log=False, ws="none",
+                app, log_level=log_level, lifespan="on", timeout_graceful_shutdown=GRACE_SECONDS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS, access_log=False, ws="none",
                 http=LimitedProtocol.of(settings),
             )
         )  # fmt: skip

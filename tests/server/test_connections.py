@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -67,6 +68,19 @@ def test_bytes_that_drip_are_not_enough(strict: Running) -> None:
                 raw.send(b"G")
                 time.sleep(0.1)
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.slow
+def test_an_idle_connection_lives_longer_than_clients_keep_one(strict: Running) -> None:
+    with closing(HTTPConnection("127.0.0.1", int(strict.url.rpartition(":")[2]))) as client:
+        used = set()
+        for pause in (6.0, 0.0):
+            client.request("GET", "/health")
+            used.add(client.sock.getsockname())
+            answer = client.getresponse()
+            assert answer.status == 200 and answer.read()
+            time.sleep(pause)
+    assert len(used) == 1
 
 
 def test_a_body_that_does_not_come_ends_the_request(strict: Running) -> None:
