@@ -68,7 +68,7 @@ class _Workers:
                     tempfile.TemporaryFile() as errors,
                     subprocess.Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=errors, env=environment) as worker,
                 ):
-                    while self._asked(worker, errors):
+                    while self._has_compiled(worker, errors):
                         pass
             except OSError as error:  # there can be no such process
                 while (job := self._next()) is not None:
@@ -80,7 +80,7 @@ class _Workers:
             self._running -= ends
         return ends
 
-    def _asked(self, worker: subprocess.Popen[bytes], errors: IO[bytes]) -> bool:
+    def _has_compiled(self, worker: subprocess.Popen[bytes], errors: IO[bytes]) -> bool:
         """Have it compile one more; False if there is no other, or it ended."""
         if (job := self._next()) is None:
             return False

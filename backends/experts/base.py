@@ -72,7 +72,7 @@ class ExpertsBackend(ABC):
     def compile_ahead(  # noqa: B027 (a hook)
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating
     ) -> None:
-        """Begin, in other threads, to compile what `forward` of any number of such rows needs; by default nothing.
+        """Have other processes begin to compile what `forward` of any number of such rows needs; by default nothing.
 
         The tensors may be fake: their types and strides are read, and how many columns they have.
         """

@@ -1,4 +1,4 @@
-"""Kernels of a graph's experts are compiled by other threads while this one goes on."""
+"""Kernels of a graph's experts are compiled by other processes while this one goes on."""
 
 from __future__ import annotations
 

@@ -73,10 +73,7 @@ def compile_steps_ahead(
         dtype: of the model, and of its keys and values.
     """
     from paged_attn.backends.compile_ahead import compiling_ahead, on_fakes
-    from paged_attn.capture.inductor.triton_cache import pin_triton_cache
 
-    if device.type == "cuda" and torch.version.hip is None:
-        pin_triton_cache()  # or the next process looks for them in another folder
     try:
         backend = select(
             runs_with.backend, layers, dtype, dtype, runs_with.page_size, device, deterministic=runs_with.deterministic
