@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext
 
 from paged_attn.capture.compiled.artifact_key import artifact_key
 from paged_attn.capture.compiled.artifacts import Artifact, ArtifactCache, Compiled, tagged
+from paged_attn.capture.compiled.piece_finder import Piece, computes, pieces_of
 from paged_attn.capture.inductor.launch_sizes import blocks_for_many_rows
 from paged_attn.capture.inductor.pdl import waiting_first
 from paged_attn.capture.inductor.triton_cache import pin_triton_cache
-from paged_attn.capture.split.fingerprint import fingerprint, portable
+from paged_attn.capture.split.fingerprint import portable
 from paged_attn.capture.split.split_graph import SplitGraph
-from paged_attn.capture.split.symbolic_sizes import Sizes
 
 logger = logging.getLogger("paged_attn")
 
@@ -62,16 +61,6 @@ class PieceReport:
         return f"{self.distinct} distinct of {self.pieces} in {self.seconds:.1f} s, {self.loaded} of them loaded from disk"
 
 
-@dataclass(frozen=True)
-class _Piece:
-    name: str
-    gm: fx.GraphModule  # returns a tuple
-    single: bool  # the piece itself returned its only element
-    inputs: tuple[Any, ...]
-    sizes: Sizes
-    fingerprint: str | None
-
-
 def inductor(piece: fx.GraphModule, inputs: Sequence[Any]) -> Artifact:
     """Inductor, for the symbols of Dynamo's own tracing context.
 
@@ -98,9 +87,7 @@ def compile_pieces(
     """
     started = time.perf_counter()
     pin_triton_cache()
-    finder = _PieceFinder(split)
-    finder.run(*traced)
-    pieces = finder.found
+    pieces = pieces_of(split, traced)
     distinct = len({piece.fingerprint or piece.name for piece in pieces})
     logger.info("compiling %d distinct pieces of %d; the first takes longest", distinct, len(pieces))
     shared: dict[str, list[Compiled]] = {}
@@ -133,7 +120,7 @@ def load_pieces(split: SplitGraph, kept: Sequence[CachedPiece], cache: ArtifactC
     """
     started = time.perf_counter()
     pin_triton_cache()
-    computing = [name for name in split.pieces if _computes(getattr(split.gm, name))]
+    computing = [name for name in split.pieces if computes(getattr(split.gm, name))]
     if computing != [piece.name for piece in kept]:
         return None
     found: dict[tuple[str, str], Compiled] = {}
@@ -167,7 +154,7 @@ def _put(split: SplitGraph, name: str, compiled: Compiled, single: bool) -> None
     setattr(split.gm, name, _one(compiled.run) if single else compiled.run)
 
 
-def _make(piece: _Piece, cache: ArtifactCache | None, compiler: Compiler) -> tuple[Compiled, bool]:
+def _make(piece: Piece, cache: ArtifactCache | None, compiler: Compiler) -> tuple[Compiled, bool]:
     """The compiled piece, and whether it came from disk."""
     started = time.perf_counter()
     key = None
@@ -186,7 +173,7 @@ def _make(piece: _Piece, cache: ArtifactCache | None, compiler: Compiler) -> tup
     return Compiled(artifact, guards), False
 
 
-def _compile(piece: _Piece, compiler: Compiler, started: float) -> tuple[Artifact, str | None]:
+def _compile(piece: Piece, compiler: Compiler, started: float) -> tuple[Artifact, str | None]:
     with torch.no_grad(), enable_python_dispatcher():
         artifact = compiler(piece.gm, piece.inputs)
     logger.info("compiled %s in %.1f s", piece.name, time.perf_counter() - started)
@@ -195,54 +182,3 @@ def _compile(piece: _Piece, compiler: Compiler, started: float) -> tuple[Artifac
 
 def _one(run: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: run(*args)[0]
-
-
-class _PieceFinder(fx.Interpreter):
-    """Walks the split graph on fake tensors; keeps each piece that computes something, with the inputs that reach it."""
-
-    def __init__(self, split: SplitGraph) -> None:
-        super().__init__(split.gm)
-        self.pieces = frozenset(split.pieces)
-        self.found: list[_Piece] = []
-        context = TracingContext.get()
-        assert context.fake_mode is not None
-        self.fake_mode = context.fake_mode
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """On what Dynamo saw, in the fake mode of the tracing context (Dynamo's own is another), with the same symbols."""
-        # Composite operations on symbolic sizes need the Python dispatcher (torch 2.11).
-        with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
-            return super().run(*map(_made_anew, args), **kwargs)
-
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        piece = getattr(self.module, str(target))
-        if target not in self.pieces or not isinstance(piece, fx.GraphModule) or not _computes(piece):
-            return super().call_module(target, args, kwargs)
-        whole, single = _returning_tuple(piece)
-        # Before it runs: what it writes in place may change its inputs' sizes.
-        self.found.append(_Piece(str(target), whole, single, args, Sizes(args), fingerprint(whole, args)))
-        return super().call_module(target, args, kwargs)
-
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tables that a pass has put there; `split_graph` hands them to the pieces as inputs."""
-        value = super().get_attr(target, args, kwargs)
-        return self.fake_mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
-
-
-def _returning_tuple(piece: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
-    """A copy that returns a tuple, for an artifact from disk always does, and whether the piece itself returns the one element."""
-    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    output = graph.graph_copy(piece.graph, nodes)
-    single = not isinstance(output, tuple | list)
-    graph.output((output,) if single else output)
-    return fx.GraphModule(piece, graph), single
-
-
-def _computes(piece: fx.GraphModule) -> bool:
-    return any(node.op.startswith("call_") for node in piece.graph.nodes)
-
-
-def _made_anew(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from paged_attn.capture.compiled import piece_finder
 from paged_attn.capture.compiled import pieces as module
 from paged_attn.capture.compiled.artifacts import ArtifactCache
 from paged_attn.capture.compiled.pieces import PieceReport, compile_pieces, load_pieces
@@ -191,7 +192,7 @@ def test_pieces_of_user_code_are_shared_but_not_kept(tmp_path: Path, monkeypatch
 
 
 def test_what_can_not_be_compared_is_compiled_each_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "fingerprint", lambda gm, inputs: None)
+    monkeypatch.setattr(piece_finder, "fingerprint", lambda gm, inputs: None)
     compiler = Eager()
     report, *_ = compile_function(layers, [torch.randn(7, 3)], compiler, ArtifactCache(tmp_path, compiler.load))
     assert (report.pieces, report.distinct, len(compiler.compiled)) == (4, 4, 4)
