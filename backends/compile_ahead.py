@@ -6,23 +6,15 @@ that time is Python's, and as two threads of one process that parse at a time ma
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import pickle
-import queue
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, replace
-from subprocess import PIPE
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,78 +23,19 @@ from triton.runtime import JITFunction, driver
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.backends.compile_job import Boxes, Job
-from paged_attn.backends.compile_worker import DONE
+from paged_attn.backends.compile_pool import Jobs, Workers
 
 logger = logging.getLogger("paged_attn")
-WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))  # Inductor has as many and more
 LONG_TO_LOAD = 1.0  # seconds, of a kernel from the disk
-COMMAND = (sys.executable, "-m", "paged_attn.backends.compile_worker")
 _asked: dict[Hashable, Future[None]] = {}  # all variants of kernels that were ever asked for
 _under_way: dict[Any, dict[Hashable, Future[None]]] = {}  # those of a kernel that were not launched yet
-
-
-Jobs = list[tuple[bytes, "Future[None]"]]  # pickled, with who waits
-
-
-class _Workers:
-    """Processes that compile, up to WORKERS at a time; each ends when there is nothing left for it."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[bytes, Future[None]]] = queue.SimpleQueue()
-        self._running, self._lock = 0, threading.Lock()
-
-    def compile(self, jobs: Jobs) -> None:
-        with self._lock:
-            for job in jobs:
-                self._jobs.put(job)
-            more = min(WORKERS - self._running, len(jobs))
-            self._running += more
-        for _ in range(more):
-            threading.Thread(target=self._serve, name="compile_ahead", daemon=True).start()
-
-    def _serve(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        while not self._ends():
-            try:
-                with (
-                    tempfile.TemporaryFile() as errors,
-                    subprocess.Popen(COMMAND, bufsize=0, stdin=PIPE, stdout=PIPE, stderr=errors, env=environment) as worker,
-                ):
-                    while self._has_compiled(worker, errors):
-                        pass
-            except OSError as error:  # there can be no such process
-                while (job := self._next()) is not None:
-                    job[1].set_exception(error)
-
-    def _ends(self) -> bool:
-        with self._lock:
-            ends = self._jobs.empty()
-            self._running -= ends
-        return ends
-
-    def _has_compiled(self, worker: subprocess.Popen[bytes], errors: IO[bytes]) -> bool:
-        """Have it compile one more; False if there is no other, or it ended."""
-        if (job := self._next()) is None:
-            return False
-        assert worker.stdin is not None and worker.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            worker.stdin.write(job[0])
-        if worker.stdout.read(1) == DONE:
-            job[1].set_result(None)
-            return True
-        errors.seek(0)
-        job[1].set_exception(RuntimeError(*errors.read().decode(errors="replace").strip().splitlines()[-1:]))
-        return False
-
-    def _next(self) -> tuple[bytes, Future[None]] | None:
-        try:
-            return self._jobs.get_nowait()
-        except queue.Empty:
-            return None
-
-
-_workers = _Workers()
+_workers = Workers()
 _compiling: ContextVar[tuple[torch.device, Jobs] | None] = ContextVar("compiling_ahead", default=None)
+
+
+def start_workers() -> None:
+    """The processes that will compile: they take some seconds to begin, and wait for kernels a while."""
+    _workers.start()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from paged_attn.engine.model.load_options import LoadOptions
 from paged_attn.engine.model.loading import PLAIN, checkpoint_task, load_model
 from paged_attn.engine.model.task import Task
 from paged_attn.engine.requests.request import Completion, Request, TokenEvent
+from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import SamplingParams
 from paged_attn.parallel.torchrun import join, num_processes
 
@@ -79,6 +80,7 @@ def load(
     target, sharded = checked_device(device), num_processes() > 1
     if sharded:
         target = join(target)
+    start_compilers(target, config)
     task, defaults = checkpoint_task(path, task, options)
     model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), target, sharded, options, task)
     loaded = time.perf_counter()

@@ -23,8 +23,6 @@ from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.select import Selection, select_for_pool
 from paged_attn.calling.body import Body
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
-from paged_attn.capture.inductor.triton_cache import pin_triton_cache
-from paged_attn.capture.inductor.workers import start_workers
 from paged_attn.check.runs.steps import ProbeSettings
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.steps_ahead import RunsWith
@@ -34,6 +32,7 @@ from paged_attn.engine.lora.lora_runner import LoraRunner
 from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.memory.grouped_kv import num_page_ids
 from paged_attn.engine.pooling.pooler import Pooler
+from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.engine.runners.patched_runner import PatchedRunner
 from paged_attn.engine.runners.runner import Runner
@@ -70,10 +69,8 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
                 raise UnsupportedError(f"{model.name} embeds or classifies, which runs traced alone; leave compile=False out")
             return PatchedRunner(model, options, config.follow_generate, probe)
         use_experts(lambda name: experts_backend(name).forward)
+        start_compilers(only_device(model), config)
         if only_device(model).type == "cuda" and has_triton():
-            pin_triton_cache()  # before a kernel is compiled: processes that compile begin with this one's environment
-            if config.inductor:
-                start_workers()
             from paged_attn.backends.experts.triton.route import route
             from paged_attn.backends.linear.gemv import one_row_linear
 

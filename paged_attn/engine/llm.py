@@ -27,6 +27,7 @@ from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults
 from paged_attn.engine.prompts import Loras, Params, Prompt, as_list, loras_of_each, one_of, params_of_each
 from paged_attn.engine.requests.pooling_params import PoolingParams
 from paged_attn.engine.requests.request import Completion, FinishReason, Request, TokenEvent
+from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import tells_names
 
@@ -97,6 +98,7 @@ class LLM(PoolingCalls):
             if isinstance(model, (str, Path)):
                 from paged_attn.engine.model.loading import checkpoint_task, load_model
 
+                start_compilers(device, config)
                 task, found = checkpoint_task(model, task, options)
                 defaults = defaults or found
                 model, loaded_tokenizer = load_model(model, dtype, device, options=options, task=task)

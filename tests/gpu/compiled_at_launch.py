@@ -13,15 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton import knobs
 
 from paged_attn import LLM, SamplingParams
+from paged_attn.backends import compile_ahead
 from tests.compiled.compile_steps import SHAPES, SIZES
 
 
 def main() -> None:
-    compiled: list[str] = []
+    compiled: list[tuple[str, str]] = []
 
     def noted(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit and "triton_" not in src.name and "*bf16" in src.signature.values():  # the self-check may go on in float32
-            compiled.append(src.name)
+            names = list(src.signature)
+            told = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
+            constants = {names[at[0]]: value for at, value in src.constants.items()}
+            unaligned = [name for i, name in enumerate(names) if name in told and told[name] != "fp32" and (i,) not in src.attrs]
+            compiled.append((src.name, f"{told} {constants} at no multiple of 16: {unaligned}"))
 
     kind = sys.argv[1]
     config = AutoConfig.for_model(kind, **(SIZES | SHAPES[kind]))
@@ -35,7 +40,9 @@ def main() -> None:
     llm.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
     for prompt in prompts:
         llm.generate([prompt[::-1]], SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
-    print(json.dumps({"compiled": compiled, "ready": ready, "parts": llm.engine.start_seconds}))
+    names = {name for name, _ in compiled}
+    asked = sorted(f"{kernel.__name__} {told} {constants}" for kernel, told, constants in compile_ahead._asked if kernel.__name__ in names)
+    print(json.dumps({"compiled": compiled, "asked": asked, "ready": ready, "parts": llm.engine.start_seconds}))
     llm.close()
 
 

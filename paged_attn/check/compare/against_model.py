@@ -61,7 +61,8 @@ def _unexplained(
 ) -> int:
     """How many rows of the model's logits `expected` no rounding of the graph explains, whose logits are `got`. A row is explained if it is
     off no more than `limit`, or than rounding usually moves it, or is what the graph gives with what it chose in a moved run."""
-    tokens, generator = truth.prompts[prompt], torch.Generator().manual_seed(prompt)
+    tokens = truth.prompts[prompt]
+    generator = torch.Generator(tokens.device).manual_seed(prompt)
     errors, moved = row_errors(expected, got), list[Tensor]()
     wrong = ~(errors <= limit)
     chosen: Choices = {}

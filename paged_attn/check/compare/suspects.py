@@ -63,7 +63,7 @@ def without_choices(suspects: Sequence[Suspect], original: Original, truth: Trut
     left: list[Suspect] = []
     for prompt in range(len(truth.prompts)):
         rows = [_Row(suspect, truth, noise) for suspect in suspects if suspect.prompt == prompt]
-        generator = torch.Generator().manual_seed(prompt)
+        generator = torch.Generator(truth.prompts[prompt].device).manual_seed(prompt)
         chosen: Choices | None = None
         for attempt in range(TRIES):
             units = UNITS[attempt % len(UNITS)]

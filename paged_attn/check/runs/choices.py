@@ -32,7 +32,7 @@ class Perturbation:
     """Of one run.
 
     Attributes:
-        generator: draws it.
+        generator: draws it, where the numbers are: a billion of them take a host seconds.
         units: numbers are moved by up to so many halves of a unit in their last place: 1 is what any other kernel may do.
         choices: filled by the run.
     """
@@ -44,8 +44,8 @@ class Perturbation:
     def moved(self, value: Tensor, narrow: torch.dtype) -> Tensor:
         """A floating tensor in its own type, each number moved, by the precision of the coarser of this and its type."""
         step = max(torch.finfo(dtype).eps for dtype in (value.dtype, narrow)) / 2 * self.units
-        noise = torch.empty(value.shape, dtype=torch.float32).uniform_(-1, 1, generator=self.generator).to(value.device)
-        return (value.double() * (1 + step * noise.double())).to(value.dtype)
+        drawn = torch.empty(value.shape, dtype=torch.float32, device=self.generator.device).uniform_(-1, 1, generator=self.generator)
+        return (value.double() * (1 + step * drawn.to(value.device).double())).to(value.dtype)
 
 
 class PerturbedRun(TappedRun):

@@ -1,0 +1,27 @@
+"""Processes that compile kernels for an engine, which are best started before weights are read."""
+
+from __future__ import annotations
+
+import torch
+
+from paged_attn.backends.devices import default_device, has_triton
+from paged_attn.capture.inductor import workers as inductor
+from paged_attn.capture.inductor.triton_cache import pin_triton_cache
+from paged_attn.engine.config import EngineConfig
+
+
+def start_compilers(device: torch.device | str | None, config: EngineConfig) -> None:
+    """Ours and Inductor's, if this engine will compile: they take some five seconds to begin. No harm in asking twice.
+
+    Args:
+        device: None is `default_device()`.
+    """
+    device = default_device() if device is None else torch.device(device)
+    if not config.compile or device.type != "cuda" or not has_triton():
+        return
+    from paged_attn.backends.compile_ahead import start_workers
+
+    pin_triton_cache()  # first: they begin with this process's environment
+    start_workers()
+    if config.inductor is not False:
+        inductor.start_workers()
