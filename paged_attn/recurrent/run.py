@@ -102,7 +102,8 @@ class TokenByToken(RecurrentRunner):
         (slot,), device = batch.state_slots_host, batch.slots.device
         none = torch.empty(0, dtype=torch.int64, device=device)
         first = StateRows(none, none, Extends([0], [1], [slot], [True], device))
-        rows = torch.arange(batch.num_tokens, device=device).split(1)
+        spaced = torch.arange(batch.num_tokens, device=device)[:, None].repeat(1, 2)  # rows begin at multiples of 16 bytes, as a step's do
+        rows = spaced[:, :1].unbind()
         return RecurrentPlan(batch.num_tokens, (first, *(StateRows(row, torch.full_like(row, slot), None) for row in rows[1:])))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paged_attn.backends import compile_ahead
 from paged_attn.backends.attention.triton.backend import TritonBackend
@@ -52,12 +53,21 @@ class Variants:
 
     def note(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         plain = _not_specialised(kernel.fn)
-        told = tuple(compile_ahead._specialised(each, name in plain) for name, each in zip(kernel.arg_names, arguments, strict=False))
+        told = tuple(_told(each, name in plain) for name, each in zip(kernel.arg_names, arguments, strict=False))
         variant = kernel.__name__, told, tuple(sorted(constants.items()))
         if compile_ahead.is_compiling_ahead():
             self.asked.add(variant)
         else:
             self.launched[variant] = self.launched.get(variant, 0) + 1
+
+
+def _told(argument: Any, never: bool) -> Hashable:
+    """With whether a tensor begins at a multiple of 16 bytes, as all that is compiled ahead does."""
+    told = compile_ahead._specialised(argument, never)
+    if not isinstance(argument, torch.Tensor):
+        return told
+    is_fake = isinstance(argument, FakeTensor)
+    return told, (argument.storage_offset() * argument.itemsize if is_fake else argument.data_ptr()) % 16 == 0
 
 
 @cache

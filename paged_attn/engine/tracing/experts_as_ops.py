@@ -205,10 +205,11 @@ def _probes(module: nn.Module, layout: Layout | FlatLayout, w1: Tensor, dims: in
     numbers = torch.Generator().manual_seed(1)
     compute = owner.forward if isinstance(owner := _owner(module), OwnExperts) else module
     found: list[Probe] = []
-    for rows, count in ((ROWS, experts), (3, experts), (ROWS, _num_ids(module, layout)), (ROWS, min(2, experts))):
+    for rows, count, crowded in ((ROWS, experts, 0), (3, experts, 0), (ROWS, _num_ids(module, layout), 0), (ROWS, experts, 2)):
         x = torch.randn(rows, hidden, generator=numbers).to(device, w1.dtype)
         chosen = torch.rand(rows, count, generator=numbers)
         chosen[:, : count // 3] *= 0.9  # some are chosen more rarely
+        chosen[:, :crowded] += 1
         ids = chosen.topk(min(count, _chosen(module, experts)), dim=1).indices
         weights = torch.rand(ids.shape, generator=numbers).to(device, w1.dtype)
         ids = ids.to(device)
