@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
@@ -48,8 +49,10 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "qwen3-next": Shape("gated_delta", (32, 128, 128), 16),
+    "kimi-linear": Shape("kda", (32, 128, 128), 32),
     "bamba-9b": Shape("mamba2", (128, 64, 128)),
     "nemotron-h-8b": Shape("mamba2", (128, 64, 128), 8),
+    "falcon-h1-7b": Shape("mamba2", (24, 128, 256)),
     "falcon-mamba-7b": Shape("mamba1", (8192, 16)),
 }
 
@@ -60,9 +63,10 @@ def operands(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) 
     def of(*sizes: int) -> Tensor:
         return torch.randn(rows, *sizes, device=device).to(dtype)
 
-    if shape.kind == "gated_delta":
+    if shape.kind in ("gated_delta", "kda"):
         heads, k, v = shape.state
-        decay, learned = -torch.rand(rows, heads, device=device), torch.rand(rows, heads, device=device).to(dtype)
+        channels = [k] if shape.kind == "kda" else []
+        decay, learned = -torch.rand(rows, heads, *channels, device=device), torch.rand(rows, heads, device=device).to(dtype)
         return [of(shape.groups, k), of(shape.groups, k), of(heads, v), decay, learned, of(heads, v), True]
     if shape.kind == "mamba2":
         heads, p, n = shape.state
@@ -74,7 +78,8 @@ def operands(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device) 
 
 
 OPS = {
-    "gated_delta": ("gated_delta_rule", gated_delta_extend, gated_delta_step), "mamba2": ("mamba2_scan", mamba2_extend, mamba2_step),
+    "gated_delta": ("gated_delta_rule", gated_delta_extend, gated_delta_step), "kda": ("kda", kda_extend, gated_delta_step),
+    "mamba2": ("mamba2_scan", mamba2_extend, mamba2_step),
     "mamba1": ("mamba1_scan", mamba1_extend, mamba1_step),
 }  # fmt: skip
 

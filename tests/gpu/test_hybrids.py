@@ -13,7 +13,7 @@ from paged_attn import LLM, SamplingParams, explain
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import recurrent
 
-NAMES = ["qwen3_next", "bamba", "falcon_h1", "lfm2", "jamba", "mamba", "mamba2"]
+NAMES = ["qwen3_next", "kimi_linear", "bamba", "falcon_h1", "lfm2", "jamba", "mamba", "mamba2"]
 PROMPTS = random_prompts((80, 3, 1, 21, 130), seed=5)
 
 

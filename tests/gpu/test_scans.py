@@ -59,10 +59,10 @@ def test_gated_delta(k_dim: int, v_dim: int, dtype: torch.dtype, lengths: tuple[
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize(
     "name, truth",
-    [("fla", gated_delta_extend), ("fla", kda_extend), ("flashinfer", gated_delta_extend)],
-    ids=["fla", "fla kda", "flashinfer"],
+    [("triton", kda_extend), ("fla", gated_delta_extend), ("fla", kda_extend), ("flashinfer", gated_delta_extend)],
+    ids=["kda", "fla", "fla kda", "flashinfer"],
 )
-def test_other_packages(name: str, truth: Callable[..., None], lengths: tuple[int, ...]) -> None:
+def test_kda_and_other_packages(name: str, truth: Callable[..., None], lengths: tuple[int, ...]) -> None:
     """States on the way among them; of what fits here."""
     torch.manual_seed(0)
     rows, heads, by_channel = sum(lengths), 32, truth is kda_extend

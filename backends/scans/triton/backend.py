@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from paged_attn.attn_ops.scans.gated_delta import gated_delta_extend, gated_delta_step
+from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.mamba1 import mamba1_extend, mamba1_step
 from paged_attn.attn_ops.scans.mamba2 import mamba2_extend, mamba2_step
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
@@ -20,13 +21,13 @@ class TritonScans(ScansBackend):
         devices=frozenset({"cuda", "hip"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         requirements=(TRITON,),
-        note="prompts and decoding; prompts of kda, and states of more than 256 keys, are torch's",
+        note="prompts and decoding; prompts through states of more than 256 keys are torch's",
     )
     ops = OPS
     compiles_ahead = True
 
     def kernels(self) -> Kernels:
-        from paged_attn.backends.scans.triton import conv, prompts, steps
+        from paged_attn.backends.scans.triton import conv, kda, prompts, steps
 
         return {
             short_conv_step: conv.step,
@@ -35,6 +36,7 @@ class TritonScans(ScansBackend):
             mamba2_step: steps.mamba2,
             mamba1_step: steps.mamba1,
             gated_delta_extend: prompts.gated_delta,
+            kda_extend: kda.kda,
             mamba2_extend: prompts.mamba2,
             mamba1_extend: prompts.mamba1,
         }

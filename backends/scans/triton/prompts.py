@@ -35,7 +35,7 @@ def gated_delta(
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
-    size, block_k, block_v, narrow = _sizes(k_dim, v_dim, value.dtype, solved=True)
+    size, block_k, block_v, narrow = delta_sizes(k_dim, v_dim, value.dtype)
     chunks = extends.chunks(size)
     new = torch.empty(len(chunks.rows) * size, heads, v_dim, dtype=value.dtype, device=value.device)
     reads = torch.empty(len(chunks.rows) * size, heads, k_dim, dtype=value.dtype, device=value.device)
@@ -110,3 +110,8 @@ def _sizes(k_dim: int, v_dim: int, dtype: torch.dtype, solved: bool) -> tuple[in
     block_k, block_v = (max(int(triton.next_power_of_2(size)), least) for size in (k_dim, min(v_dim, columns)))
     size = WIDE_CHUNK if narrow is None else SOLVED_CHUNK if solved or k_dim > LONG else CHUNK
     return size, block_k, block_v, narrow
+
+
+def delta_sizes(k_dim: int, v_dim: int, dtype: torch.dtype) -> tuple[int, int, int, Any]:
+    """`_sizes` under the delta rule."""
+    return _sizes(k_dim, v_dim, dtype, solved=True)

@@ -25,12 +25,7 @@ def solve_chunks(
     learned = tl.load(beta + row * beta_row + head * beta_head, mask=there, other=0.0).to(tl.float32)
     before = i[:, None] > i[None]
     system = _dot(keys, tl.trans(keys), NARROW) * (_decay(total, before) * (factor * learned)[:, None] * factor[None])
-    solved = -system  # the inverse of 1 + system, row by row, without its diagonal
-    for last in range(1, CHUNK):
-        found = tl.sum(tl.where(i[:, None] == last, solved, 0.0), 0)
-        found += tl.sum(found[:, None] * tl.where(i[:, None] < last, solved, 0.0), 0)
-        solved = tl.where(i[:, None] == last, found[None], solved)
-    solved += tl.where(i[:, None] == i[None], 1.0, 0.0)
+    solved = _solved(system, i, CHUNK)
     place = (chunk * CHUNK + i) * HEADS + head
     read = _dot(solved * (factor * learned * tl.exp(total))[None], keys, NARROW)
     tl.store(reads + place[:, None] * K + k[None], read.to(reads.dtype.element_ty), mask=(k < K)[None])
@@ -158,6 +153,17 @@ def _dot(one, other, NARROW: tl.constexpr):
         return tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="ieee")
     else:
         return tl.dot(one.to(NARROW), other.to(NARROW))
+
+
+@triton.jit
+def _solved(system, i, CHUNK: tl.constexpr):
+    """The inverse of 1 + system, which is zero on and above its diagonal: row by row."""
+    solved = -system
+    for last in range(1, CHUNK):
+        found = tl.sum(tl.where(i[:, None] == last, solved, 0.0), 0)
+        found += tl.sum(found[:, None] * tl.where(i[:, None] < last, solved, 0.0), 0)
+        solved = tl.where(i[:, None] == last, found[None], solved)
+    return solved + tl.where(i[:, None] == i[None], 1.0, 0.0)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
+from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
 from paged_attn.backends.scans.triton.prompts import scan_options
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
 from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
@@ -25,6 +26,7 @@ POINTERS = {
     "continues": "*i1", "query": "*bf16", "key": "*bf16", "value": "*bf16", "g": "*fp32", "beta": "*bf16", "states": "*fp32", "dt": "*bf16",
     "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32",
     "real": "*i1", "requests": "*i64", "chunks": "*i64", "segments": "*i64", "targets": "*i64", "new": "*bf16", "reads": "*bf16",
+    "sums": "*fp32", "scores": "*bf16",
 }  # fmt: skip
 CONV: dict[str, Any] = {"C": 8192, "GROUP": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
 SOLVED: dict[str, Any] = {
@@ -37,6 +39,8 @@ SSD: dict[str, Any] = {
     "reads": None,
 }  # fmt: skip
 LONG: dict[str, Any] = {"K": 256, "BLOCK_K": 256, "CHUNK": 32}
+BY_CHANNEL: dict[str, Any] = {**SOLVED, "q_dim": 1, "REPEATS": 1}
+SCANNED: dict[str, Any] = {name: value for name, value in BY_CHANNEL.items() if name != "v_dim"} | {"state_v": 1}
 CHANNELS: dict[str, Any] = {
     "C": 8192, "N": 16, "x_dim": 1, "dt_dim": 1, "b_dim": 1, "c_dim": 1, "BLOCK_T": 32, "BLOCK_C": 4, "BLOCK_N": 16,
 }  # fmt: skip
@@ -59,6 +63,13 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "scan_chunks of float32": (scan_chunks, {**CHUNKED, "CHUNK": 16, "BLOCK_V": 32, "NARROW": None}),
     "scan_chunks without the delta rule": (scan_chunks, SSD),
     "scan_chunks of long keys without the delta rule": (scan_chunks, {**SSD, "HEADS": 24, "REPEATS": 24, "V": 128} | LONG),
+    "sum_decays": (sum_decays, {"HEADS": 32, "K": 128, "CHUNK": 32, "BLOCK_K": 128, "g_dim": 1}),
+    "solve_by_channel": (solve_by_channel, {**BY_CHANNEL, "PART": 16}),
+    "solve_by_channel of float32": (solve_by_channel, {**BY_CHANNEL, "PART": 16, "CHUNK": 16, "BLOCK_V": 32, "NARROW": None}),
+    "scan_by_channel": (scan_by_channel, SCANNED),
+    "scan_by_channel of float32": (scan_by_channel, {**SCANNED, "CHUNK": 16, "BLOCK_V": 32, "NARROW": None}),
+    "solve_by_channel of long keys": (solve_by_channel, {**BY_CHANNEL, "PART": 16} | LONG),
+    "scan_by_channel of long keys": (scan_by_channel, SCANNED | LONG),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
 
@@ -70,6 +81,7 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
     options = scan_options(constants["K"], constants["DELTA"], constants["NARROW"]) if kernel is scan_chunks else {}
+    options |= {"num_warps": 8} if kernel is scan_by_channel else {}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 

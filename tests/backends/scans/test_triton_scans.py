@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
+from paged_attn.attn_ops.scans.kda import kda_extend
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
 pytest.importorskip("triton")
-from paged_attn.backends.scans.triton import conv, prompts, steps
+from paged_attn.backends.scans.triton import conv, kda, prompts, steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {
     "short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "kda": steps.gated_delta, "mamba2_scan": steps.mamba2,
     "mamba1_scan": steps.mamba1,
 }  # fmt: skip
-PROMPTS = {"gated_delta_rule": prompts.gated_delta, "mamba2_scan": prompts.mamba2, "mamba1_scan": prompts.mamba1}
+PROMPTS = {"gated_delta_rule": prompts.gated_delta, "kda": kda.kda, "mamba2_scan": prompts.mamba2, "mamba1_scan": prompts.mamba1}
 NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no products of bfloat16
 CLOSE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -98,6 +99,26 @@ def test_the_convolution_of_prompts(width: int, dtype: torch.dtype) -> None:
     assert conv.extend(x, weight, bias, output[1], "silu", (), states[1], extends)
     same(output[1], output[0], dtype)
     same(states[1], states[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("strongest", [0.1, 40.0])
+def test_kda_of_any_decays(strongest: float, dtype: torch.dtype) -> None:
+    """Of a chunk of which exp(-sum) would overflow, too; keys and values in several parts, heads that share queries, a state on the way."""
+    torch.manual_seed(12)
+    lengths, slots, fresh, heads, width, values = [70, 3, 33], [3, 8, 1], [False, True, False], 4, 40, 72
+    rows = sum(lengths)
+    query, key = (torch.randn(rows, 2, width).to(DEVICE, dtype) for _ in range(2))
+    value, learned = torch.randn(rows, heads, values).to(DEVICE, dtype), torch.rand(rows, heads).to(DEVICE, dtype)
+    decay = -(torch.rand(rows, heads, width, device=DEVICE) ** 3) * strongest
+    states = [torch.randn(SLOTS, heads, width, values, device=DEVICE)]
+    states.append(states[0].clone())
+    outputs = [torch.empty_like(value) for _ in range(2)]
+    extends = Extends(starts_of(lengths), lengths, slots, fresh, value.device, {0: [StateCheckpoint(40, 5)]})
+    assert kda.kda(query, key, value, decay, learned, outputs[0], True, states[0], extends)
+    kda_extend(query, key, value, decay, learned, outputs[1], True, states[1], extends)
+    for ours, truth in zip((outputs[0], states[0]), (outputs[1], states[1]), strict=True):
+        assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < (1e-5 if dtype == torch.float32 else 3e-3)
 
 
 @pytest.mark.parametrize("first", [0, 8])
