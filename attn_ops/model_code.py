@@ -9,7 +9,7 @@ import torch
 
 from paged_attn.attn_ops.errors import UnsupportedError
 
-MODEL_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, AttributeError, TypeError)
+MODEL_ERRORS = (RuntimeError, ValueError, LookupError, ArithmeticError, AssertionError, AttributeError, TypeError, NameError)
 
 
 @contextmanager

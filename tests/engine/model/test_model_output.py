@@ -92,10 +92,18 @@ def test_a_config_that_states_minus_one_positions_states_no_limit() -> None:
 
 
 class Failing(Returning):
+    def __init__(self, error: Exception) -> None:
+        super().__init__(lambda logits: logits)
+        self.error = error
+
     def forward(self, idx: Tensor) -> Tensor:  # type: ignore[override]
-        raise AttributeError("no such table")
+        raise self.error
 
 
-def test_a_model_that_can_not_be_called_itself_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="Failing itself can not be called on 5 token ids: AttributeError: no such table"):
-        LLM(Failing(None).eval(), num_pages=20)
+# Of a branch for which a config has no case, in transformers' DeepSeek-V2: the name was never bound.
+@pytest.mark.parametrize(
+    "error", [AttributeError("no such table"), UnboundLocalError("weights"), KeyError("method"), ZeroDivisionError("zero")]
+)
+def test_a_model_that_can_not_be_called_itself_is_named(error: Exception) -> None:
+    with pytest.raises(UnsupportedError, match=f"Failing itself can not be called on 5 token ids: {type(error).__name__}: "):
+        LLM(Failing(error).eval(), num_pages=20)
