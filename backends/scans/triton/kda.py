@@ -43,6 +43,6 @@ def kda(
     launch(
         scan_by_channel, (len(extends.lengths), heads, triton.cdiv(v_dim, block_v)),
         query, key, sums, new, reads, scores, output, states, extends.slots_on_device, extends.continues, *where, *query.stride(),
-        *key.stride(), output.stride(0), *states.stride(), k_dim**-0.5, EPS, num_warps=8, **constants,
+        *key.stride(), output.stride(0), *states.stride(), k_dim**-0.5, EPS, num_stages=1, num_warps=8, **constants,
     )  # fmt: skip
     return True

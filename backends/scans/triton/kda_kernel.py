@@ -80,28 +80,46 @@ def scan_by_channel(
     request, head, v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     first, count = tl.load(requests + request), tl.load(requests + tl.num_programs(0) + request)
-    query, key = query + head // REPEATS * q_head, key + head // REPEATS * k_head
     held = (k < K)[:, None] & (v < V)[None]
     state = states + head * state_head + k[:, None] * state_k + v[None] * state_v
     before = state + tl.load(slots + request).to(tl.int64) * slot_stride
     now = tl.load(before, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
+    arguments = (query + head // REPEATS * q_head, key + head // REPEATS * k_head, sums, new, reads, scores, chunks)
+    strides = (q_row, q_dim, k_row, k_dim)
+    loaded = _chunk(arguments, strides, first, first + count, head, i, k, v, HEADS, K, V, CHUNK)
     for chunk in range(first, first + count):
-        row, there = tl.load(chunks + 3 * chunk) + i, i < tl.load(chunks + 3 * chunk + 1)
-        place = ((chunk * CHUNK + i) * HEADS + head)[:, None]
-        total = tl.load(sums + place * K + k[None], mask=(k < K)[None], other=0.0)
-        last = tl.load(sums + ((chunk * CHUNK + CHUNK - 1) * HEADS + head) * K + k, mask=k < K, other=0.0)
-        queries, keys = _tile(query, row, there, k, q_row, q_dim, K), _tile(key, row, there, k, k_row, k_dim, K)
-        writes = tl.load(new + place * V + v[None], mask=(v < V)[None], other=0.0).to(tl.float32)
-        writes -= _dot(tl.load(reads + place * K + k[None], mask=(k < K)[None], other=0.0), now, NARROW)
-        result = _dot(queries.to(tl.float32) * tl.exp(total), now, NARROW)
-        result += _dot(tl.load(scores + place * CHUNK + i[None]), writes, NARROW)
+        row, there, slot, queries, keys, total, last, written, read, score = loaded
+        # The next one is on its way while this one is computed.
+        loaded = _chunk(arguments, strides, chunk + 1, first + count, head, i, k, v, HEADS, K, V, CHUNK)
+        writes = written.to(tl.float32) - _dot(read, now, NARROW)
+        result = _dot(queries.to(tl.float32) * tl.exp(total), now, NARROW) + _dot(score, writes, NARROW)
         result *= (_unit(queries, eps, NORMALISE) * scale)[:, None]
         out = output + row[:, None] * output_row + head * V + v[None]
         tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (v < V)[None])
         left = keys.to(tl.float32) * tl.exp(last[None] - total)
         now = now * tl.exp(last)[:, None] + _dot(tl.trans(left), writes * _unit(keys, eps, NORMALISE)[:, None], NARROW)
-        slot = tl.load(chunks + 3 * chunk + 2)
         if slot > 0:
             kept = now.to(states.dtype.element_ty)
             tl.store(state + slot * slot_stride, kept, mask=held)
             now = kept.to(tl.float32)  # as who starts from it goes on
+
+
+@triton.jit
+def _chunk(
+    arguments, strides, chunk, end, head, i, k, v, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """All that `scan_by_channel` reads of a chunk, and where the state after it goes; zeros from `end` on."""
+    query, key, sums, new, reads, scores, chunks = arguments
+    q_row, q_dim, k_row, k_dim = strides
+    real = chunk < end
+    row = tl.load(chunks + 3 * chunk, mask=real, other=0) + i
+    there = i < tl.load(chunks + 3 * chunk + 1, mask=real, other=0)
+    slot = tl.load(chunks + 3 * chunk + 2, mask=real, other=0)
+    place = ((chunk * CHUNK + i) * HEADS + head)[:, None]
+    total = tl.load(sums + place * K + k[None], mask=real & (k < K)[None], other=0.0)
+    last = tl.load(sums + ((chunk * CHUNK + CHUNK - 1) * HEADS + head) * K + k, mask=real & (k < K), other=0.0)
+    written = tl.load(new + place * V + v[None], mask=real & (v < V)[None], other=0.0)
+    read = tl.load(reads + place * K + k[None], mask=real & (k < K)[None], other=0.0)
+    score = tl.load(scores + place * CHUNK + i[None], mask=real, other=0.0)
+    queries, keys = _tile(query, row, there, k, q_row, q_dim, K), _tile(key, row, there, k, k_row, k_dim, K)
+    return row, there, slot, queries, keys, total, last, written, read, score

@@ -81,7 +81,7 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
     options = scan_options(constants["K"], constants["DELTA"], constants["NARROW"]) if kernel is scan_chunks else {}
-    options |= {"num_warps": 8} if kernel is scan_by_channel else {}
+    options |= {"num_stages": 1, "num_warps": 8} if kernel is scan_by_channel else {}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 
