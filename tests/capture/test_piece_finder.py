@@ -42,10 +42,10 @@ def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # In GPT-NeoX the values that attention gets lie inside of the product: their offset is kept.
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3_moe"])
-def test_as_many_runs_for_six_layers_as_for_three(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_as_many_runs_for_five_layers_as_for_three(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
-    for count in (3, 6):
+    for count in (3, 5):
         model = build(name, num_hidden_layers=count)
 
         def work(traced: Traced, model: Any = model) -> tuple[int, int]:
