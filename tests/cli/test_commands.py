@@ -76,3 +76,8 @@ def test_help_and_version_import_neither_torch_nor_transformers(capsys: pytest.C
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"paged-attn {__version__}\n"
+
+
+def test_the_package_runs_as_the_script_does() -> None:
+    done = subprocess.run([sys.executable, "-m", "paged_attn", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"paged-attn {__version__}\n"

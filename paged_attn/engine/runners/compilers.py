@@ -17,7 +17,7 @@ def start_compilers(device: torch.device | str | None, config: EngineConfig) -> 
         device: None is `default_device()`.
     """
     device = default_device() if device is None else torch.device(device)
-    if not config.compile or device.type != "cuda" or not has_triton():
+    if not config.compile or device.type != "cuda" or not torch.cuda.is_available() or not has_triton():
         return
     from paged_attn.backends.compile_ahead import start_workers
 
