@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paged_attn.capture.split.fingerprint import fingerprint
@@ -98,8 +99,11 @@ class _PieceFinder(fx.Interpreter):
 
 
 def _are_new(outputs: Any, inputs: Sequence[Any]) -> bool:
-    """Whether they share no memory with the inputs nor with each other, and their sizes are told by the inputs' symbols."""
+    """Whether `_made_anew` makes their like: plain tensors that share no memory with the inputs nor with each other, and whose sizes the
+    inputs' symbols tell."""
     new = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
+    if any(type(value) is not FakeTensor or value.layout != torch.strided or value.is_conj() or value.is_neg() for value in new):
+        return False
     given = {value.untyped_storage()._cdata for value in inputs if isinstance(value, Tensor)}
     storages = [value.untyped_storage()._cdata for value in new]
     shared = len(set(storages)) < len(storages) or not given.isdisjoint(storages)

@@ -12,7 +12,7 @@ from paged_attn.attn_ops.scans.gated_delta import EPS
 from paged_attn.attn_ops.scans.state_rows import Extends
 from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
-from paged_attn.backends.scans.triton.prompts import MOST, delta_sizes
+from paged_attn.backends.scans.triton.prompts import MOST, sizes
 
 PART = 16  # tokens between which decays are differences
 
@@ -24,7 +24,7 @@ def kda(
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
-    size, block_k, block_v, narrow = delta_sizes(k_dim, v_dim, value.dtype)
+    size, block_k, block_v, narrow = sizes(k_dim, v_dim, value.dtype, solved=True)
     chunks, where = extends.chunks(size), extends.bounds(size)
     count = len(chunks.rows)
 

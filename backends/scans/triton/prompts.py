@@ -35,7 +35,7 @@ def gated_delta(
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
-    size, block_k, block_v, narrow = delta_sizes(k_dim, v_dim, value.dtype)
+    size, block_k, block_v, narrow = sizes(k_dim, v_dim, value.dtype, solved=True)
     chunks = extends.chunks(size)
     new = torch.empty(len(chunks.rows) * size, heads, v_dim, dtype=value.dtype, device=value.device)
     reads = torch.empty(len(chunks.rows) * size, heads, k_dim, dtype=value.dtype, device=value.device)
@@ -81,7 +81,7 @@ def _scan(
 ) -> None:  # fmt: skip
     """`states` [slots, H, K, V], in any strides; `solved`: what `solve_chunks` made."""
     _, heads, k_dim, v_dim = states.shape
-    size, block_k, block_v, narrow = _sizes(k_dim, v_dim, value.dtype, solved is not None)
+    size, block_k, block_v, narrow = sizes(k_dim, v_dim, value.dtype, solved is not None)
     launch(
         scan_chunks, (len(extends.lengths), heads, triton.cdiv(v_dim, block_v)),
         query, key, value, g, beta, *(solved or (None, None)), output, states, *_where(extends, size), *query.stride(), *key.stride(),
@@ -102,7 +102,7 @@ def _where(extends: Extends, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return extends.slots_on_device, extends.continues, *extends.bounds(size)
 
 
-def _sizes(k_dim: int, v_dim: int, dtype: torch.dtype, solved: bool) -> tuple[int, int, int, Any]:
+def sizes(k_dim: int, v_dim: int, dtype: torch.dtype, solved: bool) -> tuple[int, int, int, Any]:
     """Tokens of a chunk, what a program holds of a state's two dimensions, and to what products round."""
     narrow = NARROW.get(dtype)
     least = 16 if narrow is None else COLUMNS  # 16 for products of any kind
@@ -110,8 +110,3 @@ def _sizes(k_dim: int, v_dim: int, dtype: torch.dtype, solved: bool) -> tuple[in
     block_k, block_v = (max(int(triton.next_power_of_2(size)), least) for size in (k_dim, min(v_dim, columns)))
     size = WIDE_CHUNK if narrow is None else SOLVED_CHUNK if solved or k_dim > LONG else CHUNK
     return size, block_k, block_v, narrow
-
-
-def delta_sizes(k_dim: int, v_dim: int, dtype: torch.dtype) -> tuple[int, int, int, Any]:
-    """`_sizes` under the delta rule."""
-    return _sizes(k_dim, v_dim, dtype, solved=True)
