@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import os
 import pickle
+import signal
 import sys
 
 DONE = b"."
@@ -16,6 +17,7 @@ NEEDED = ("paged_attn.backends.compile_job", "triton.compiler", "triton.experime
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's process's to answer, which may go on
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # what Triton prints is no answer
     for name in NEEDED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import subprocess
 import threading
 import time
@@ -76,6 +77,18 @@ def test_a_job_that_fails_tells_why_and_takes_no_other_with_it(begun: list[Any])
     with pytest.raises(RuntimeError, match="too many registers"):
         asked[1][1].result(60)
     assert [future.result(60) for _, future in (asked[0], *asked[2:])] == [None] * 3 and ended(20)
+
+
+def test_ctrl_c_in_a_terminal_ends_none_of_them(begun: list[Any]) -> None:
+    """It reaches all processes there, and the engine's may answer it and go on."""
+    workers = Workers(idle_seconds=0.5)
+    for _ in range(2):
+        asked = jobs(None, None)
+        workers.compile(asked)
+        assert [future.result(60) for _, future in asked] == [None] * 2
+        for process in begun:
+            process.send_signal(signal.SIGINT)
+    assert len(begun) == 2 and ended(20) and [process.returncode for process in begun] == [0, 0]
 
 
 def test_no_processes_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
