@@ -17,6 +17,7 @@ from paged_attn.attn_ops.ops.kinds import KINDS
 from paged_attn.attn_ops.ops.overloads import overloads_of
 from paged_attn.graph_cache.allowed_calls import ATTRIBUTES, FUNCTIONS, METHODS, MODULES, OP_TEXTS, OP_TYPES, OPS_REFUSED
 from paged_attn.hashing.stable_hasher import Indescribable, tensor_bytes
+from paged_attn.passes.fx.graph_tools import TRACED_DTYPE, dtype_of
 from paged_attn.shown import shown
 
 MOST_BUFFER_BYTES = 16 << 20  # of tables that passes made (biases); weights are inputs of a graph
@@ -44,7 +45,7 @@ def graph_data(gm: fx.GraphModule) -> Data:
         if op == "call_method" and called in _COMPARISONS:
             op, called = "call_function", _COMPARISONS[called]
         target = _function_data(called) if op == "call_function" else str(called)
-        data = [op, node.name, target, _data(node.args, numbers), _data(node.kwargs, numbers)]
+        data = [op, node.name, target, _data(node.args, numbers), _data(node.kwargs, numbers), _dtype_data(node)]
         try:
             _check_node(op, called, node.args, node.kwargs)
         except ValueError as error:
@@ -70,15 +71,23 @@ def graph_of(data: Data, device: torch.device) -> fx.GraphModule:
     for name, tensor in data["buffers"].items():
         root.register_buffer(_identifier(name), _tensor_of(tensor).to(device), persistent=False)
     graph, nodes = fx.Graph(), list[fx.Node]()
-    for op, name, target, args, kwargs in data["nodes"]:
+    for op, name, target, args, kwargs, dtype in data["nodes"]:
         function = _function_of(target) if op == "call_function" else _identifier(target)
         arguments, keywords = _value(args, nodes), _value(kwargs, nodes)
         _check_node(op, function, arguments, keywords)
         if op == "get_attr" and function not in data["buffers"]:
             raise ValueError(f"the attribute {shown(function)}, which is none of its tables")
         nodes.append(graph.create_node(op, function, arguments, keywords, _identifier(name)))
+        if dtype is not None:
+            nodes[-1].meta[TRACED_DTYPE] = _of_torch(dtype, torch.dtype)
     graph.lint()
     return _LazyGraphModule(root, graph)
+
+
+def _dtype_data(node: fx.Node) -> str | None:
+    """Of a tensor of floating numbers, as it was traced: checks that compute in wider ones give it back where an op takes no other."""
+    dtype = dtype_of(node)
+    return str(dtype) if dtype is not None and dtype.is_floating_point else None
 
 
 def _check_node(op: str, target: Any, args: Any, kwargs: Any) -> None:

@@ -23,6 +23,7 @@ _INPLACE_FUNCTIONS = {
     operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imatmul,
 }  # fmt: skip
 _COPY_OF = "copy_of"
+TRACED_DTYPE = "traced_dtype"  # in the meta of a graph from disk
 _OF_MODULE = re.compile(r"L\['(self|model)'\]|L\['args'\]\[0\]\.(?!(size|stride|storage_offset)\()")
 _SIDE_EFFECTS = {"manual_seed", "_assert", "_assert_async", "_set_grad_enabled"}
 _VIEWS = {
@@ -229,6 +230,12 @@ def of_module(source: str) -> bool:
 def value_of(node: Any) -> Any:
     """What Dynamo saw at this node: a fake tensor, a SymInt, or the constant itself."""
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else node
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """Of a node's tensor, as traced; also in a graph from disk, which has no fake tensors. None for anything else."""
+    value = value_of(node)
+    return value.dtype if isinstance(value, Tensor) else node.meta.get(TRACED_DTYPE)
 
 
 def shape_of(node: fx.Node) -> tuple[Any, ...]:

@@ -17,10 +17,12 @@ from paged_attn.engine.runners import model_runner
 from paged_attn.engine.runners.model_runner import ModelRunner
 from paged_attn.graph_cache.entries import VARIABLE, _head
 from paged_attn.graph_cache.key import graph_key
+from paged_attn.passes.fx.graph_tools import dtype_of
 from paged_attn.passes.report import OptionalPasses
 from tests.graph_cache.test_cached_graphs import no_trace
 from tests.oracle import greedy, random_prompts
 from tests.recurrent_models import recurrent
+from tests.zoo.build import build
 
 NAME = "lfm2"
 OPTIONS = CompileOptions(inductor=False, passes=OptionalPasses(scans=True))
@@ -51,6 +53,21 @@ def test_another_start_gives_the_models_tokens_without_a_trace(
         assert llm.engine.runner.compiled.rewrite.num_scans == scans and bool(scans) == (not disabled)  # type: ignore[attr-defined]
         got = llm.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert [completion.token_ids for completion in got] == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+def test_numbers_have_their_own_types_in_the_checks_of_a_graph_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decays are float32 in a model of 16 bits: computed wider, and given to an op that takes no others, they must not come as 16 bits."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    model = build("qwen3_next").to(torch.bfloat16)
+    types: list[dict[str, torch.dtype | None]] = []
+    for _ in range(2):
+        with LLM(model, num_pages=64, max_requests=4, max_batch_tokens=16) as llm:
+            graph = llm.engine.runner.compiled.original.graph  # type: ignore[attr-defined]
+        types.append({node.name: dtype_of(node) for node in graph.nodes if (dtype_of(node) or torch.int64).is_floating_point})
+        monkeypatch.setattr(model_runner, "trace_model", no_trace)
+    assert types[0] == types[1]
+    decays = [node.args[3].name for node in graph.nodes if "gated_delta_rule" in str(node.target)]
+    assert decays and {types[1][name] for name in decays} == {torch.float32}
 
 
 def test_what_a_trace_sees_of_a_layer_is_in_the_key(first: tuple[ModelRunner, Path]) -> None:

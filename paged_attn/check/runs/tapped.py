@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from paged_attn.attn_ops.ops.overloads import overloads_of
-from paged_attn.passes.fx.graph_tools import value_of, writes_in_place
+from paged_attn.passes.fx.graph_tools import dtype_of, writes_in_place
 
 Visit = Callable[[str, Tensor], Tensor]
 _NARROW_METHODS = ("half", "bfloat16", "float")
@@ -153,7 +153,7 @@ class WideRun(TappedRun):
 
         `narrowed` gets each of them with its copy.
         """
-        traced = {id(self.given(node, n)): value.dtype for node in n.all_input_nodes if isinstance(value := value_of(node), Tensor)}
+        traced = {id(self.given(node, n)): dtype for node in n.all_input_nodes if (dtype := dtype_of(node)) is not None}
 
         def as_traced(value: Any) -> Any:
             if not isinstance(value, Tensor) or type(value) is not Tensor or value.dtype != self.wide:
