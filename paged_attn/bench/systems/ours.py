@@ -14,15 +14,18 @@ from paged_attn.bench.systems.systems import Run, Stamps, System, Tokens, versio
 from paged_attn.bench.workloads import Prompts
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
+from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import SamplingParams
 
 
 def start(job: Job) -> Ours:
     """Options are fields of EngineConfig. Raises UnsupportedError as `LLM` does."""
     started = time.perf_counter()
+    config = EngineConfig.from_environment(**{"generation_config": "ours", **job.options})
+    start_compilers(job.model.device, config)  # as where `LLM` reads the weights itself
     model = model_source.load(job.model)
     loaded = time.perf_counter()
-    llm = LLM(model, config=EngineConfig.from_environment(**{"generation_config": "ours", **job.options}), progress=job.progress or None)
+    llm = LLM(model, config=config, progress=job.progress or None)
     return Ours(llm, loaded - started, job.sampling)
 
 
