@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, tensors_in
+from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, tensors_in, wider
 from paged_attn.passes.fx.graph_tools import is_view, name_of, writes_in_place
 
 Choices = Mapping[str, Any]  # by node, what the operation returned
@@ -44,8 +44,9 @@ class Perturbation:
     def moved(self, value: Tensor, narrow: torch.dtype) -> Tensor:
         """A floating tensor in its own type, each number moved, by the precision of the coarser of this and its type."""
         step = max(torch.finfo(dtype).eps for dtype in (value.dtype, narrow)) / 2 * self.units
-        drawn = torch.empty(value.shape, dtype=torch.float32, device=self.generator.device).uniform_(-1, 1, generator=self.generator)
-        return (value.double() * (1 + step * drawn.to(value.device).double())).to(value.dtype)
+        wide = torch.promote_types(value.dtype, wider(narrow))
+        factor = torch.empty(value.shape, dtype=wide, device=self.generator.device).uniform_(1 - step, 1 + step, generator=self.generator)
+        return (value * factor.to(value.device)).to(value.dtype)
 
 
 class PerturbedRun(TappedRun):
