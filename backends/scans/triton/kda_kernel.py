@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_attn.backends.scans.triton.prompts_kernel import _dot, _solved, _tile, _unit
+from paged_attn.backends.scans.triton.prompts_kernel import _dot, _kept, _solved, _tile, _unit, _write_values
 
 
 @triton.jit
@@ -62,11 +62,7 @@ def solve_by_channel(
     solved = _solved(tl.where(i[:, None] > i[None], written * (factor * learned)[:, None] * factor[None], 0.0), i, CHUNK)
     taken = _dot(solved * (factor * learned)[None], keys * tl.exp(total), NARROW)
     tl.store(reads + place[:, None] * K + k[None], taken.to(reads.dtype.element_ty), mask=(k < K)[None])
-    solved *= learned[None]
-    for column in tl.static_range(0, V, BLOCK_V):
-        v = column + tl.arange(0, BLOCK_V)
-        result = _dot(solved, _tile(value + head * v_head, row, there, v, v_row, v_dim, V), NARROW)
-        tl.store(new + place[:, None] * V + v[None], result.to(new.dtype.element_ty), mask=(v < V)[None])
+    _write_values(solved * learned[None], value + head * v_head, new, row, there, place, v_row, v_dim, V, BLOCK_V, NARROW)
 
 
 @triton.jit
@@ -98,10 +94,7 @@ def scan_by_channel(
         tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (v < V)[None])
         left = keys.to(tl.float32) * tl.exp(last[None] - total)
         now = now * tl.exp(last)[:, None] + _dot(tl.trans(left), writes * _unit(keys, eps, NORMALISE)[:, None], NARROW)
-        if slot > 0:
-            kept = now.to(states.dtype.element_ty)
-            tl.store(state + slot * slot_stride, kept, mask=held)
-            now = kept.to(tl.float32)  # as who starts from it goes on
+        now = _kept(now, state, slot * slot_stride, slot > 0, held)
 
 
 @triton.jit

@@ -29,11 +29,7 @@ def solve_chunks(
     place = (chunk * CHUNK + i) * HEADS + head
     read = _dot(solved * (factor * learned * tl.exp(total))[None], keys, NARROW)
     tl.store(reads + place[:, None] * K + k[None], read.to(reads.dtype.element_ty), mask=(k < K)[None])
-    solved *= learned[None]
-    for first in tl.static_range(0, V, BLOCK_V):
-        v = first + tl.arange(0, BLOCK_V)
-        written = _dot(solved, _tile(value + head * v_head, row, there, v, v_row, v_dim, V), NARROW)
-        tl.store(new + place[:, None] * V + v[None], written.to(new.dtype.element_ty), mask=(v < V)[None])
+    _write_values(solved * learned[None], value + head * v_head, new, row, there, place, v_row, v_dim, V, BLOCK_V, NARROW)
 
 
 @triton.jit
@@ -81,10 +77,7 @@ def scan_chunks(
         tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (v < V)[None])
         writes *= (key_factor * tl.exp(last - total))[:, None]
         now = now * tl.exp(last) + _dot(tl.trans(keys), writes, NARROW)
-        if slot > 0:
-            kept = now.to(states.dtype.element_ty)
-            tl.store(state + slot * slot_stride, kept, mask=held)
-            now = kept.to(tl.float32)  # as who starts from it goes on
+        now = _kept(now, state, slot * slot_stride, slot > 0, held)
 
 
 @triton.jit
@@ -140,10 +133,7 @@ def scan_channels(
         tl.store(out, result.to(output.dtype.element_ty), mask=there[:, None] & (channel < C)[None])
         now = tl.sum(tl.where(t[:, None, None] == BLOCK_T - 1, every, 0.0), 0)
         slot = tl.load(chunks + 3 * chunk + 2)
-        if slot > 0:
-            kept = now.to(states.dtype.element_ty)
-            tl.store(state + slot * slot_stride, kept, mask=held)
-            now = kept.to(tl.float32)
+        now = _kept(now, state, slot * slot_stride, slot > 0, held)
 
 
 @triton.jit
@@ -164,6 +154,25 @@ def _solved(system, i, CHUNK: tl.constexpr):
         found += tl.sum(found[:, None] * tl.where(i[:, None] < last, solved, 0.0), 0)
         solved = tl.where(i[:, None] == last, found[None], solved)
     return solved + tl.where(i[:, None] == i[None], 1.0, 0.0)
+
+
+@triton.jit
+def _write_values(solved, value, new, row, there, place, v_row, v_dim, V: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr):
+    """What the tokens of a chunk write where the state before it is empty."""
+    for first in tl.static_range(0, V, BLOCK_V):
+        v = first + tl.arange(0, BLOCK_V)
+        written = _dot(solved, _tile(value, row, there, v, v_row, v_dim, V), NARROW)
+        tl.store(new + place[:, None] * V + v[None], written.to(new.dtype.element_ty), mask=(v < V)[None])
+
+
+@triton.jit
+def _kept(now, state, offset, is_kept, held):
+    """The state goes to its slot, if there is one for it; and goes on as who starts from there does."""
+    if is_kept:
+        kept = now.to(state.dtype.element_ty)
+        tl.store(state + offset, kept, mask=held)
+        now = kept.to(tl.float32)
+    return now
 
 
 @triton.jit
