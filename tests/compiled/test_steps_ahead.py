@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends import compile_ahead
 from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.latent.fresh import FreshPrompts
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
 from paged_attn.compiled import steps_ahead
@@ -47,6 +48,14 @@ def test_every_kind_of_attention_runs_on_fake_tensors(model_type: str, monkeypat
 def test_latents_run_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked(build("deepseek_v2"), monkeypatch)
     assert found["attend_latent"] == found["merge_latent"] > len(STEPS)
+
+
+def test_prompts_whose_latents_are_expanded_run_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FreshPrompts] = []
+    of = FreshPrompts.of
+    monkeypatch.setattr(FreshPrompts, "of", lambda *given: made.append(of(*given)) or made[-1])
+    asked(build("deepseek_v2", kv_lora_rank=64), monkeypatch)
+    assert len(made) > 1 and any(each.real is not None for each in made)
 
 
 def test_dual_chunks_have_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:

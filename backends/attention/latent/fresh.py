@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,11 +33,12 @@ class FreshPrompts:
     @classmethod
     def of(cls, parts: Sequence[slice], device: torch.device) -> FreshPrompts:
         """The prompts in these rows of a step."""
-        lengths = [part.stop - part.start for part in parts]
-        columns, starts = torch.arange(max(lengths)), torch.tensor([part.start for part in parts])[:, None]
-        real = columns < torch.tensor(lengths)[:, None]
-        rows = (starts + columns.where(real, 0)).to(device, non_blocking=True)
-        return cls(rows, None if bool(real.all()) else real.flatten().nonzero()[:, 0].to(device, non_blocking=True))
+        starts = np.array([[part.start] for part in parts])
+        lengths = np.array([[part.stop - part.start] for part in parts])
+        columns = np.arange(lengths.max())
+        real = columns < lengths
+        rows = torch.from_numpy(starts + np.where(real, columns, 0)).to(device, non_blocking=True)
+        return cls(rows, None if real.all() else torch.from_numpy(np.flatnonzero(real)).to(device, non_blocking=True))
 
     def attend(self, call: LatentCall, pool: KVPool, batch: Batch) -> None:
         """Write the prompts' rows of `call.output`; their rows of this step are in the pool already."""
