@@ -66,7 +66,7 @@ def test_dual_chunks_have_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ("model_type", "kernels"),
     (
         ("qwen3_next", {"conv_step", "conv_extend", "conv_state", "gated_delta_kernel", "solve_chunks", "scan_chunks", "attend"}),
-        ("bamba", {"conv_step", "conv_extend", "conv_state", "mamba2_kernel", "scan_chunks", "attend"}),
+        ("bamba", {"conv_step", "conv_extend", "conv_state", "mamba2_kernel", "chunk_states", "chunk_outputs", "attend"}),
         ("mamba", {"conv_step", "conv_extend", "conv_state", "mamba1_kernel", "scan_channels"}),
         ("lfm2", {"conv_step", "conv_extend", "conv_state", "attend"}),
     ),

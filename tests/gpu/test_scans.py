@@ -21,7 +21,7 @@ from paged_attn.attn_ops.scans.short_conv import short_conv_extend
 from paged_attn.attn_ops.scans.state_rows import Extends
 from paged_attn.backends.devices import architecture_of
 from paged_attn.backends.scans.base import ScanProblem
-from paged_attn.backends.scans.triton import conv, prompts
+from paged_attn.backends.scans.triton import conv, prompts, ssd
 from paged_attn.backends.selection.scans import reasons_against, scans_backend
 
 LENGTHS = [(1000,), (200, 1, 64, 33), (16,) * 12]
@@ -84,8 +84,8 @@ def test_kda_and_other_packages(name: str, truth: Callable[..., None], lengths: 
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width, state, groups", [(64, 128, 1), (64, 128, 8), (64, 64, 1), (32, 16, 1), (64, 256, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width, state, groups", [(64, 128, 1), (64, 128, 8), (64, 64, 1), (32, 16, 1), (64, 256, 1), (128, 256, 1)])
 def test_mamba2(width: int, state: int, groups: int, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     rows, heads, where = sum(lengths), 64, extends(lengths)
@@ -95,7 +95,7 @@ def test_mamba2(width: int, state: int, groups: int, dtype: torch.dtype, lengths
     states = [torch.randn(len(lengths) + 1, heads, width, state, device="cuda")]
     states.append(states[0].clone())
     outputs = [torch.empty_like(x) for _ in range(2)]
-    assert prompts.mamba2(x, step, rates, b, c, outputs[0], 0.0, float("inf"), states[0], where)
+    assert ssd.mamba2(x, step, rates, b, c, outputs[0], 0.0, float("inf"), states[0], where)
     mamba2_extend(x, step, rates, b, c, outputs[1], 0.0, float("inf"), states[1], where)
     assert far(outputs[0], outputs[1]) < CLOSE
     assert far(states[0], states[1]) < CLOSE
@@ -116,7 +116,7 @@ def problem(name: str, rows: int) -> tuple[Callable[..., bool], Callable[..., No
         x, rates = random(rows, 64, 64), -torch.rand(64, device="cuda")
         output = torch.empty_like(x)
         given = [x, random(rows, 64).abs(), rates, random(rows, 1, 128), random(rows, 1, 128), output, 0.0, float("inf")]
-        return prompts.mamba2, mamba2_extend, given, output, (64, 64, 128)
+        return ssd.mamba2, mamba2_extend, given, output, (64, 64, 128)
     if name == "mamba1":
         x, rates = random(rows, 8192), -torch.rand(8192, 16, device="cuda")
         output = torch.empty_like(x)

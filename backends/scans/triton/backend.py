@@ -21,13 +21,13 @@ class TritonScans(ScansBackend):
         devices=frozenset({"cuda", "hip"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         requirements=(TRITON,),
-        note="prompts and decoding; prompts through states of more than 256 keys are torch's",
+        note="prompts and decoding; prompts under a delta rule with more than 256 keys are torch's",
     )
     ops = OPS
     compiles_ahead = True
 
     def kernels(self) -> Kernels:
-        from paged_attn.backends.scans.triton import conv, kda, prompts, steps
+        from paged_attn.backends.scans.triton import conv, kda, prompts, ssd, steps
 
         return {
             short_conv_step: conv.step,
@@ -37,6 +37,6 @@ class TritonScans(ScansBackend):
             mamba1_step: steps.mamba1,
             gated_delta_extend: prompts.gated_delta,
             kda_extend: kda.kda,
-            mamba2_extend: prompts.mamba2,
+            mamba2_extend: ssd.mamba2,
             mamba1_extend: prompts.mamba1,
         }

@@ -24,7 +24,7 @@ def kda(
     _, heads, k_dim, v_dim = states.shape
     if k_dim > MOST:
         return False
-    size, block_k, block_v, narrow = sizes(k_dim, v_dim, value.dtype, solved=True)
+    size, block_k, block_v, narrow = sizes(k_dim, v_dim, value.dtype)
     chunks, where = extends.chunks(size), extends.bounds(size)
     count = len(chunks.rows)
 

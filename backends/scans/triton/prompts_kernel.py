@@ -1,4 +1,5 @@
-"""Prompts through their states: what a chunk teaches, made for all chunks at once, and one loop over the chunks of each request."""
+"""Prompts through states of the delta rule and of Mamba-1: what a chunk teaches, made for all chunks at once, and one loop over the
+chunks of each request."""
 
 # mypy: ignore-errors
 
@@ -34,15 +35,15 @@ def solve_chunks(
 
 @triton.jit
 def scan_chunks(
-    query, key, value, g, beta, new, reads, output, states, slots, continues, requests, chunks, q_row, q_head, q_dim, k_row, k_head, k_dim,
-    v_row, v_head, v_dim, g_row, g_head, beta_row, beta_head, output_row, slot_stride, state_head, state_k, state_v, scale, eps,
-    REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, DELTA: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
+    query, key, g, new, reads, output, states, slots, continues, requests, chunks, q_row, q_head, q_dim, k_row, k_head, k_dim, g_row,
+    g_head, output_row, slot_stride, state_head, state_k, state_v, scale, eps,
+    REPEATS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORMALISE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head's state [K, V] through a request: each chunk is read by its queries and then written by its keys.
+    """Some columns of a head's state [K, V] under the delta rule through a request: each chunk is read by its queries and then written by
+    its keys.
 
-    `requests` [2, E] and `chunks` [N, 3] are `Extends.bounds`. `new` and `reads` of the delta rule lie chunk by chunk; without
-    that rule a token writes beta * value.
+    `requests` [2, E] and `chunks` [N, 3] are `Extends.bounds`; `new` and `reads` lie chunk by chunk.
     """
     request, head, v = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     i, k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
@@ -52,24 +53,16 @@ def scan_chunks(
     before = state + tl.load(slots + request).to(tl.int64) * slot_stride
     now = tl.load(before, mask=held & tl.load(continues + request), other=0.0).to(tl.float32)
     until = i[:, None] >= i[None]
-    arguments = (query + (head // REPEATS) * q_head, key + (head // REPEATS) * k_head, value + head * v_head, g + head * g_head,
-                 beta + head * beta_head, new, reads, chunks)  # fmt: skip
-    strides = (q_row, q_dim, k_row, k_dim, v_row, v_dim, g_row, beta_row)
-    if DELTA:
-        loaded = _chunk(arguments, strides, first, first + count, head, i, k, v, HEADS, K, V, DELTA, CHUNK)
+    arguments = (query + (head // REPEATS) * q_head, key + (head // REPEATS) * k_head, g + head * g_head, new, reads, chunks)
+    strides = (q_row, q_dim, k_row, k_dim, g_row)
+    loaded = _chunk(arguments, strides, first, first + count, head, i, k, v, HEADS, K, V, CHUNK)
     for chunk in range(first, first + count):
-        if not DELTA:
-            loaded = _chunk(arguments, strides, chunk, first + count, head, i, k, v, HEADS, K, V, DELTA, CHUNK)
-        row, there, slot, queries, keys, log_decay, learned, written, read = loaded
-        if DELTA:  # the next one is on its way; without the rule it would take more registers than there are
-            loaded = _chunk(arguments, strides, chunk + 1, first + count, head, i, k, v, HEADS, K, V, DELTA, CHUNK)
+        row, there, slot, queries, keys, log_decay, written, read = loaded
+        # The next one is on its way while this one is computed.
+        loaded = _chunk(arguments, strides, chunk + 1, first + count, head, i, k, v, HEADS, K, V, CHUNK)
         query_factor, key_factor = _unit(queries, eps, NORMALISE), _unit(keys, eps, NORMALISE)
         total, last = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
-        writes = written.to(tl.float32)
-        if DELTA:
-            writes -= _dot(read, now, NARROW)
-        else:
-            writes *= learned[:, None]
+        writes = written.to(tl.float32) - _dot(read, now, NARROW)
         scores = _dot(queries, tl.trans(keys), NARROW) * _decay(total, until) * key_factor[None]
         result = _dot(queries, now, NARROW) * tl.exp(total)[:, None] + _dot(scores, writes, NARROW)
         out = output + row[:, None] * output_row + head * V + v[None]
@@ -82,28 +75,21 @@ def scan_chunks(
 
 @triton.jit
 def _chunk(
-    arguments, strides, chunk, end, head, i, k, v,
-    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr, CHUNK: tl.constexpr,
+    arguments, strides, chunk, end, head, i, k, v, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """All that `scan_chunks` reads of a chunk: where its tokens are, where the state after it goes, their numbers; zeros from `end` on."""
-    query, key, value, g, beta, new, reads, chunks = arguments
-    q_row, q_dim, k_row, k_dim, v_row, v_dim, g_row, beta_row = strides
+    query, key, g, new, reads, chunks = arguments
+    q_row, q_dim, k_row, k_dim, g_row = strides
     real = chunk < end
     row = tl.load(chunks + 3 * chunk, mask=real, other=0) + i
     there = i < tl.load(chunks + 3 * chunk + 1, mask=real, other=0)
     slot = tl.load(chunks + 3 * chunk + 2, mask=real, other=0)
     queries, keys = _tile(query, row, there, k, q_row, q_dim, K), _tile(key, row, there, k, k_row, k_dim, K)
     log_decay = tl.load(g + row * g_row, mask=there, other=0.0).to(tl.float32)
-    if DELTA:
-        place = ((chunk * CHUNK + i) * HEADS + head)[:, None]
-        learned = log_decay
-        written = tl.load(new + place * V + v[None], mask=real & (v < V)[None], other=0.0)
-        read = tl.load(reads + place * K + k[None], mask=real & (k < K)[None], other=0.0)
-    else:
-        learned = tl.load(beta + row * beta_row, mask=there, other=0.0).to(tl.float32)
-        written = _tile(value, row, there, v, v_row, v_dim, V)
-        read = keys
-    return row, there, slot, queries, keys, log_decay, learned, written, read
+    place = ((chunk * CHUNK + i) * HEADS + head)[:, None]
+    written = tl.load(new + place * V + v[None], mask=real & (v < V)[None], other=0.0)
+    read = tl.load(reads + place * K + k[None], mask=real & (k < K)[None], other=0.0)
+    return row, there, slot, queries, keys, log_decay, written, read
 
 
 @triton.jit

@@ -17,8 +17,8 @@ from triton.compiler import ASTSource
 
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
 from paged_attn.backends.scans.triton.kda_kernel import scan_by_channel, solve_by_channel, sum_decays
-from paged_attn.backends.scans.triton.prompts import scan_options
 from paged_attn.backends.scans.triton.prompts_kernel import scan_channels, scan_chunks, solve_chunks
+from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_states
 from paged_attn.backends.scans.triton.steps_kernel import gated_delta_kernel, mamba1_kernel, mamba2_kernel
 
 POINTERS = {
@@ -26,19 +26,22 @@ POINTERS = {
     "continues": "*i1", "query": "*bf16", "key": "*bf16", "value": "*bf16", "g": "*fp32", "beta": "*bf16", "states": "*fp32", "dt": "*bf16",
     "a": "*fp32", "b": "*bf16", "c": "*bf16", "scale": "fp32", "eps": "fp32",
     "real": "*i1", "requests": "*i64", "chunks": "*i64", "segments": "*i64", "targets": "*i64", "new": "*bf16", "reads": "*bf16",
-    "sums": "*fp32", "scores": "*bf16",
+    "sums": "*fp32", "scores": "*bf16", "step": "*fp32", "decay": "*fp32", "before": "*bf16",
 }  # fmt: skip
 CONV: dict[str, Any] = {"C": 8192, "GROUP": 8192, "TAPS": 4, "WIDTH": 4, "HAS_BIAS": True, "SILU": True, "BLOCK": 128}
 SOLVED: dict[str, Any] = {
     "HEADS": 32, "REPEATS": 2, "K": 128, "V": 128, "NORMALISE": True, "CHUNK": 32, "BLOCK_K": 128, "BLOCK_V": 64, "NARROW": tl.bfloat16,
     "k_dim": 1, "v_dim": 1,
 }  # fmt: skip
-CHUNKED: dict[str, Any] = {**SOLVED, "DELTA": True, "q_dim": 1, "state_v": 1}
+CHUNKED: dict[str, Any] = {name: value for name, value in SOLVED.items() if name != "v_dim"} | {"q_dim": 1, "state_v": 1}
 SSD: dict[str, Any] = {
-    **SOLVED, "HEADS": 128, "REPEATS": 128, "V": 64, "CHUNK": 64, "DELTA": False, "NORMALISE": False, "q_dim": 1, "state_k": 1, "new": None,
-    "reads": None,
+    "REPEATS": 128, "HEADS": 128, "P": 64, "N": 128, "CHUNK": 64, "BLOCK_P": 64, "NARROW": tl.bfloat16, "x_dim": 1, "step_head": 1,
+    "decay_head": 1, "b_dim": 1,
 }  # fmt: skip
-LONG: dict[str, Any] = {"K": 256, "BLOCK_K": 256, "CHUNK": 32}
+BEFORE: dict[str, Any] = {**SSD, "BLOCK_N": 64, "state_n": 1}
+READ: dict[str, Any] = {**SSD, "BLOCK_N": 128, "TOGETHER": 4, "c_dim": 1}
+FALCON: dict[str, Any] = {"REPEATS": 24, "HEADS": 24, "P": 128, "N": 256}
+LONG: dict[str, Any] = {"K": 256, "BLOCK_K": 256}
 BY_CHANNEL: dict[str, Any] = {**SOLVED, "q_dim": 1, "REPEATS": 1}
 SCANNED: dict[str, Any] = {name: value for name, value in BY_CHANNEL.items() if name != "v_dim"} | {"state_v": 1}
 CHANNELS: dict[str, Any] = {
@@ -61,8 +64,6 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "scan_chunks": (scan_chunks, CHUNKED),
     "scan_chunks of long keys": (scan_chunks, CHUNKED | LONG),
     "scan_chunks of float32": (scan_chunks, {**CHUNKED, "CHUNK": 16, "BLOCK_V": 32, "NARROW": None}),
-    "scan_chunks without the delta rule": (scan_chunks, SSD),
-    "scan_chunks of long keys without the delta rule": (scan_chunks, {**SSD, "HEADS": 24, "REPEATS": 24, "V": 128} | LONG),
     "sum_decays": (sum_decays, {"HEADS": 32, "K": 128, "CHUNK": 32, "BLOCK_K": 128, "g_dim": 1}),
     "solve_by_channel": (solve_by_channel, {**BY_CHANNEL, "PART": 16}),
     "solve_by_channel of float32": (solve_by_channel, {**BY_CHANNEL, "PART": 16, "CHUNK": 16, "BLOCK_V": 32, "NARROW": None}),
@@ -70,6 +71,12 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "scan_by_channel of float32": (scan_by_channel, {**SCANNED, "CHUNK": 16, "BLOCK_V": 32, "NARROW": None}),
     "solve_by_channel of long keys": (solve_by_channel, {**BY_CHANNEL, "PART": 16} | LONG),
     "scan_by_channel of long keys": (scan_by_channel, SCANNED | LONG),
+    "chunk_states": (chunk_states, BEFORE),
+    "chunk_states of Falcon-H1": (chunk_states, BEFORE | FALCON),
+    "chunk_states of float32": (chunk_states, {**BEFORE, "CHUNK": 32, "BLOCK_P": 32, "NARROW": None}),
+    "chunk_outputs": (chunk_outputs, READ),
+    "chunk_outputs of Falcon-H1": (chunk_outputs, READ | FALCON | {"BLOCK_N": 256}),
+    "chunk_outputs of float32": (chunk_outputs, READ | FALCON | {"BLOCK_N": 32, "CHUNK": 32, "BLOCK_P": 32, "NARROW": None}),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
 
@@ -80,8 +87,7 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     signature = {each: "constexpr" if each in constants else POINTERS.get(each, "i32") for each in kernel.arg_names}
     named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
-    options = scan_options(constants["K"], constants["DELTA"], constants["NARROW"]) if kernel is scan_chunks else {}
-    options |= {"num_stages": 1, "num_warps": 8} if kernel is scan_by_channel else {}
+    options = {"num_stages": 1, "num_warps": 8} if kernel in (scan_chunks, scan_by_channel) else {}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 

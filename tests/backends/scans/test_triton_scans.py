@@ -10,19 +10,20 @@ from torch import Tensor
 
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.scans.kda import kda_extend
+from paged_attn.attn_ops.scans.mamba2 import mamba2_extend
 from paged_attn.attn_ops.scans.short_conv import short_conv_extend, short_conv_step
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from tests.attn_ops.scans.problems import RECURRENCES, SLOTS, starts_of
 
 pytest.importorskip("triton")
-from paged_attn.backends.scans.triton import conv, kda, prompts, steps
+from paged_attn.backends.scans.triton import conv, kda, prompts, ssd, steps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = {
     "short_conv": conv.step, "gated_delta_rule": steps.gated_delta, "kda": steps.gated_delta, "mamba2_scan": steps.mamba2,
     "mamba1_scan": steps.mamba1,
 }  # fmt: skip
-PROMPTS = {"gated_delta_rule": prompts.gated_delta, "kda": kda.kda, "mamba2_scan": prompts.mamba2, "mamba1_scan": prompts.mamba1}
+PROMPTS = {"gated_delta_rule": prompts.gated_delta, "kda": kda.kda, "mamba2_scan": ssd.mamba2, "mamba1_scan": prompts.mamba1}
 NARROW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no products of bfloat16
 CLOSE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -119,6 +120,26 @@ def test_kda_of_any_decays(strongest: float, dtype: torch.dtype) -> None:
     kda_extend(query, key, value, decay, learned, outputs[1], True, states[1], extends)
     for ours, truth in zip((outputs[0], states[0]), (outputs[1], states[1]), strict=True):
         assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < (1e-5 if dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+@pytest.mark.parametrize("heads, width, state, groups", [(6, 40, 72, 3), (4, 16, 272, 1)])
+def test_states_of_mamba2_in_several_parts(heads: int, width: int, state: int, groups: int, dtype: torch.dtype) -> None:
+    """Which several programs hold, and which are multiplied part after part."""
+    torch.manual_seed(11)
+    lengths, slots, fresh = [70, 2, 33], [3, 8, 1], [False, True, False]
+    rows = sum(lengths)
+    x, step = torch.randn(rows, heads, width).to(DEVICE, dtype), torch.rand(rows, heads).to(DEVICE, dtype)
+    b, c = (torch.randn(rows, groups, state).to(DEVICE, dtype) / state**0.5 for _ in range(2))
+    rates = -torch.rand(heads, device=DEVICE)
+    states = [torch.randn(SLOTS, heads, width, state, device=DEVICE)]
+    states.append(states[0].clone())
+    outputs = [torch.empty_like(x) for _ in range(2)]
+    extends = Extends(starts_of(lengths), lengths, slots, fresh, x.device, {0: [StateCheckpoint(40, 5)]})
+    assert ssd.mamba2(x, step, rates, b, c, outputs[0], 0.0, float("inf"), states[0], extends)
+    mamba2_extend(x, step, rates, b, c, outputs[1], 0.0, float("inf"), states[1], extends)
+    for ours, truth in zip((outputs[0], states[0]), (outputs[1], states[1]), strict=True):
+        assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < (2e-6 if dtype == torch.float32 else 2e-3)
 
 
 @pytest.mark.parametrize("first", [0, 8])

@@ -1,0 +1,69 @@
+"""Launches the kernels of Mamba-2 for prompts, and for all requests with more than one new token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from paged_attn.attn_ops.scans.state_rows import Extends
+from paged_attn.backends.compile_ahead import launch
+from paged_attn.backends.scans.triton.prompts import COLUMNS, NARROW, WIDE_COLUMNS
+from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_states
+
+CHUNK = 64  # tokens
+WIDE_CHUNK = 32  # where products are of float32
+WHOLE = 256  # numbers of a channel's state
+TOGETHER = 16  # heads, at most, that share the products of their queries and keys
+
+
+def mamba2(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, output: Tensor, low: float, high: float, states: Tensor, extends: Extends
+) -> bool:
+    """As `mamba2_extend`; always served."""
+    _, heads, p_dim, n_dim = states.shape
+    repeats, narrow = heads // b.shape[1], NARROW.get(x.dtype)
+    sizes = Sizes.of(p_dim, n_dim, narrow)
+    step = dt.clamp(low, high).float()
+    decay = step * a.float()
+    requests, chunks = extends.bounds(sizes.chunk)
+    before = torch.empty(len(chunks), heads, n_dim, p_dim, dtype=x.dtype, device=x.device)
+    constants = {"REPEATS": repeats, "HEADS": heads, "P": p_dim, "N": n_dim, "BLOCK_P": sizes.block_p, "NARROW": narrow}
+    of_values = *x.stride(), *step.stride(), *decay.stride(), *b.stride()
+    launch(
+        chunk_states, (len(extends.lengths), heads, triton.cdiv(n_dim, sizes.states_n) * triton.cdiv(p_dim, sizes.block_p)),
+        x, step, decay, b, before, states, extends.slots_on_device, extends.continues, requests, chunks, *of_values, *states.stride(),
+        CHUNK=sizes.chunk, BLOCK_N=sizes.states_n, **constants,
+    )  # fmt: skip
+    together = math.gcd(repeats, TOGETHER)
+    launch(
+        chunk_outputs, (heads // together * triton.cdiv(p_dim, sizes.block_p), len(chunks)),
+        x, step, decay, b, c, before, output, chunks, *of_values, *c.stride(), output.stride(0), TOGETHER=together,
+        CHUNK=sizes.chunk, BLOCK_N=sizes.outputs_n, num_stages=sizes.stages, **constants,
+    )  # fmt: skip
+    return True
+
+
+class Sizes(NamedTuple):
+    """What a program multiplies at once: tokens of a chunk; channels of a head; numbers of each channel's state, in `chunk_states` and in
+    `chunk_outputs`."""
+
+    chunk: int
+    block_p: int
+    states_n: int
+    outputs_n: int
+    stages: int
+
+    @classmethod
+    def of(cls, p_dim: int, n_dim: int, narrow: Any) -> Sizes:
+        if narrow is None:
+            return cls(WIDE_CHUNK, _block(p_dim, 16, WIDE_COLUMNS), _block(n_dim, 16, COLUMNS), _block(n_dim, 16, WIDE_COLUMNS), 3)
+        outputs_n = _block(n_dim, COLUMNS, WHOLE)
+        return cls(CHUNK, COLUMNS, COLUMNS, outputs_n, 2 if outputs_n == WHOLE else 3)
+
+
+def _block(size: int, least: int, most: int) -> int:
+    return min(max(int(triton.next_power_of_2(size)), least), most)
