@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from paged_attn.check import self_check
 from paged_attn.check.compare import suspects
+from paged_attn.check.compare.exchanges import Exchange, Exchanges
 from paged_attn.check.runs.choices import ChosenRun, Perturbation, PerturbedRun, same_choices
 from paged_attn.check.runs.served import HowToRun, Original
 from paged_attn.check.runs.tapped import TappedRun, Taps, WideRun
@@ -91,6 +92,38 @@ def test_pieces_that_round_otherwise_are_no_false_alarm(family: str, monkeypatch
         with monkeypatch.context() as undo:
             play_pieces(undo, play)
             assert refused(traced(family)) == ""
+
+
+def with_equal_experts(family: str) -> Any:
+    """A router takes all of the best six, and two of the next six, which are as good as each other: 15 choices, as likely."""
+    model = build(family, **MANY, num_hidden_layers=1).to(torch.bfloat16)
+    gate = model.get_parameter("model.layers.0.mlp.gate.weight")
+    gate.data = gate.data[::6].repeat_interleave(6, 0)[: len(gate)]
+    return model
+
+
+def test_one_choice_of_many_that_are_as_good_is_no_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = Traced(with_equal_experts("qwen3_moe"))
+    for seed in range(3):
+        with monkeypatch.context() as undo:
+            play_pieces(undo, rounding_at_random(seed))
+            assert refused(checked) == ""
+    play_pieces(monkeypatch, rounding_at_random(0))
+    monkeypatch.setattr(suspects, "EVERY", suspects.TRIES + suspects.MORE + 1)
+    assert "computes something else" in refused(checked)
+
+
+def test_exchanges_of_what_runs_chose_come_once_and_the_likeliest_first() -> None:
+    usual = {"none": X > 2, "best": (X[None, :3], torch.tensor([[0, 1, 2], [3, 4, 5]]))}
+    found = Exchanges(usual)
+    for row in ([0, 1, 7], [0, 1, 7], [0, 2, 8]):
+        found.see({"none": X > 3, "best": (X[None, :3], torch.tensor([row, [3, 4, 5]]))})
+    assert found.names == ["best"] and found.untried("best", 1) is None
+    given = [found.untried("best", 0) for _ in range(6)]
+    assert [(each.left, each.taken) for each in given if each] == [((2,), (7,)), ((2,), (8,)), ((1,), (7,)), ((1,), (8,)), ((2, 1), (7, 8))]
+    made = found.made([Exchange("best", 0, (2, 1), (7, 8))])
+    assert list(made) == ["best"] and made["best"][1].tolist() == [[0, 8, 7], [3, 4, 5]]
+    assert usual["best"][1].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def model_instead(monkeypatch: pytest.MonkeyPatch, logits: Callable[[Original, Tensor], Tensor], times: int = 1) -> None:

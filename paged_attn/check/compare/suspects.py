@@ -2,8 +2,9 @@
 
 A router takes the best experts, an indexer the best keys, a quantiser the nearest step. Where two are as good as equal, any other order of
 adding up takes the other one, and the row is another. So the original is run with all its numbers moved a little, many times over, and
-each time once more with its own numbers and what was chosen then. A suspect row is explained if it is one of these, as far as rounding
-moves that row; what never comes out so is no choice of the model's.
+each time once more with its own numbers and what was chosen then; and with what one or two of the router's choices were replaced by in
+any of these runs. A suspect row is explained if it is one of these, as far as rounding moves that row; what never comes out so is no choice
+of the model's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paged_attn.check.compare.exchanges import Exchanges
 from paged_attn.check.compare.noise import Noise
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.choices import Choices, Perturbation, same_choices
@@ -23,7 +25,12 @@ from paged_attn.check.runs.truth import OtherRun, Truth
 from paged_attn.tolerances import MULTIPLE, row_errors
 
 TRIES, UNITS = 32, (1.0, 4.0, 2.0, 4.0)  # runs, and by how much their numbers are moved: more of them falls more of the ties otherwise
+MORE = 64  # runs for rows that rounding moves far in some of them only: a peaked router's numbers are few in 16 bits
+UNEVEN = 1.5  # times as far as usual
 ENOUGH = 4  # runs that say how far rounding moves a row
+FARTHEST = 2  # times as far as in the farthest of them
+EVERY = 8  # runs, exchanges are tried between what they chose
+BACK = 4  # choices before a row: what it is made of is one of them, as groups of experts and experts in them are
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +72,10 @@ def without_choices(suspects: Sequence[Suspect], original: Original, truth: Trut
         rows = [_Row(suspect, truth, noise) for suspect in suspects if suspect.prompt == prompt]
         generator = torch.Generator(truth.prompts[prompt].device).manual_seed(prompt)
         chosen: Choices | None = None
-        for attempt in range(TRIES):
-            units = UNITS[attempt % len(UNITS)]
-            if not settings.any_rank(bool(rows)):
+        exchanged: _Exchanged | None = None
+        for attempt in range(TRIES + MORE):
+            units = UNITS[attempt % len(UNITS)] if attempt < TRIES else 1.0
+            if not settings.any_rank(bool(rows) and (attempt < TRIES or all(row.is_uneven for row in rows))):
                 break
             if units != 1 and not settings.any_rank(chosen != {}):
                 continue  # only another choice would tell more of these runs
@@ -76,14 +84,50 @@ def without_choices(suspects: Sequence[Suspect], original: Original, truth: Trut
             if is_new := settings.any_rank(chosen is None or not same_choices(chosen, moved.choices)):
                 chosen = moved.choices
                 exact = OtherRun(original, truth, prompt, HowToRun(choices=chosen))
+                if chosen:
+                    exchanged = exchanged or _Exchanged(original, truth, prompt, generator)
+                    exchanged.exchanges.see(chosen)
             for row in rows:
                 if is_new:
                     row.see_chosen(exact)
                 if units == 1:
                     row.see_moved(near, exact)
             rows = [row for row in rows if not row.explained]
+            if exchanged is not None and attempt % EVERY == EVERY - 1:
+                rows = exchanged.unexplained(rows, settings)
         left += [row.suspect for row in rows]
     return [suspect for suspect in suspects if suspect in left]
+
+
+class _Exchanged:
+    """Runs of one prompt with its own numbers, in which single tokens choose what they chose in others."""
+
+    def __init__(self, original: Original, truth: Truth, prompt: int, generator: torch.Generator) -> None:
+        self.original, self.truth, self.prompt = original, truth, prompt
+        as_it_is = Perturbation(generator, 0.0)
+        self._chosen_before = OtherRun(original, truth, prompt, HowToRun(perturbed=as_it_is)).chosen_before
+        self._order = list(as_it_is.choices)
+        self.exchanges = Exchanges(as_it_is.choices)
+
+    def unexplained(self, rows: list[_Row], settings: ProbeSettings) -> list[_Row]:
+        """Those that no exchange explains either."""
+        for back in range(1, BACK + 1):
+            while True:
+                of_tokens = {(name, row.suspect.row) for row in rows for name in self._before(row.suspect)[-back:][:1]}
+                found = [self.exchanges.untried(*each) for each in sorted(of_tokens)]
+                exchanges = [each for each in found if each is not None]
+                if not settings.any_rank(bool(exchanges)):
+                    break
+                run = OtherRun(self.original, self.truth, self.prompt, HowToRun(choices=self.exchanges.made(exchanges)))
+                for row in rows:
+                    row.see_chosen(run)
+                rows = [row for row in rows if not row.explained]
+        return rows
+
+    def _before(self, suspect: Suspect) -> Sequence[str]:
+        """The choices that were made before it, in order."""
+        before = self._order[: self._chosen_before[suspect.name]]
+        return [name for name in before if name in self.exchanges.names]
 
 
 class _Row:
@@ -108,9 +152,18 @@ class _Row:
         self.is_like_a_moved_one |= self._apart(near, self.suspect.got) <= self.limit
 
     @property
+    def is_uneven(self) -> bool:
+        return max(self.own) > UNEVEN * self._usually
+
+    @property
+    def _usually(self) -> float:
+        return sorted(self.own)[len(self.own) // 2]
+
+    @property
     def explained(self) -> bool:
-        enough = len(self.own) >= ENOUGH
-        allowed = max(self.limit, MULTIPLE * sorted(self.own)[len(self.own) // 2]) if enough else self.limit
+        allowed = self.limit
+        if len(self.own) >= ENOUGH:
+            allowed = max(allowed, MULTIPLE * self._usually, FARTHEST * max(self.own))
         return self.is_like_a_moved_one or self.off <= allowed
 
     def _of(self, run: OtherRun) -> Tensor:

@@ -104,6 +104,7 @@ class OtherRun:
     Attributes:
         errors: by name, of each row [count].
         rows: by name, as `Truth.written`.
+        chosen_before: by name, how many choices a perturbed run had made when it came there.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class OtherRun:
         self.count = len(truth.prompts[prompt]) if count is None else count
         self.errors: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
+        self.chosen_before: dict[str, int] = {}
         tokens = truth.prompts[prompt] if tokens is None else tokens
         self._visit(LOGITS, original.run(tokens, self._visit, how))
 
@@ -128,6 +130,8 @@ class OtherRun:
         expected = self.truth.rows(self.prompt, name)[: self.count]
         self.rows[name] = self.truth.written_of(name, value)[: self.count].clone()
         self.errors[name] = row_errors(expected, self.truth.rows_of(name, value)[: self.count], self.truth.usual[name])
+        if self.perturbed is not None:
+            self.chosen_before[name] = len(self.perturbed.choices)
         if self.perturbed is not None and expected.is_floating_point():
             expected = self.perturbed.moved(expected, self.narrow)
         return self.truth.with_rows(name, value, expected)
