@@ -31,6 +31,7 @@ from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
 from paged_attn.backends.selection.scans import scans_backend
 from paged_attn.backends.selection.select import select
 from paged_attn.passes.fx.graph_tools import symbol, value_of
+from paged_attn.passes.fx.slicing import attribute_of
 from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import KernelsAlone, runner_of
 
@@ -115,7 +116,7 @@ def _operands(node: fx.Node, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]
 
     @functools.cache
     def fake(node: fx.Node) -> Any:
-        value = value_of(node)
+        value = attribute_of(node) if node.op == "get_attr" else value_of(node)
         if isinstance(value, Tensor):
             return torch.empty_strided([*map(size, value.shape)], [*map(size, value.stride())], dtype=value.dtype, device=value.device)
         if value is not None:

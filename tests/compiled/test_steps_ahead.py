@@ -35,7 +35,7 @@ def asked(model: Any, monkeypatch: pytest.MonkeyPatch, backend: type[AttentionBa
     monkeypatch.setattr(steps_ahead, "select", lambda *_, **__: SimpleNamespace(backend=backend()))
     runner = traced(model)
     assert runner.compiled.rewrite.gm is not None
-    compile_steps_ahead(runner.compiled.rewrite.gm.graph, runner.layers, torch.float32, CPU, steps_of(runner, 4))
+    compile_steps_ahead(runner.compiled.rewrite.gm.graph, runner.layers, model.dtype, CPU, steps_of(runner, 4))
     return Counter(launched)
 
 
@@ -48,6 +48,11 @@ def test_every_kind_of_attention_runs_on_fake_tensors(model_type: str, monkeypat
 def test_latents_run_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     found = asked(build("deepseek_v2"), monkeypatch)
     assert found["attend_latent"] == found["merge_latent"] > len(STEPS)
+
+
+def test_biases_of_the_graph_run_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALiBi in 16 bits is no multiple of the distance any more, and stays a table."""
+    assert asked(build("bloom").to(torch.bfloat16), monkeypatch)["attend"] >= len(STEPS)
 
 
 def test_prompts_whose_latents_are_expanded_run_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
