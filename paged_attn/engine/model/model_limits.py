@@ -52,7 +52,7 @@ class ModelLimits:
             ValueError: it is empty, holds ids that this model does not have, or is longer than its positions.
             TypeError: it is not a list of whole numbers.
         """
-        if isinstance(ids, (str, bytes)):
+        if isinstance(ids, (str, bytes, bytearray)):
             raise TypeError(f"a prompt of token ids is {shown(ids)}; allowed is a list of int; tokenize it first")
         try:
             packed = array("q", ids)  # half the time of a list of ints, each looked at

@@ -20,6 +20,8 @@ Call = Callable[[LLM], Any]
 PROMPT_ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "empty": ([], ValueError, "the prompt is empty"),
     "too long": ([1] * 257, ValueError, "257 tokens, but the model has 256 positions; shorten it by 1"),
+    "an id of 70 bits": ([5, 2**70], ValueError, "token id 1180591620717411303424 at position 1 of the prompt is out of range"),
+    "bytes that may be written": (bytearray(b"12345678"), TypeError, "tokenize it first"),
     "negative id": ([5, -1], ValueError, "token id -1 at position 1 of the prompt is out of range"),
     "id beyond the vocabulary": ([VOCAB], ValueError, f"token id {VOCAB} at position 0 .* ids 0 to {VOCAB - 1}"),
     "floats": ([1.0, 2.0], TypeError, "a prompt of token ids is a list"),
