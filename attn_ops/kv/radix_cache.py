@@ -154,25 +154,37 @@ class RadixCache:
             ValueError: too few pages, a repeated page, or a page that is not allocated or that the tree holds for
                 another prefix. Nothing is inserted then.
         """
+        return self.extend(self._root(namespace), tokens, pages)
+
+    def extend(self, node: RadixNode, tokens: Sequence[int], pages: Sequence[int]) -> Inserted:
+        """`insert` of what goes on from the prefix that ends at a node, as `match` or `insert` handed it out: in time of these tokens,
+        however long that prefix is. Positions of duplicates count from its end.
+
+        Raises:
+            ValueError: also if the node was evicted since.
+        """
+        if node.is_evicted:
+            raise ValueError(f"cannot extend {node}: its pages were freed; lock right after match or insert, before evict")
+        start = self._root(node.namespace) if node.is_root else node
         aligned = self._aligned(tokens)
         count = len(aligned) // self.page_size
         if len(pages) < count:
             raise ValueError(
                 f"insert got {len(pages)} pages for {len(tokens)} tokens, but {count} whole pages of {self.page_size} "
-                "tokens need at least as many; pass every page of the prefix, the matched ones included"
+                "tokens need at least as many; pass every page of these tokens, matched ones included"
             )
         mine = list(pages[:count])
-        root = self._root(namespace)
-        node, theirs = self._walk(root, aligned)
+        node, theirs = self._walk(start, aligned)
         self._check_pages(mine, theirs)
         duplicates = [
             Duplicate(position, page, kept) for position, (page, kept) in enumerate(zip(mine, theirs, strict=False)) if page != kept
         ]
         if len(theirs) < count:
             new_tokens, new_pages = aligned[len(theirs) * self.page_size :], mine[len(theirs) :]
-            leaf = RadixNode(namespace, new_tokens, new_pages, node, self._tick)
+            leaf = RadixNode(node.namespace, new_tokens, new_pages, node, self._tick)
             node.children[leaf.key(self.page_size)] = leaf
-            self._roots[namespace] = root
+            if start.is_root:
+                self._roots[start.namespace] = start
             self._owned.update(new_pages)
             self._evictable += len(new_pages)
             self._rank_anew(node)
@@ -273,8 +285,11 @@ class RadixCache:
         return RadixNode(namespace, [], [], None) if root is None else root
 
     def _walk(self, node: RadixNode, tokens: list[int]) -> tuple[RadixNode, list[int]]:
-        """Follows `tokens` down from the root, splits the edge in which they diverge, and marks the path as used."""
+        """Follows `tokens` down from a node, splits the edge in which they diverge, and marks the whole path as used."""
         self._tick += 1
+        above: RadixNode | None = node
+        while above is not None:
+            above.last_access, above = self._tick, above.parent
         pages: list[int] = []
         position = 0
         while position < len(tokens):

@@ -164,6 +164,14 @@ def test_eviction_does_not_rank_the_whole_tree_per_page():
     assert cache.match([7]).num_tokens == 1
 
 
+def test_nothing_goes_on_from_a_prefix_that_is_gone():
+    allocator, cache = make()
+    node = cache.insert([1, 2], allocator.allocate(1)).node
+    cache.clear()
+    with pytest.raises(ValueError, match=r"cannot extend .*evicted.*: its pages were freed"):
+        cache.extend(node, [3, 4], allocator.allocate(1))
+
+
 def test_refused_inserts_change_nothing():
     allocator, cache = make(num_pages=8, page_size=2)
     held, mine = allocator.allocate(2), allocator.allocate(3)
@@ -342,6 +350,21 @@ class RadixMachine(RuleBasedStateMachine):
         for index in range(len(cached), len(bits)):
             self.model[(namespace, *tokens[: (index + 1) * self.page_size])] = [pages[index], self.step]
         assert node.is_root or self.cache.match(tokens, namespace).node is node
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data(), bits=bits, tail=st.integers(0, 3))
+    def extend(self, data, bits, tail):
+        node, (namespace, *prefix) = data.draw(st.sampled_from(self.handles))
+        tokens = self.tokens(bits, tail)
+        if len(bits) > self.allocator.num_free:
+            return
+        pages = self.allocator.allocate(len(bits))
+        cached = self.touch(namespace, prefix + tokens)[len(prefix) // self.page_size :]
+        _, duplicates = self.cache.extend(node, tokens, pages)
+        assert duplicates == [(i, pages[i], page) for i, page in enumerate(cached)]
+        self.allocator.free(duplicate.callers_page for duplicate in duplicates)
+        for index in range(len(cached), len(bits)):
+            self.model[(namespace, *prefix, *tokens[: (index + 1) * self.page_size])] = [pages[index], self.step]
 
     @rule(bits=bits, tail=st.integers(0, 3), namespace=namespaces, lock=st.booleans())
     def match(self, bits, tail, namespace, lock):

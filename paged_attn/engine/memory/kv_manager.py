@@ -224,13 +224,15 @@ class KVManager:
         if self.tree is None or request.num_validated // self.page_size * self.page_size <= request.num_locked:
             return
         self.version += 1
-        inserted = self.tree.insert(request.tokens[: request.num_validated], request.pages, request.prefix_key)
+        locked, first = request.num_locked, request.num_locked // self.page_size
+        assert request.lock is not None
+        inserted = self.tree.extend(request.lock, request.tokens[locked : request.num_validated], request.pages[first:])
         self.tree.lock(inserted.node)
         self.tree.unlock(request.lock)
         request.lock = inserted.node
         request.num_locked = request.num_validated // self.page_size * self.page_size
         for position, mine, trees in inserted.duplicates:
-            request.replace_page(position, trees)
+            request.replace_page(first + position, trees)
             self._free_duplicate(mine, trees)
 
     def _free_duplicate(self, page: int, kept: int) -> None:
