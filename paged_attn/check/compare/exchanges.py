@@ -62,11 +62,11 @@ class Exchanges:
         """What operations choose with these; nothing for those that have none."""
         chosen: dict[str, Tensor] = {}
         for name, row, left, taken in exchanges:
-            places = chosen.setdefault(name, self._usual[name][1].clone(memory_format=torch.contiguous_format))
-            at = places.view(-1, places.shape[-1])[row]
+            indices = chosen.setdefault(name, self._usual[name][1].clone(memory_format=torch.contiguous_format))
+            at = indices.view(-1, indices.shape[-1])[row]
             for one, other in zip(left, taken, strict=True):
                 at[at == one] = other
-        return {name: (self._usual[name][0], places) for name, places in chosen.items()}
+        return {name: (self._usual[name][0], indices) for name, indices in chosen.items()}
 
     def _likeliest(self, name: str, row: int) -> Iterator[Exchange]:
         left, taken = Counter[int](), Counter[int]()
