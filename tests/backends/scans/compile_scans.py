@@ -39,7 +39,7 @@ SSD: dict[str, Any] = {
     "decay_head": 1, "b_dim": 1,
 }  # fmt: skip
 BEFORE: dict[str, Any] = {**SSD, "BLOCK_N": 64, "state_n": 1}
-READ: dict[str, Any] = {**SSD, "BLOCK_N": 128, "TOGETHER": 4, "c_dim": 1}
+READ: dict[str, Any] = {**SSD, "BLOCK_N": 128, "TOGETHER": 16, "c_dim": 1}
 FALCON: dict[str, Any] = {"REPEATS": 24, "HEADS": 24, "P": 128, "N": 256}
 LONG: dict[str, Any] = {"K": 256, "BLOCK_K": 256}
 BY_CHANNEL: dict[str, Any] = {**SOLVED, "q_dim": 1, "REPEATS": 1}
@@ -75,8 +75,8 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chunk_states of Falcon-H1": (chunk_states, BEFORE | FALCON),
     "chunk_states of float32": (chunk_states, {**BEFORE, "CHUNK": 32, "BLOCK_P": 32, "NARROW": None}),
     "chunk_outputs": (chunk_outputs, READ),
-    "chunk_outputs of Falcon-H1": (chunk_outputs, READ | FALCON | {"BLOCK_N": 256}),
-    "chunk_outputs of float32": (chunk_outputs, READ | FALCON | {"BLOCK_N": 32, "CHUNK": 32, "BLOCK_P": 32, "NARROW": None}),
+    "chunk_outputs of Falcon-H1": (chunk_outputs, READ | FALCON | {"BLOCK_N": 256, "TOGETHER": 8}),
+    "chunk_outputs of float32": (chunk_outputs, READ | FALCON | {"BLOCK_N": 32, "TOGETHER": 8, "CHUNK": 32, "BLOCK_P": 32, "NARROW": None}),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
 
@@ -88,6 +88,8 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     named = [(index, name) for index, name in enumerate(kernel.arg_names) if name not in constants and name not in WITHOUT]
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
     options = {"num_stages": 1, "num_warps": 8} if kernel in (scan_chunks, scan_by_channel) else {}
+    if kernel is chunk_outputs:
+        options = {"num_stages": 2 if constants["BLOCK_N"] == 256 else 3}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 
