@@ -29,8 +29,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.machine import Machine, power_of_2
 
-RowsKind = Literal["one", "together", "more", "all"]
-TOGETHER = 16  # requests, from which on tiles have several
+RowsKind = Literal["one", "more", "all"]
 HOPPER_BYTES = 224 << 10  # of shared memory, for tiles: 227 KiB less what converts layouts, and barriers
 
 
@@ -87,8 +86,6 @@ def _tiling(
     if isinstance(spec, LatentSpec):
         return _latent(rows, spec, dtype, longest_query, machine)
     dim = power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16))
-    if rows == "together":
-        return replace(_decode(dim, spec, dtype, total_keys, machine), merge_parts=2, early=False)
     if rows == "one":
         return _decode(dim, spec, dtype, total_keys, machine)
     if rows == "more":
@@ -140,14 +137,6 @@ def in_latent_hopper(spec: LatentSpec) -> bool:
 def prefers_latent_hopper(rows: RowsKind, spec: LatentSpec) -> bool:
     """Whether it is taken for them: for decode steps over a rank of 512, where it has run on a GPU and was measured."""
     return rows == "one" and spec.rank == 512
-
-
-def shares_keys(spec: AttentionSpec, dtype: torch.dtype, requests: int, total_keys: int, machine: Machine) -> bool:
-    """Whether requests that decode have tiles in common, where what they share is read once."""
-    plain = spec.sliding_window is None and spec.chunk is None and spec.alibi_slopes is None and spec.bias_index is None and spec.causal
-    if isinstance(spec, LatentSpec) or not plain or requests < TOGETHER or total_keys <= few_keys(spec, dtype, machine):
-        return False
-    return _decode(power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16)), spec, dtype, total_keys, machine).block_m >= 2 * spec.group_size
 
 
 def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:
