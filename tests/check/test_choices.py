@@ -6,6 +6,7 @@ their results alone, or every operation rounds at random.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -276,3 +277,16 @@ def test_counts_are_not_moved() -> None:
         ends, moved = run.run(*given)
         assert ends.tolist() == expected.tolist() == [1, 3, 4, 7]
         assert not torch.equal(moved, plain)
+
+
+def test_ones_among_zeros_are_not_moved() -> None:
+    """As JetMoE counts an expert's tokens: a one that is moved below one would be none."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    best = graph.call_function(operator.getitem, (graph.call_function(torch.topk, (x, 2)), 1))
+    ones = graph.call_method("scatter", (graph.call_function(torch.zeros_like, (x,)), 1, best, 1))
+    graph.output(graph.call_method("sum", (graph.call_method("long", (ones,)), 0)))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    for seed in range(8):
+        run = PerturbedRun(gm, NOTHING, as_it_is, torch.float32, Perturbation(torch.Generator().manual_seed(seed), 8.0))
+        assert int(run.run(torch.rand(5, 4)).sum()) == 10

@@ -18,7 +18,8 @@ from paged_attn.check.runs.tapped import TappedRun, Taps, Visit, is_in_flight, t
 from paged_attn.passes.fx.graph_tools import is_view, name_of, writes_in_place
 
 Choices = Mapping[str, Any]  # by node, what the operation returned
-COUNTS = ("histc",)  # floating numbers that no kernel rounds; what is made of them (where an expert's rows begin) is no choice
+# Floating numbers that no kernel rounds (how many, and ones among zeros); what is made of them (where an expert's rows begin) is no choice.
+COUNTS = ("histc", "scatter")
 
 
 def same_choices(one: Choices, other: Choices) -> bool:
