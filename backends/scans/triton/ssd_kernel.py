@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from paged_attn.backends.scans.triton.prompts_kernel import _decay, _dot, _tile
+from paged_attn.backends.scans.triton.prompts_kernel import _decay, _dot, _kept, _tile
 
 
 @triton.jit
@@ -41,10 +41,7 @@ def chunk_states(
         last = tl.sum(log_decay, 0)
         weight = taken * tl.exp(last - tl.cumsum(log_decay, 0))
         now = now * tl.exp(last) + _dot(tl.trans(keys), values.to(tl.float32) * weight[:, None], NARROW)
-        if slot > 0:
-            kept = now.to(states.dtype.element_ty)
-            tl.store(state + slot * slot_stride, kept, mask=held)
-            now = kept.to(tl.float32)  # as who starts from it goes on
+        now = _kept(now, state, slot * slot_stride, slot > 0, held)
 
 
 @triton.jit
