@@ -41,21 +41,25 @@ PEERS = ("flashinfer", "fa3")
 RAGGED = (64, 16_384)  # shortest and longest context of the ragged batches, log-uniform between
 CEILING_OF = {"decode": "read", "prefill": "gemm", "kv_write": "copy"}
 DECODE = ((1, 4096), (8, 4096), (64, 4096), (128, 1024), (256, 512), (1, 131_072), (32, 16_384))
+SHARED = ((16, 2048, 64), (64, 2048, 64), (256, 1024, 128), (64, 8192, 256))  # requests, tokens that all of them share, tokens besides
 PREFILL = ((1, 8192, 8192), (8, 1024, 1024), (4, 512, 8192), (1, 128, 32_768))
 
 
-def shapes(smoke: bool) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...]]]:
-    """Name, kind and (cached, new) of each request; decode and prefill as in peers' tables, KV length counting the new tokens."""
+def shapes(smoke: bool) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...], int]]:
+    """Name, kind, (cached, new) of each request, and tokens that all share; decode and prefill as in peers' tables, KV length counting
+    the new tokens."""
     for count, length in ((1, 40), (3, 17)) if smoke else DECODE:
-        yield f"decode {count} x {length:,}", "decode", ((length - 1, 1),) * count
+        yield f"decode {count} x {length:,}", "decode", ((length - 1, 1),) * count, 0
+    for count, shared, own in ((17, 32, 20),) if smoke else SHARED:
+        yield f"decode {count} x ({shared:,} shared + {own})", "decode", ((shared + own - 1, 1),) * count, shared
     for count in (4,) if smoke else (32, 64, 128):
-        yield f"decode ragged {count}", "decode", tuple((length - 1, 1) for length in ragged_lengths(count, 64 if smoke else RAGGED[1]))
+        yield f"decode ragged {count}", "decode", tuple((length - 1, 1) for length in ragged_lengths(count, 64 if smoke else RAGGED[1])), 0
     for count, new, length in ((1, 32, 32), (2, 5, 40)) if smoke else PREFILL:
-        yield f"prefill {count} x {new:,} x {length:,}", "prefill", ((length - new, new),) * count
+        yield f"prefill {count} x {new:,} x {length:,}", "prefill", ((length - new, new),) * count, 0
     for count in (1, 8) if smoke else (1, 256):
-        yield f"kv_write {count}", "kv_write", ((511, 1),) * count
+        yield f"kv_write {count}", "kv_write", ((511, 1),) * count, 0
     prompt = 64 if smoke else 8192
-    yield f"kv_write {prompt:,}", "kv_write", ((0, prompt),)
+    yield f"kv_write {prompt:,}", "kv_write", ((0, prompt),), 0
 
 
 def ragged_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
@@ -257,10 +261,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{record['gpu']}; ceilings: " + ", ".join(f"{k} {v:,.0f} {units[k]}" for k, v in record["ceilings"].items()), flush=True)
     for name, reason in missing.items():
         print(f"{name}: {reason}", flush=True)
-    for name, kind, requests in chosen:
+    for name, kind, requests, shared in chosen:
         problem = TimedProblem(
             "prefill" if requests[0][1] > 1 else "decode", requests, args.q_heads, args.kv_heads, args.head_dim, args.head_dim,
-            args.page_size, getattr(torch, args.dtype),
+            args.page_size, getattr(torch, args.dtype), shared=shared,
         )  # fmt: skip
         kv = [cached + new for cached, new in requests]
         record["shapes"][name] = {"requests": len(kv), "new": problem.num_tokens, "kv": sum(kv), "shortest": min(kv), "longest": max(kv)}

@@ -45,16 +45,19 @@ class Inputs:
         spec, rows = problem.spec, problem.num_tokens
         row_bytes = (spec.num_q_heads + spec.num_kv_heads) * (spec.qk_head_dim + spec.v_head_dim) * problem.dtype.itemsize
         sets = num_sets(problem.kv_bytes, problem.kv_bytes + rows * row_bytes, device)
-        counts = [-(-(cached + new) // problem.page_size) for cached, new in problem.requests]
-        pages = list(range(1, 1 + sum(counts) + SPARE_PAGES))
+        shared = problem.shared // problem.page_size
+        counts = [-(-(cached + new) // problem.page_size) - shared for cached, new in problem.requests]
+        num_pages = 1 + shared + sum(counts) + SPARE_PAGES
+        pages = list(range(1, num_pages))
         rng.shuffle(pages)
-        requests = [BatchRequest(range(new), [pages.pop() for _ in range(count)], cached)
+        first = [pages.pop() for _ in range(shared)]
+        requests = [BatchRequest(range(new), first + [pages.pop() for _ in range(count)], cached)
                     for (cached, new), count in zip(problem.requests, counts, strict=True)]  # fmt: skip
         batch = Batch.build(requests, problem.page_size, device)
         real = {name: getattr(batch, name)[:rows] for name in ("input_ids", "positions", "slots")}
         batch = dataclasses.replace(batch, **real)
         layers = [dataclasses.replace(spec, kv_layer=layer) for layer in range(sets)]
-        pool = KVPool(layers, 1 + sum(counts) + SPARE_PAGES, problem.page_size, problem.dtype, device)
+        pool = KVPool(layers, num_pages, problem.page_size, problem.dtype, device)
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:

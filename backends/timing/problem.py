@@ -22,9 +22,11 @@ class TimedProblem:
     """One layer of one step. `requests` holds (cached, new) tokens of each; a problem of kind "decode" has one new token in each.
 
     The other fields are those of `AttentionSpec`; scale is `qk_head_dim ** -0.5` unless given. K and V have the dtype of the queries.
+    The first `shared` tokens are the same of all requests, in the same pages.
 
     Raises:
-        ValueError: no requests; a request without a new token; a decode without context or with several new tokens.
+        ValueError: no requests; a request without a new token; a decode without context or with several new tokens; shared tokens that end
+            within a page, or that some request has not cached.
     """
 
     kind: Literal["decode", "prefill"]
@@ -42,6 +44,7 @@ class TimedProblem:
     softcap: float | None = None
     has_sinks: bool = False
     alibi_slopes: tuple[float, ...] | None = None
+    shared: int = 0
 
     def __post_init__(self) -> None:
         decode = self.kind == "decode"
@@ -50,6 +53,12 @@ class TimedProblem:
             raise ValueError(
                 f"a timed problem of kind {self.kind!r} has {len(self.requests)} requests, of which (cached, new) {wrong[:3]} can not be; "
                 "allowed are 'decode' with at least one cached and one new token each, and 'prefill' with at least one new token each"
+            )
+        fewest = min(cached for cached, _ in self.requests)
+        if self.shared % self.page_size or not 0 <= self.shared <= fewest:
+            raise ValueError(
+                f"{self.shared} tokens can not be shared by requests of {fewest} cached tokens or more; allowed are multiples of the "
+                f"page size, {self.page_size}, that all have cached"
             )
 
     @cached_property
@@ -70,8 +79,8 @@ class TimedProblem:
 
     @property
     def kv_bytes(self) -> int:
-        """All KV of the requests, visible or not."""
-        return sum(cached + new for cached, new in self.requests) * self._token_bytes
+        """All KV of the requests, visible or not, shared ones once."""
+        return (sum(cached + new for cached, new in self.requests) - self._again) * self._token_bytes
 
     @property
     def bytes_written(self) -> int:
@@ -79,8 +88,9 @@ class TimedProblem:
         return 2 * self.num_tokens * self._token_bytes
 
     def bytes_moved(self, with_write: bool = False) -> int:
-        """KV that any query sees, queries and output, each once."""
+        """KV that any query sees, queries and output, each once. Shared tokens are taken to be seen by all requests, window or not."""
         seen = sum(int(last.max() - first.min()) + 1 for first, last in map(self._view, self.requests))
+        seen -= self._again
         rows = self.num_tokens * self.num_q_heads * (self.qk_head_dim + self.v_head_dim) * self.dtype.itemsize
         return seen * self._token_bytes + rows + (self.bytes_written if with_write else 0)
 
@@ -89,6 +99,10 @@ class TimedProblem:
         """Two operations per multiplication of q.k and of p.v, per visible (query, key) pair."""
         pairs = sum(int((last - first + 1).sum()) for first, last in map(self._view, self.requests))
         return 2 * (self.qk_head_dim + self.v_head_dim) * self.num_q_heads * pairs
+
+    @property
+    def _again(self) -> int:
+        return self.shared * (len(self.requests) - 1)
 
     @property
     def _token_bytes(self) -> int:

@@ -14,15 +14,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.triton.attend_kernel import attend
-from paged_attn.backends.attention.triton.hopper_kernel import attend_hopper
+from paged_attn.backends.attention.triton.hopper.kernel import attend_hopper
 from paged_attn.backends.attention.triton.launch import LayerLaunch
 from paged_attn.backends.attention.triton.tiling import tiling
+from paged_attn.backends.attention.triton.together.attend_kernel import attend_together
 from paged_attn.backends.attention.triton.work_partition import PartitionKind
 from tests.backends.gpus import named
 from tests.backends.kernel_resources import resources_of
 
 TYPED = {"query", "keys", "values", "out", "new_keys", "new_values", "sinks", "bias", "lse"}
-INTEGERS = {"page_table", "seq_lens", "query_start", "work", "counters"}
+INTEGERS = {"ends", "page_table", "seq_lens", "query_start", "work", "counters"}
 FLOATS = {"slopes", "partial", "partial_stats"}
 LONG, SHORT = 9000, 1000  # contexts, on which the blocks of an extension depend; one short request is decoded with an early launch
 DIM_64 = {"qk_head_dim": 64, "v_head_dim": 64}
@@ -36,6 +37,11 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "decode_features": ("one", LONG, {"sliding_window": 512, "softcap": 30.0, "has_sinks": True}),
     "decode_mha_256": ("one", LONG, {"num_kv_heads": 32, "qk_head_dim": 256, "v_head_dim": 256}),
     "decode_inter": ("one", LONG, {"chunk": 4096, "chunk_part": "inter", "gives_lse": True}),
+    "together": ("together", LONG, {}),
+    "together_features": ("together", LONG, {"softcap": 30.0, "has_sinks": True, "gives_lse": True}),
+    "together_mha_64": ("together", LONG, {"num_kv_heads": 32} | DIM_64),
+    "together_256": ("together", LONG, DIM_256),
+    "together_float32": ("together", LONG, FLOAT32),
     "deterministic": ("all", LONG, {"sliding_window": 512}),
     "extend": ("more", LONG, {}),
     "extend_short": ("more", SHORT, {}),
@@ -70,10 +76,10 @@ def compiled(rows: str, context: int, changes: dict[str, Any]) -> dict[str, Any]
     dtype = (fields := fields | changes).pop("dtype")
     spec, word = AttentionSpec(**fields), "*bf16" if dtype == torch.bfloat16 else "*fp32"
     total = context if context == SHORT else 1 << 20
-    tiles = tiling(rows, spec, dtype, 1 if rows == "one" else 512, context, total, named().machine)
+    tiles = tiling(rows, spec, dtype, 1 if rows in ("one", "together") else 512, context, total, named().machine)
     pool = KVPool([spec], 2, 16, dtype)
-    launch = LayerLaunch.of(pool, 0, PartitionKind.of(spec, rows, tiles), fused_write=rows == "one")
-    kernel, source = (attend_hopper, GluonASTSource) if tiles.hopper else (attend, ASTSource)
+    launch = LayerLaunch.of(pool, 0, PartitionKind.of(spec, rows, tiles), fused_write=rows in ("one", "together"))
+    kernel, source = (attend_hopper, GluonASTSource) if tiles.hopper else (attend_together if rows == "together" else attend, ASTSource)
     constants = {
         **launch.constants,
         "HAS_LSE": spec.gives_lse,
@@ -93,7 +99,7 @@ def compiled(rows: str, context: int, changes: dict[str, Any]) -> dict[str, Any]
     return {**chosen, **resources_of(result), "cubin": len(result.asm["cubin"])}
 
 
-LARGEST = ("decode_mha_256", "deterministic", "extend", "extend_512", "extend_512_float32")  # of shared memory, off Hopper
+LARGEST = ("decode_mha_256", "together_256", "deterministic", "extend", "extend_512", "extend_512_float32")  # of shared memory, off Hopper
 
 
 if __name__ == "__main__":

@@ -111,8 +111,11 @@ def restride(tensor: Tensor, strides: str) -> Tensor:
     return view.copy_(tensor)
 
 
-def pages_for(counts: Sequence[int], layout: str, rng: random.Random, shared: int = 0) -> tuple[list[list[int]], int]:
-    """Pages of each request, and how many pages the pool has, page 0 and some unused ones included."""
+def pages_for(
+    counts: Sequence[int], layout: str, rng: random.Random, shared: int = 0, sharing: Sequence[int] = ()
+) -> tuple[list[list[int]], int]:
+    """Pages of each request, the first `shared` of those in `sharing` being the same, and how many the pool has, page 0 and some unused
+    ones included."""
     total = sum(counts) + 4
     if layout == "interleaved":
         tables = [[1 + p * len(counts) + r for p in range(count)] for r, count in enumerate(counts)]
@@ -121,8 +124,8 @@ def pages_for(counts: Sequence[int], layout: str, rng: random.Random, shared: in
     if layout != "descending":  # pages are taken from the end
         rng.shuffle(ids)
     tables = [[ids.pop() for _ in range(count)] for count in counts]
-    for table in tables[1:]:
-        table[:shared] = tables[0][:shared]
+    for index in sharing:
+        tables[index][:shared] = tables[sharing[0]][:shared]
     return tables, total
 
 
@@ -143,15 +146,17 @@ def make(
     extra_rows: int = 0,
     seed: int = 0,
 ) -> Case:
-    """`lengths` holds (cached, new) per request; with layout "shared" the requests share the pages that all have in full."""
+    """`lengths` holds (cached, new) per request; with layout "shared", requests that have cached any share
+    the pages that all of those have in full."""
     spec = spec or spec_of()
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    shared = min(cached for cached, _ in lengths) // page_size if layout == "shared" else 0
-    tables, num_pages = pages_for([-(-(c + n) // page_size) for c, n in lengths], layout, rng, shared)
+    sharing = [index for index, (cached, _) in enumerate(lengths) if cached] if layout == "shared" else []
+    shared = min((lengths[index][0] for index in sharing), default=0) // page_size
+    tables, num_pages = pages_for([-(-(c + n) // page_size) for c, n in lengths], layout, rng, shared, sharing)
     neighbours = (
         dataclasses.replace(spec, kv_layer=0),
         dataclasses.replace(spec, kv_layer=2, num_kv_heads=1, alibi_slopes=None, bias_index=None),
@@ -161,8 +166,9 @@ def make(
     keys = [normal(c + n, spec.num_kv_heads, spec.qk_head_dim) for c, n in lengths]
     values = [normal(c + n, spec.num_kv_heads, spec.v_head_dim) for c, n in lengths]
     for index, (cached, _) in enumerate(lengths):
-        keys[index][: shared * page_size] = keys[0][: shared * page_size]
-        values[index][: shared * page_size] = values[0][: shared * page_size]
+        if index in sharing:
+            for each in (keys, values):
+                each[index][: shared * page_size] = each[sharing[0]][: shared * page_size]
         for position in range(cached):
             page, offset = tables[index][position // page_size], position % page_size
             pool.key(LAYER)[page, offset] = keys[index][position]

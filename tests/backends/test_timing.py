@@ -51,6 +51,21 @@ def test_the_device_reference_equals_the_oracle(problem, feature, monkeypatch):
     assert relative_error(call.output, expected) < 1e-5
 
 
+def test_shared_tokens_lie_in_the_same_pages_and_count_once():
+    shared = dataclasses.replace(DECODE, requests=((40, 1), (20, 1), (63, 1)), shared=16)
+    alone = dataclasses.replace(shared, shared=0)
+    inputs = Inputs.make(shared, "cpu")
+    tables = inputs.batch.page_table[:, :6]
+    assert len(set(tables[:, :4].flatten().tolist())) == 4 and len(set(tables[:, 4:6].flatten().tolist())) == 6
+    inputs.store_new()
+    plan, call = ReferenceBackend().plan(inputs.batch, inputs.pool), inputs.call(0)
+    ReferenceBackend().forward_extend(plan, call)
+    assert relative_error(call.output, row_attention(inputs, 0)) < 1e-5
+    assert alone.bytes_moved() - shared.bytes_moved() == alone.kv_bytes - shared.kv_bytes == 2 * 16 * 4 * 2 * 32
+    with pytest.raises(ValueError, match="18 tokens can not be shared by requests of 20 cached"):
+        dataclasses.replace(shared, shared=18)
+
+
 @pytest.mark.parametrize("feature", [f for f in FEATURES if f not in ("plain", "unequal_dims")])
 def test_the_device_reference_sees_each_feature(feature):
     """Negative control: on the same numbers, the plain layer gives others."""

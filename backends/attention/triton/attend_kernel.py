@@ -18,14 +18,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paged_attn.backends.attention.triton.parts import NO_KEY, keep_part, merge_parts
 from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
 
 LOG2E = tl.constexpr(1.4426950408889634)
-NO_KEY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, bias_mask,
+def scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, bias_mask,
             HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
     """Raw products q.k to scores in base 2; position [rows], keys [keys]; all broadcast to raw's shape."""
     if HAS_SOFTCAP:
@@ -79,7 +79,7 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
         else:
             v = tl.load(v_at, mask=there[:, None] & (dv < V_DIM)[None, :], other=0.0)
         raw = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        s = _scores(raw, scale, softcap, slope, bias_rows, position, key, bias_width, row_mask, HAS_SOFTCAP, HAS_ALIBI, BIAS)
+        s = scores(raw, scale, softcap, slope, bias_rows, position, key, bias_width, row_mask, HAS_SOFTCAP, HAS_ALIBI, BIAS)
         if MASK != "none":
             seen = (key < end)[None, :]
             if MASK == "all":
@@ -109,7 +109,7 @@ def _walk(q, acc, m, norm, begin, end, table, keys, values, page_stride, key_tok
 
 
 @triton.jit
-def _finish(acc, m, norm, out, lse, sinks, row, head, mask, out_row_stride, out_head_stride, lse_row_stride,
+def finish(acc, m, norm, out, lse, sinks, row, head, mask, out_row_stride, out_head_stride, lse_row_stride,
             HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
     """Normalise and write rows of the output; row and head [rows] say which."""
     dv = tl.arange(0, BLOCK_DV)
@@ -235,7 +235,7 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
                 tl.store(head_keys + new_page * page_stride + in_page * key_token_stride + d, new_k, mask=d < QK_DIM)
                 tl.store(head_values + new_page * page_stride + in_page * value_token_stride + dv, new_v, mask=dv < V_DIM)
                 raw = tl.sum(q.to(tl.float32) * new_k.to(q.dtype).to(tl.float32)[None, :], 1)
-                s = _scores(raw[:, None], scale, softcap, slope, bias_rows, position, new_at + tl.arange(0, 1), bias_width, row_mask,
+                s = scores(raw[:, None], scale, softcap, slope, bias_rows, position, new_at + tl.arange(0, 1), bias_width, row_mask,
                             HAS_SOFTCAP, HAS_ALIBI, BIAS)  # fmt: skip
                 score = tl.sum(s, 1)
                 m_new = tl.maximum(m, score)
@@ -245,7 +245,7 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
                 acc = acc * alpha[:, None] + weight[:, None] * new_v.to(q.dtype).to(tl.float32)[None, :]
                 m = m_new
         if take == blocks:
-            _finish(acc, m, norm, out, lse, sinks, row, head, row_mask, out_row_stride, out_head_stride, lse_row_stride, HAS_SINKS, HAS_LSE,
+            finish(acc, m, norm, out, lse, sinks, row, head, row_mask, out_row_stride, out_head_stride, lse_row_stride, HAS_SINKS, HAS_LSE,
                     V_DIM, BLOCK_DV)  # fmt: skip
         else:
             slot = 2 * program
@@ -254,53 +254,18 @@ def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, 
                 part_slot = slot
                 part_first = program
                 part_last = tl.load(mine + 16 + 6)
-            kept = tl.arange(0, BLOCK_M)
-            keep = kept < KEEP_ROWS
-            tl.store(partial + slot.to(tl.int64) * (KEEP_ROWS * BLOCK_DV) + kept[:, None] * BLOCK_DV + dv[None, :], acc, mask=keep[:, None])
-            tl.store(partial_stats + slot * (2 * KEEP_ROWS) + kept, m, mask=keep)
-            tl.store(partial_stats + slot * (2 * KEEP_ROWS) + KEEP_ROWS + kept, norm, mask=keep)
+            keep = tl.arange(0, BLOCK_M) < KEEP_ROWS
+            keep_part(acc, m, norm, partial, partial_stats, slot, keep, KEEP_ROWS, BLOCK_M, BLOCK_DV)
             tl.debug_barrier()  # every thread's part is written before the one thread that counts says so
             parts = part_last - part_first + 1
             if tl.atomic_add(counters + part_first, 1, sem="acq_rel") == parts - 1:
                 tl.store(counters + part_first, 0)
-                merged_row = tl.arange(0, KEEP_ROWS)
-                merged_flat = tile * BLOCK_M + merged_row
-                merged_m = tl.full([KEEP_ROWS], NO_KEY, tl.float32)
-                merged_norm = tl.zeros([KEEP_ROWS], tl.float32)
-                merged = tl.zeros([KEEP_ROWS, BLOCK_DV], tl.float32)
-                for p in tl.range(0, parts, MERGE_PARTS):
-                    # All loads before all arithmetic, so that they wait for memory together.
-                    ms = ()
-                    ls = ()
-                    accs = ()
-                    for i in tl.static_range(MERGE_PARTS):
-                        here = merged_row * 0 + (p + i) < parts
-                        at = tl.where(p + i == 0, part_slot, 2 * (part_first + p + i))
-                        ms = ms + (
-                            tl.load(partial_stats + at * (2 * KEEP_ROWS) + merged_row, mask=here, other=NO_KEY, cache_modifier=".cg"),
-                        )
-                        ls = ls + (
-                            tl.load(
-                                partial_stats + at * (2 * KEEP_ROWS) + KEEP_ROWS + merged_row, mask=here, other=0.0, cache_modifier=".cg"
-                            ),
-                        )
-                        part_acc = partial + at.to(tl.int64) * (KEEP_ROWS * BLOCK_DV) + merged_row[:, None] * BLOCK_DV + dv[None, :]
-                        accs = accs + (tl.load(part_acc, mask=here[:, None], other=0.0, cache_modifier=".cg"),)
-                    m_new = merged_m
-                    for i in tl.static_range(MERGE_PARTS):
-                        m_new = tl.maximum(m_new, ms[i])
-                    shift = tl.where(m_new == NO_KEY, 0.0, m_new)
-                    alpha = tl.exp2(merged_m - shift)
-                    merged_norm = merged_norm * alpha
-                    merged = merged * alpha[:, None]
-                    for i in tl.static_range(MERGE_PARTS):
-                        weight = tl.exp2(ms[i] - shift)
-                        merged_norm += ls[i] * weight
-                        merged += accs[i] * weight[:, None]
-                    merged_m = m_new
-                _finish(merged, merged_m, merged_norm, out, lse, sinks, start + merged_flat // GROUP, kv_head * GROUP + merged_flat % GROUP,
-                        merged_flat < query_len * GROUP, out_row_stride, out_head_stride, lse_row_stride, HAS_SINKS, HAS_LSE, V_DIM,
-                        BLOCK_DV)  # fmt: skip
+                kept = tile * BLOCK_M + tl.arange(0, KEEP_ROWS)
+                mask = kept < query_len * GROUP
+                merged, merged_m, merged_norm = merge_parts(partial, partial_stats, parts, part_first, part_slot, mask, KEEP_ROWS, BLOCK_DV,
+                                                            MERGE_PARTS)  # fmt: skip
+                finish(merged, merged_m, merged_norm, out, lse, sinks, start + kept // GROUP, kv_head * GROUP + kept % GROUP, mask,
+                        out_row_stride, out_head_stride, lse_row_stride, HAS_SINKS, HAS_LSE, V_DIM, BLOCK_DV)  # fmt: skip
 
         left -= take + ITEM_COST
         items += 1

@@ -16,11 +16,12 @@ from paged_attn.backends.attention.base import AttentionCall
 from paged_attn.backends.attention.flash_style import for_kernel
 from paged_attn.backends.attention.triton.attend_kernel import attend as attend_kernel
 from paged_attn.backends.attention.triton.plan import Plan, kept_rows
-from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
+from paged_attn.backends.attention.triton.together.attend_kernel import attend_together
+from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, segments
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.machine import power_of_2
 
-_general = FastKernel(attend_kernel)
+_general, _shared = FastKernel(attend_kernel), FastKernel(attend_together)
 
 
 @dataclass
@@ -56,6 +57,14 @@ class LayerLaunch:
                 "CONSUMER_REGISTERS": (504 - tiling.producer_registers) // 16 * 8,
             }  # fmt: skip
             self.options: dict[str, Any] = {"num_warps": 4}
+        elif kind.rows == "together":
+            shared = {each: shared[each] for each in ("KV_HEADS", "GROUP", "PAGE_SIZE", "HAS_SOFTCAP", "HAS_SINKS", "BLOCK_M", "BLOCK_N")}
+            own = {
+                "QK_DIM": spec.qk_head_dim, "V_DIM": spec.v_head_dim, "FUSED_WRITE": self.fused_write, "MEMBERS": kind.members,
+                "SEGMENTS": segments(kind), "BLOCK_D": power_of_2(max(spec.qk_head_dim, 16)),
+                "BLOCK_DV": power_of_2(max(spec.v_head_dim, 16)), "MERGE_PARTS": tiling.merge_parts, "ITEM_COST": tiling.item_cost,
+            }  # fmt: skip
+            self.options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
         else:
             own = {
                 "QK_DIM": spec.qk_head_dim, "V_DIM": spec.v_head_dim, "HAS_ALIBI": spec.alibi_slopes is not None,
@@ -73,6 +82,8 @@ class LayerLaunch:
         if self.kind.tiling.hopper:
             # It copies 16 bytes of q at a time, and multiplies it with K as the pool has it.
             self._hopper(plan, shares, call, for_kernel(call.query, self.keys.dtype))
+        elif self.kind.rows == "together":
+            self._together(plan, shares, call, unit_last(call.query))
         else:
             self._general(plan, shares, call, unit_last(call.query))
 
@@ -97,6 +108,22 @@ class LayerLaunch:
             constants, self.options, self.device,
         )  # fmt: skip
 
+    def _together(self, plan: Plan, shares: WorkPartition, call: AttentionCall, query: Tensor) -> None:
+        spec, batch, keys, values, output, lse, sinks = self.spec, plan.batch, self.keys, self.values, call.output, call.lse_out, call.sinks
+        key, value = (unit_last(call.key), unit_last(call.value)) if self.fused_write else (query, query)
+        strides = query.stride()[:2] + output.stride()[:2] + key.stride()[:2] + value.stride()[:2] + (0 if lse is None else lse.stride(0),)
+        constants = self.constants | {"HAS_LSE": lse is not None, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32"}
+        _shared(
+            (self.key, query.dtype, output.dtype, sinks is not None and sinks.dtype, lse is not None, strides), (shares.programs, 1),
+            (
+                query, keys, values, output, key, value, query if sinks is None else sinks, output if lse is None else lse,
+                batch.page_table, batch.seq_lens, shares.ends, shares.work, plan.partial, plan.partial_stats, shares.counters,
+                batch.num_requests, batch.page_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), values.stride(1),
+                values.stride(2), *strides, spec.scale, spec.softcap or 1.0,
+            ),
+            constants, self.options, self.device,
+        )  # fmt: skip
+
     def _hopper(self, plan: Plan, shares: WorkPartition, call: AttentionCall, query: Tensor) -> None:
         spec, kind, batch, keys, values, output = self.spec, self.kind, plan.batch, self.keys, self.values, call.output
         lse, sinks = call.lse_out, call.sinks
@@ -117,7 +144,7 @@ class LayerLaunch:
 @cache
 def _hopper_kernel() -> FastKernel:
     """Imported on first use: Gluon knows no interpreter."""
-    from paged_attn.backends.attention.triton.hopper_kernel import attend_hopper
+    from paged_attn.backends.attention.triton.hopper.kernel import attend_hopper
 
     return FastKernel(attend_hopper)
 

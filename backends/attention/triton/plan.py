@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.batch import Batch
+from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
-from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, tiling
+from paged_attn.backends.attention.triton.tiling import RowsKind, few_keys, shares_keys, tiling
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition
 from paged_attn.backends.machine import machine_of, power_of_2
 
@@ -44,13 +44,15 @@ class Plan:
         else:
             rows += ["one"] if 1 in new else []
             rows += ["more"] if longest > 1 else []
-        keys: dict[RowsKind, int] = {"one": total, "more": in_prompts, "all": total}
+        keys: dict[RowsKind, int] = {"one": total, "together": total, "more": in_prompts, "all": total}
         kinds_of_layers = layer_kinds(pool)
         machine = machine if kinds_of_layers.aligned else replace(machine, hopper=False)
         indices: dict[PartitionKind, int] = {}
         by_kind = []
         for spec in kinds_of_layers.specs:
-            kinds = [PartitionKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, keys[r], machine)) for r in rows]
+            together = batch.mode is ForwardMode.DECODE and not deterministic and shares_keys(spec, pool.dtype, len(new), total, machine)
+            of_spec: list[RowsKind] = ["together"] if together else rows
+            kinds = [PartitionKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, keys[r], machine)) for r in of_spec]
             by_kind.append(tuple(indices.setdefault(kind, len(indices)) for kind in kinds))
         shares = [WorkPartition.allocate(kind, batch, machine.multiprocessors) for kind in indices]
         slots = max((2 * s.programs * kept_rows(s.kind) for s in shares), default=0)
@@ -64,7 +66,7 @@ class LayerKinds:
     """The specs of a pool's layers with each kind once, which of them each layer has, by `chunk_part`, and the widest V as a power of two.
 
     A layer of dual chunk attention has three; one that no attention backend computes has none. `aligned`: all K and V begin at multiples
-    of 16 bytes, which `hopper_kernel` copies.
+    of 16 bytes, which `attend_hopper` copies.
     """
 
     specs: tuple[AttentionSpec, ...]

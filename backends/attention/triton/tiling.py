@@ -4,9 +4,12 @@ Measured on one H200 (triton 3.6.0, torch 2.11, 2026-11-21) with `python benchma
 - Decode: 64 keys, 4 warps, 3 stages, 2 programs per multiprocessor were best or within 1 % of it on six of seven shapes. One request of
   4,096 tokens gains 8 % from one program per multiprocessor, which halves the parts to merge, and from an early launch, which loses
   on all others. Counting an item as 3 blocks more made ragged batches (64 to 16,384 tokens) 1.17 to 1.37 times as fast.
-- Extension: `hopper_kernel` with 128 keys and 2 buffers runs at 1.4 to 1.6 times `attend_kernel`'s speed; 64 keys and 4 buffers are 1.18
+- Tiles of several requests are from one H100 (2026-11-27, `benchmarks/results/shared_prefix_h100.json`): of 32 heads over 8, 64 requests
+  that share 2,048 tokens take 109 us each for itself, 39 with tiles of 16 rows, 38 with 32; where nothing is shared 32 rows cost 4 to 14 %
+  more, 16 rows 0 to 1.5 us. Three blocks for an item are within 2 % of six, and two parts at once in a merge of four or eight.
+- Extension: `attend_hopper` with 128 keys and 2 buffers runs at 1.4 to 1.6 times `attend_kernel`'s speed; 64 keys and 4 buffers are 1.18
   times as fast again on prompts of 1,024 tokens, and slower from 8,192 on.
-- `hopper_kernel` at other head dims than 64 and 128: what fits into shared memory and registers. Of 192 with 128 that was the fastest, or
+- `attend_hopper` at other head dims than 64 and 128: what fits into shared memory and registers. Of 192 with 128 that was the fastest, or
   within 1 % of it; at 256 the producer's 88 registers are 2 to 6 % faster than 72 (2026-11-25, `python benchmarks/prefill.py --tilings`).
 
 - Waves are from one H100 (2026-11-26, `benchmarks/results/prefill_waves_h100.json`): 192 with 128, 16 KV heads, 7,808 new tokens after
@@ -29,7 +32,8 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.latent import LatentSpec
 from paged_attn.backends.machine import Machine, power_of_2
 
-RowsKind = Literal["one", "more", "all"]
+RowsKind = Literal["one", "together", "more", "all"]
+TOGETHER = 16  # requests, from which on tiles have several
 HOPPER_BYTES = 224 << 10  # of shared memory, for tiles: 227 KiB less what converts layouts, and barriers
 
 
@@ -45,9 +49,9 @@ class Tiling:
         part_blocks: 0, or the fixed number of blocks after which an item is cut (deterministic).
         item_cost: blocks' time that an item takes besides its blocks.
         early: launch before the kernel in front has ended (programmatic dependent launch).
-        hopper: run `hopper_kernel` and not `attend_kernel`; `stages` are then its buffers for K and for V.
+        hopper: run `attend_hopper` and not `attend_kernel`; `stages` are then its buffers for K and for V.
         query_tiles: tiles of queries that it has memory for: of two the next one is copied while the consumers are at the last one.
-        producer_registers: those of a copying thread of `hopper_kernel`; the two consumers share the rest.
+        producer_registers: those of a copying thread of `attend_hopper`; the two consumers share the rest.
         waves: grids of that size that run one after the other, so that the L2 holds what each of them reads of keys and values.
         turns: the two consumers issue their matrix products in turns, so that one's softmax runs beside the other's products.
     """
@@ -86,6 +90,8 @@ def _tiling(
     if isinstance(spec, LatentSpec):
         return _latent(rows, spec, dtype, longest_query, machine)
     dim = power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16))
+    if rows == "together":
+        return replace(_decode(dim, spec, dtype, total_keys, machine), merge_parts=2, early=False)
     if rows == "one":
         return _decode(dim, spec, dtype, total_keys, machine)
     if rows == "more":
@@ -118,7 +124,7 @@ def _fitting(tiles: Tiling, spec: AttentionSpec, itemsize: int, shared_bytes: in
 
 
 def in_hopper_kernel(spec: AttentionSpec) -> bool:
-    """Whether `hopper_kernel` is written for a layer, in 16 bits: with every feature but ALiBi, biases, and parts of chunks but the own.
+    """Whether `attend_hopper` is written for a layer, in 16 bits: with every feature but ALiBi, biases, and parts of chunks but the own.
 
     Head dims are a power of two from 64 to 256, perhaps with a smaller one of 16 to 64 besides (80, 96, 192, ..), which is a tile of its
     own in shared memory. Values are as wide as keys, or as their first tile (192 with 128), since the queries' memory is the output's, too.
@@ -137,6 +143,14 @@ def in_latent_hopper(spec: LatentSpec) -> bool:
 def prefers_latent_hopper(rows: RowsKind, spec: LatentSpec) -> bool:
     """Whether it is taken for them: for decode steps over a rank of 512, where it has run on a GPU and was measured."""
     return rows == "one" and spec.rank == 512
+
+
+def shares_keys(spec: AttentionSpec, dtype: torch.dtype, requests: int, total_keys: int, machine: Machine) -> bool:
+    """Whether requests that decode have tiles in common, where what they share is read once."""
+    plain = spec.sliding_window is None and spec.chunk is None and spec.alibi_slopes is None and spec.bias_index is None and spec.causal
+    if isinstance(spec, LatentSpec) or not plain or requests < TOGETHER or total_keys <= few_keys(spec, dtype, machine):
+        return False
+    return _decode(power_of_2(max(spec.qk_head_dim, spec.v_head_dim, 16)), spec, dtype, total_keys, machine).block_m >= 2 * spec.group_size
 
 
 def few_keys(spec: AttentionSpec, dtype: torch.dtype, machine: Machine) -> int:

@@ -12,9 +12,11 @@ from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.attention.triton.plan_kernels import WORK_COLUMNS, count_units, deal_work
 from paged_attn.backends.attention.triton.tiling import RowsKind, Tiling
+from paged_attn.backends.attention.triton.together.plan_kernels import count_together
 from paged_attn.backends.fast_launch import FastKernel, device_index
+from paged_attn.backends.machine import power_of_2
 
-_count, _deal = FastKernel(count_units), FastKernel(deal_work)
+_count, _count_shared, _deal = FastKernel(count_units), FastKernel(count_together), FastKernel(deal_work)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,12 @@ class PartitionKind:
         With rows "all" it is a whole part: then a row's sums are cut at the same keys in every tile.
         """
         block, parts = self.tiling.block_n, self.tiling.part_blocks
-        return {"one": 0, "more": block, "all": block * parts}[self.rows]
+        return {"one": 0, "together": 0, "more": block, "all": block * parts}[self.rows]
+
+    @property
+    def members(self) -> int:
+        """Requests of a tile with rows "together"."""
+        return self.tiling.block_m // self.group
 
 
 @dataclass
@@ -66,6 +73,7 @@ class WorkPartition:
     tile_ends: Tensor
     work: Tensor
     counters: Tensor
+    ends: Tensor
     constants: dict[str, object] = field(default_factory=dict)
 
     @classmethod
@@ -74,23 +82,33 @@ class WorkPartition:
         most_tiles = _ceil(max(batch.query_lens_host) * kind.group, tiling.block_m)
         programs = _parts(kind, batch) if tiling.part_blocks else multiprocessors * tiling.programs_per_sm * tiling.waves
         tiles = batch.num_tokens * kind.group // tiling.block_m + requests + 1
-        sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs)]  # each on 16 bytes
-        units, tile_ends, work, counters = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device).split(sizes)
+        bounds = requests * segments(kind) if kind.rows == "together" else 0
+        sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs, bounds)]  # each on 16 bytes
+        units, tile_ends, work, counters, ends = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device).split(sizes)
         constants: dict[str, object] = {
             "ROWS": kind.rows, "GROUP": kind.group, "CAUSAL": kind.causal, "HAS_WINDOW": kind.window is not None,
             "CHUNKS": kind.chunks, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align,
             "PART_BLOCKS": tiling.part_blocks, "ITEM_COST": tiling.item_cost,
         }  # fmt: skip
-        return cls(kind, programs, tiles * kind.kv_heads, most_tiles.bit_length(), units, tile_ends, work, counters, constants)
+        return cls(kind, programs, tiles * kind.kv_heads, most_tiles.bit_length(), units, tile_ends, work, counters, ends, constants)
 
     def deal(self, batch: Batch) -> None:
         """Launch the two planning kernels."""
         kind, requests, device = self.kind, batch.num_requests, device_index(batch.slots.device)
         window, chunk = kind.window or 0, kind.chunk or 0
-        _count(
-            kind, (requests, 1), (batch.seq_lens, batch.query_start, self.units, self.tile_ends, window, chunk),
-            self.constants | {"BLOCK_T": 64}, {"num_warps": 1}, device,
-        )  # fmt: skip
+        if kind.rows == "together":
+            _count_shared(
+                (kind, batch.page_size), (_ceil(requests, kind.members), 1),
+                (batch.page_table, batch.seq_lens, self.units, self.tile_ends, self.ends, requests, batch.page_table.stride(0)),
+                {"GROUP": kind.group, "MEMBERS": kind.members, "SEGMENTS": segments(kind), "PAGE_SIZE": batch.page_size,
+                 "BLOCK_M": kind.tiling.block_m, "BLOCK_N": kind.tiling.block_n, "ITEM_COST": kind.tiling.item_cost, "COLUMNS": 64},
+                {"num_warps": 4}, device,
+            )  # fmt: skip
+        else:
+            _count(
+                kind, (requests, 1), (batch.seq_lens, batch.query_start, self.units, self.tile_ends, window, chunk),
+                self.constants | {"BLOCK_T": 64}, {"num_warps": 1}, device,
+            )  # fmt: skip
         block_r = 16 if requests <= 16 else 256  # two kernels to compile, not one for every power of two
         _deal(
             (kind, block_r), (_ceil(self.programs + 1, 16), 1),
@@ -109,6 +127,11 @@ def _parts(kind: PartitionKind, batch: Batch) -> int:
         # One part more where the first key is not on the grid.
         parts += _ceil(new * kind.group, tiling.block_m) * (_ceil(seen, tiling.block_n * tiling.part_blocks) + 1)
     return max(1, parts * kind.kv_heads)
+
+
+def segments(kind: PartitionKind) -> int:
+    """Of the keys of a tile: what its requests share, what each has of its own, and room up to a power of two."""
+    return power_of_2(kind.members + 1)
 
 
 def _ceil(a: int, b: int) -> int:

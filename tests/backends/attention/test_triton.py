@@ -219,9 +219,10 @@ def test_a_row_is_bitwise_the_same_in_any_batch_and_chunk(feature):
 
 
 def test_the_workspace_does_not_grow_with_the_batch():
-    few, many = (make([(40, 1)] * count, page_size=16) for count in (2, 64))
-    sizes = [TRITON.plan(case.batch, case.pool).partial.numel() for case in (few, many)]
-    assert sizes[0] == sizes[1]
+    for counts in ((2, tiling.TOGETHER - 1), (tiling.TOGETHER, 64)):
+        few, many = (make([(40, 1)] * count, page_size=16) for count in counts)
+        sizes = [TRITON.plan(case.batch, case.pool).partial.numel() for case in (few, many)]
+        assert sizes[0] == sizes[1]
 
 
 def test_layers_of_one_kind_share_one_deal():

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from paged_attn.backends.attention.triton.hopper_consumer import thread_barrier
+from paged_attn.backends.attention.triton.hopper.consumer import thread_barrier
 from paged_attn.backends.attention.triton.latent.hopper_producer import produce
 from paged_attn.backends.attention.triton.latent.hopper_sums import add_up
 from paged_attn.backends.attention.triton.latent.hopper_weights import weigh

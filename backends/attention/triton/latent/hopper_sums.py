@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from paged_attn.backends.attention.triton.hopper_consumer import thread_barrier
+from paged_attn.backends.attention.triton.hopper.consumer import thread_barrier
 from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
 
 

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from paged_attn.backends.attention.triton.hopper_parts import (
+from paged_attn.backends.attention.triton.hopper.parts import (
     add_stored,
     add_values,
     copy_layout,

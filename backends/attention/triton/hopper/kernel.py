@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from paged_attn.backends.attention.triton.hopper_consumer import consume, thread_barrier
-from paged_attn.backends.attention.triton.hopper_parts import allocate_parts
-from paged_attn.backends.attention.triton.hopper_producer import produce
+from paged_attn.backends.attention.triton.hopper.consumer import consume, thread_barrier
+from paged_attn.backends.attention.triton.hopper.parts import allocate_parts
+from paged_attn.backends.attention.triton.hopper.producer import produce
 
 
 @gluon.jit(do_not_specialize=["table_stride", "window", "chunk"])

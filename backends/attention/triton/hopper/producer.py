@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from paged_attn.backends.attention.triton.hopper_parts import copy_layout
+from paged_attn.backends.attention.triton.hopper.parts import copy_layout
 from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
 
 
