@@ -50,7 +50,7 @@ def measure(requests: int, prompt: int, steps: int, text: bool) -> list[float]:
     tokens = requests * prompt
     llm = LLM(
         files("paged_attn.demo_model"), num_pages=requests * pages + 1, page_size=PAGE_SIZE, max_batch_tokens=8192, max_requests=requests,
-        overlap=True, graphs="off", backend="torch_native",
+        overlap=True, graphs="off", backend="torch_native", layer_groups=False,
     )  # fmt: skip
     engine, rng = llm.engine, random.Random(0)
     engine.input_processor.limits = type(engine.limits)(None, None, frozenset())  # the demo model knows fewer positions

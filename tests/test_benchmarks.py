@@ -85,8 +85,9 @@ def test_ratios_are_to_the_faster_peer_and_to_the_ceiling() -> None:
 
 def test_the_shapes_are_those_of_the_peers_and_three_ragged_batches() -> None:
     kernels = script("kernels")
-    shapes = {name: (kind, requests) for name, kind, requests in kernels.shapes(False)}
-    assert sum(kind == "decode" for kind, _ in shapes.values()) == 10 and sum(kind == "prefill" for kind, _ in shapes.values()) == 4
+    shapes = {name: (kind, requests) for name, kind, requests, _ in kernels.shapes(False)}
+    assert {name: shared for name, _, _, shared in kernels.shapes(False) if shared}["decode 64 x (2,048 shared + 64)"] == 2048
+    assert sum(kind == "decode" for kind, _ in shapes.values()) == 14 and sum(kind == "prefill" for kind, _ in shapes.values()) == 4
     assert shapes["decode 64 x 4,096"] == ("decode", ((4095, 1),) * 64)
     assert shapes["prefill 4 x 512 x 8,192"] == ("prefill", ((7680, 512),) * 4)
     for count in (32, 64, 128):
@@ -207,3 +208,7 @@ def test_experts_beside_other_backends(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert row["one_by_one_us"] > 0 and row["one_by_one_error"] == 0 and capsys.readouterr().out.startswith("tiny {")
     if not torch.cuda.is_available():
         assert "runs on cuda, not on cpu" in row["sgl_kernel_refused"]
+
+
+def test_host_time_of_a_step_of_the_engine() -> None:
+    assert len(script("host_time").measure(requests=2, prompt=20, steps=3, text=False)) == 3

@@ -118,7 +118,7 @@ class LayerLaunch:
             (
                 query, keys, values, output, key, value, query if sinks is None else sinks, output if lse is None else lse,
                 batch.page_table, batch.seq_lens, shares.ends, shares.work, plan.partial, plan.partial_stats, shares.counters,
-                batch.num_requests, batch.page_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), values.stride(1),
+                batch.page_table.stride(0), keys.stride(0), keys.stride(1), keys.stride(2), values.stride(1),
                 values.stride(2), *strides, spec.scale, spec.softcap or 1.0,
             ),
             constants, self.options, self.device,

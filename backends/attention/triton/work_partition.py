@@ -130,8 +130,8 @@ def _parts(kind: PartitionKind, batch: Batch) -> int:
 
 
 def segments(kind: PartitionKind) -> int:
-    """Of the keys of a tile: what its requests share, what each has of its own, and room up to a power of two."""
-    return power_of_2(kind.members + 1)
+    """Columns of `ends`: what an item's requests share, what each has of its own, how many they are, and room up to a power of two."""
+    return power_of_2(kind.members + 2)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paged_attn.backends.attention.triton.hopper_consumer import thread_barrier
-from paged_attn.backends.attention.triton.hopper_parts import copy_layout
+from paged_attn.backends.attention.triton.hopper.consumer import thread_barrier
+from paged_attn.backends.attention.triton.hopper.parts import copy_layout
 from paged_attn.backends.experts.triton.gate import activated, gated
 
 HALF = gl.constexpr(64)  # pairs of a consumer

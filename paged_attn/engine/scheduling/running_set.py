@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from paged_attn.engine.requests.request import Request
 from paged_attn.engine.requests.request_rows import RequestRows
 
+COMPARED_PAGES = (0, 4, 16, 64, 256, 1024)  # requests with the same page here have all pages before it in common, too
+
 
 class RunningSet:
     """Requests by priority and arrival. Finding and removing one is O(1); adding one is, too, unless it goes before others.
@@ -21,7 +23,8 @@ class RunningSet:
     def __init__(self, max_requests: int) -> None:
         self.rows = RequestRows(max_requests)
         self._requests: dict[Request, None] = {}
-        self._in_order: tuple[list[Request], NDArray[np.int64]] | None = None  # made when it is asked for
+        self._in_order: tuple[list[Request], NDArray[np.int64]] | None = None  # made when it is asked for, as is the next one
+        self._by_prefix: list[Request] | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -57,17 +60,33 @@ class RunningSet:
         """All but some, in order."""
         return [request for request in self._requests if request not in left_out] if left_out else self.in_order()[0]
 
+    def by_prefix(self, requests: list[Request]) -> list[Request]:
+        """Some of them with those next to each other that begin with the same pages: kernels read these once. As given, if none do."""
+        everyone, _ = self.in_order()
+        if requests != everyone:
+            return self._next_to_each_other(requests)
+        if self._by_prefix is None:
+            self._by_prefix = self._next_to_each_other(requests)
+        return self._by_prefix
+
+    def _next_to_each_other(self, requests: list[Request]) -> list[Request]:
+        pages = self.rows.pages[self.indices(requests)]
+        compared = [pages[:, column] for column in COMPARED_PAGES if column < pages.shape[1]]
+        if not compared or len(np.unique(compared[0])) == len(requests):
+            return requests
+        return [requests[index] for index in np.lexsort(compared[::-1]).tolist()]
+
     def add(self, request: Request) -> None:
         in_order = not self._requests or _rank(self.last) <= _rank(request)
         request.move_to(self.rows)
-        self._requests[request] = self._in_order = None
+        self._requests[request] = self._in_order = self._by_prefix = None
         if not in_order:
             self._requests = dict.fromkeys(sorted(self._requests, key=_rank))
 
     def remove(self, request: Request) -> None:
         del self._requests[request]
         request.move_to(RequestRows(1))
-        self._in_order = None
+        self._in_order = self._by_prefix = None
 
 
 def _indices(requests: list[Request]) -> NDArray[np.int64]:

@@ -87,7 +87,7 @@ class Scheduler:
         return self.stats.preemptions
 
     def schedule(self, drained: bool = True) -> ScheduledStep:
-        """The next step, by priority and arrival with decodes first; pages are reserved.
+        """The next step, by priority and arrival with decodes first, those with a common prefix next to each other; pages are reserved.
 
         Args:
             drained: no launched step is still to be collected. If one is, nothing is preempted: what lacks pages is left out and
@@ -113,6 +113,7 @@ class Scheduler:
         # A step of few decodes costs as much as one with those that could join it once this step's tokens are there.
         if self._prefills.num_waiting_for(plan) > len(plan.decodes):
             self.wants_drain = True
+        plan.decodes = self.running.by_prefix(plan.decodes)
         return plan.scheduled()
 
     def _recompute_outgrown(self, drained: bool) -> bool:

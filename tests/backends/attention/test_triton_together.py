@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's inte
 if not torch.cuda.is_available():
     from paged_attn.backends.attention.triton import tiling
     from paged_attn.backends.attention.triton.backend import TritonBackend
+    from paged_attn.backends.attention.triton.work_partition import segments
 
     TRITON = TritonBackend()
 
@@ -57,32 +58,47 @@ def test_what_it_is_not_written_for_goes_the_other_way(feature):
     page_size=st.sampled_from([1, 3, 16]),
     layout=st.sampled_from(LAYOUTS),
     heads=st.sampled_from([(4, 2), (3, 3), (8, 1), (6, 2)]),
+    prefixes=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 30)), max_size=6),
 )
-def test_any_batch(lengths, page_size, layout, heads):
-    spec = spec_of()
-
-    case = make(
-        [(each, 1) for each in lengths], replace(spec, num_q_heads=heads[0], num_kv_heads=heads[1]), page_size=page_size, layout=layout
-    )
+def test_any_batch(lengths, page_size, layout, heads, prefixes):
+    """`prefixes`: some requests begin with so many pages of the one before them."""
+    spec = replace(spec_of(), num_q_heads=heads[0], num_kv_heads=heads[1])
+    case = make([(each, 1) for each in lengths], spec, page_size=page_size, layout=layout)
+    for request, pages in prefixes:
+        if 0 < request < len(lengths):
+            pages = min(pages, *(lengths[each] // page_size for each in (request, request - 1)))
+            case.batch.page_table[request, :pages] = case.batch.page_table[request - 1, :pages]
     agree(case, TRITON, lse=True, save=True)
 
 
-def test_padding_takes_part_in_what_others_share():
-    """Requests of one token, among them and behind them."""
-    case = make([(70, 1), (64, 1), (0, 1), (95, 1), (64, 1), (0, 1), (0, 1)], spec_of("mha"), page_size=4, layout="shared")
-    case.batch = replace(case.batch, mode=ForwardMode.DECODE)
+def ends_of(case):
+    """What the planning kernel wrote: rows of `ends`, and the units of each request."""
     plan = TRITON.plan(case.batch, case.pool)
     TRITON.plan_in_graph(plan)
     shares = next(each for each in plan.shares if each.kind.rows == "together")
-    assert shares.ends[0] > 0 and shares.units[:7].count_nonzero() == 1
-    agree(case, TRITON, lse=True)
-    stored, _ = run(case, TRITON)
-    torch.testing.assert_close(run(case, TRITON, save=False)[0], stored)
+    count = case.batch.num_requests
+    return shares.ends[: count * segments(shares.kind)].view(count, -1).tolist(), shares.units[:count].tolist()
 
 
 def test_shared_blocks_are_read_once():
-    case = make([(200, 1)] * 4, page_size=4, layout="shared")
-    plan = TRITON.plan(case.batch, case.pool)
-    TRITON.plan_in_graph(plan)
-    shares = next(each for each in plan.shares if each.kind.rows == "together")
-    assert shares.ends.view(-1, 8 if shares.kind.members > 3 else 4)[0].tolist()[:5] == [12, 13, 14, 15, 16]
+    ends, units = ends_of(make([(200, 1)] * 4, page_size=4, layout="shared"))
+    assert ends[0][:5] == [12, 13, 14, 15, 16] and ends[0][-1] == 4 and units == [16, 0, 0, 0]
+
+
+def test_requests_that_share_nothing_are_items_of_their_own():
+    ends, units = ends_of(make([(40, 1), (70, 1), (16, 1)], page_size=4))
+    assert [row[:2] + row[-1:] for row in ends] == [[0, 3, 1], [0, 5, 1], [0, 2, 1]] and units == [3, 5, 2]
+
+
+def test_an_item_ends_where_what_is_shared_does():
+    """Two that share, three of another prefix, padding; each group is read once, though no tile ends between them."""
+    case = make([(70, 1), (64, 1), (95, 1), (64, 1), (80, 1), (0, 1), (0, 1)], spec_of("mha"), page_size=4)
+    for mine, theirs in ((1, 0), (3, 2), (4, 2)):
+        case.batch.page_table[mine, :12] = case.batch.page_table[theirs, :12]
+    case.batch = replace(case.batch, mode=ForwardMode.DECODE)
+    ends, units = ends_of(case)
+    assert units == [3 + 2 + 2, 0, 3 + 3 + 2 + 3, 0, 0, 1, 1]
+    assert [ends[i][-1] for i in (0, 2, 5, 6)] == [2, 3, 1, 1] and ends[2][:4] == [3, 6, 8, 11]
+    agree(case, TRITON, lse=True)
+    stored, _ = run(case, TRITON)
+    torch.testing.assert_close(run(case, TRITON, save=False)[0], stored)

@@ -388,3 +388,31 @@ def test_statistics_count_each_request_once() -> None:
     run(each(scheduler.schedule()))
     assert (stats.admitted, stats.preemptions, scheduler.num_preemptions) == (3, 1, 1) and list(scheduler.running) == [second, third]
     assert 0 < stats.longest_queue_seconds <= stats.queue_seconds <= 3 * stats.longest_queue_seconds
+
+
+def test_those_that_begin_with_the_same_pages_decode_next_to_each_other() -> None:
+    """Three prefixes in turns, one of them with two ways on; whoever shares nothing stays where it was among its equals."""
+    scheduler = scheduler_of(num_pages=400, prefix_cache=True, prefix_wait_tokens=0)
+    red, green = [1] * 24, [2] * 24
+    red_long = red + [3] * 48  # 18 pages: compared at the 17th
+    for prompt in (red_long, green):  # leave their pages to those that come
+        (request,) = arrive(scheduler, len(prompt), tokens=list(prompt))
+        run(each(scheduler.schedule()))
+        scheduler.remove(request, share=True)
+    prompts = [red_long, green, red, red_long, [5] * 9, green, red, red_long]
+    for index, prompt in enumerate(prompts):
+        arrive(scheduler, len(prompt) + 4, tokens=[*prompt, 7 + index, 8, 9, 6])
+        run(each(scheduler.schedule()))
+    decodes = [int(s.request.id[1:]) for s in each(scheduler.schedule())]
+    groups = [{0, 3, 7}, {2, 6}, {1, 5}, {4}]
+    assert sorted(decodes) == list(range(8)) and list(scheduler.running) != decodes
+    for group in (*groups, groups[0] | groups[1]):
+        at = sorted(decodes.index(each) for each in group)
+        assert at == list(range(at[0], at[0] + len(group))), f"{group} in {decodes}"
+
+
+def test_the_order_stays_where_nothing_is_shared() -> None:
+    scheduler = scheduler_of(prefix_cache=True)
+    arrive(scheduler, 9, 10, 11, 12)
+    run(each(scheduler.schedule()))
+    assert [s.request for s in each(scheduler.schedule())] == list(scheduler.running)

@@ -15,33 +15,33 @@ from paged_attn.backends.attention.triton.parts import NO_KEY, keep_part, merge_
 
 
 @triton.jit
-def _walk_tile(q, acc, m, norm, block, last, ends, first, members, seq_lens, page_table, member, row_mask, sharing, keys, values,
+def _walk_tile(q, acc, m, norm, block, last, ends, first, members, seq_lens, page_table, member, row_mask, keys, values,
                table_stride, page_stride, key_token_stride, value_token_stride, scale, softcap, HAS_SOFTCAP: tl.constexpr,
                SEGMENTS: tl.constexpr, HIDDEN: tl.constexpr, PAGE_SIZE: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Blocks [block, last) of an item: first those that its requests share, then each one's own, less HIDDEN keys at its end, one loop."""
     d, dv, lanes, segments = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N), tl.arange(0, SEGMENTS)
     # Two loads that wait for nothing, and no look-ups that wait for each other.
-    bounds = tl.load(ends + segments)
+    bounds = tl.load(ends + segments, mask=segments <= members, other=1 << 30)
     lengths = tl.load(seq_lens + first + tl.maximum(segments - 1, 0), mask=segments <= members, other=0)
     segment = tl.sum((bounds <= block).to(tl.int32), 0)
     until = tl.sum(tl.where(segments == segment, bounds, 0), 0)
     shared = tl.sum(tl.where(segments == 0, bounds, 0), 0)
     skipped = tl.where(segment > 1, tl.max(tl.where(segments < segment, bounds, 0), 0) - shared, 0)  # own blocks of the requests before
     request = first + tl.maximum(segment - 1, 0)
-    length = tl.sum(tl.where(segments == segment, lengths, 0), 0)
-    key, limit = tl.where(length > 1, (block - skipped) * BLOCK_N, 0) + lanes, length - HIDDEN
+    limit = tl.sum(tl.where(segments == segment, lengths, 0), 0) - HIDDEN
+    key = (block - skipped) * BLOCK_N + lanes
     page = tl.load(page_table + request.to(tl.int64) * table_stride + key // PAGE_SIZE, mask=key < limit, other=0)
     for next in tl.range(block + 1, last + 1):
-        base, there, rows = page.to(tl.int64) * page_stride, key < limit, (sharing & (segment == 0)) | (row_mask & (member == segment - 1))
+        base, there, rows = page.to(tl.int64) * page_stride, key < limit, row_mask & ((member == segment - 1) | (segment == 0))
         token = key % PAGE_SIZE
         # What the next block needs is looked up before this one's keys are waited for.
         skipped = tl.where((next == until) & (segment > 0), next - shared, skipped)
         segment = tl.minimum(segment + (next == until).to(tl.int32), members)
         request = first + tl.maximum(segment - 1, 0)
         until = tl.load(ends + segment)
-        length = tl.load(seq_lens + request)
-        key, limit = tl.where(length > 1, (next - skipped) * BLOCK_N, 0) + lanes, length - HIDDEN
+        limit = tl.load(seq_lens + request) - HIDDEN
+        key = (next - skipped) * BLOCK_N + lanes
         page = tl.load(page_table + request.to(tl.int64) * table_stride + key // PAGE_SIZE, mask=(key < limit) & (next < last), other=0)
         k_at = keys + (base + token * key_token_stride)[:, None] + d[None]
         v_at = values + (base + token * value_token_stride)[:, None] + dv[None]
@@ -60,9 +60,9 @@ def _walk_tile(q, acc, m, norm, block, last, ends, first, members, seq_lens, pag
     return acc, m, norm
 
 
-@triton.jit(do_not_specialize=["requests", "table_stride"])
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_together(query, keys, values, out, new_keys, new_values, sinks, lse, page_table, seq_lens, ends, work, partial, partial_stats,
-                    counters, requests, table_stride, page_stride, key_token_stride, key_head_stride, value_token_stride,
+                    counters, table_stride, page_stride, key_token_stride, key_head_stride, value_token_stride,
                     value_head_stride, query_row_stride, query_head_stride, out_row_stride, out_head_stride, new_key_row_stride,
                     new_key_head_stride, new_value_row_stride, new_value_head_stride, lse_row_stride, scale, softcap,
                     GROUP: tl.constexpr, MEMBERS: tl.constexpr, SEGMENTS: tl.constexpr, KV_HEADS: tl.constexpr, QK_DIM: tl.constexpr,
@@ -80,12 +80,10 @@ def attend_together(query, keys, values, out, new_keys, new_values, sinks, lse, 
     items = 0
     while left > 0:
         of_item = ends + first * SEGMENTS
-        blocks = tl.load(of_item + MEMBERS)
-        members = tl.where(tl.load(of_item) > 0, tl.minimum(requests - first, MEMBERS), 1)
+        blocks, members = tl.load(of_item + MEMBERS), tl.load(of_item + SEGMENTS - 1)
         take = tl.minimum(blocks - block, left)
         row = first + member
         row_mask = member < members
-        length = tl.load(seq_lens + row, mask=row_mask, other=0)
         head = kv_head * GROUP + head_of
         q_at = query + (row.to(tl.int64) * query_row_stride)[:, None] + (head * query_head_stride)[:, None] + d[None]
         q = tl.load(q_at, mask=row_mask[:, None] & (d < QK_DIM)[None], other=0.0)
@@ -97,14 +95,14 @@ def attend_together(query, keys, values, out, new_keys, new_values, sinks, lse, 
             # Of a row's new token, if its last block is one of these; used behind the others, so that nothing waits for it.
             ended = tl.load(of_item + 1 + member, mask=row_mask, other=0)
             has_new = row_mask & (ended > block) & (ended <= block + take)
-            new_at = length - 1
+            new_at = tl.load(seq_lens + row, mask=row_mask, other=1) - 1
             new_page = tl.load(page_table + row.to(tl.int64) * table_stride + new_at // PAGE_SIZE, mask=row_mask, other=0).to(tl.int64)
             new_k_at = new_keys + (row.to(tl.int64) * new_key_row_stride + kv_head * new_key_head_stride)[:, None] + d[None]
             new_v_at = new_values + (row.to(tl.int64) * new_value_row_stride + kv_head * new_value_head_stride)[:, None] + dv[None]
             new_k = tl.load(new_k_at, mask=has_new[:, None] & (d < QK_DIM)[None], other=0.0).to(keys.dtype.element_ty)
             new_v = tl.load(new_v_at, mask=has_new[:, None] & (dv < V_DIM)[None], other=0.0).to(values.dtype.element_ty)
         acc, m, norm = _walk_tile(
-            q, acc, m, norm, block, block + take, of_item, first, members, seq_lens, page_table, member, row_mask, length > 1, head_keys,
+            q, acc, m, norm, block, block + take, of_item, first, members, seq_lens, page_table, member, row_mask, head_keys,
             head_values,             table_stride, page_stride, key_token_stride, value_token_stride, scale, softcap, HAS_SOFTCAP, SEGMENTS,
             1 if FUSED_WRITE else 0, PAGE_SIZE, QK_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip

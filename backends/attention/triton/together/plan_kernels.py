@@ -12,37 +12,46 @@ import triton.language as tl
 def count_together(page_table, seq_lens, units, tile_ends, ends, requests, table_stride,
                    GROUP: tl.constexpr, MEMBERS: tl.constexpr, SEGMENTS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, ITEM_COST: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Requests in runs of MEMBERS: a run that shares blocks of keys is one item for each KV head, else each request is one.
+    """Requests in runs of MEMBERS, cut into items where one shares no block of keys with the one before it.
 
-    `units` and `tile_ends` as `count_units` leaves them, those of a run at its first request; `ends` [requests, SEGMENTS] has for each
-    request that an item begins with the running sum of shared blocks, of its own ones, of the next one's own, and so on, the last repeated.
+    `units` and `tile_ends` are those of `count_units`, an item's at its first request, zeros at the others. `ends` [requests, SEGMENTS]
+    has there the running sum of its blocks: those that all share, the first one's own, the second one's, .., the last repeated
+    up to column MEMBERS; then, in the last column, how many requests it has.
     """
     first, member = tl.program_id(0) * MEMBERS, tl.arange(0, SEGMENTS)
     there = (member < MEMBERS) & (first + member < requests)
     lengths = tl.load(seq_lens + first + member, mask=there, other=0)
-    # Pages that may be shared: the new token's is each one's own. A request of one token, as padding has, shares nothing and takes part.
-    longer = there & (lengths > 1)
-    most = (tl.min(tl.where(longer, lengths, 1 << 30), 0) - 1) // PAGE_SIZE
-    most = tl.where((tl.sum(longer.to(tl.int32), 0) < 2) | (tl.sum(tl.where(member == 0, lengths, 0), 0) < 2), 0, most)
-    table = page_table + first.to(tl.int64) * table_stride
-    common, column = most, most * 0
-    while column < common:
-        columns = column + tl.arange(0, COLUMNS)
-        inside = columns < most
-        mine = tl.load(table + columns, mask=inside, other=0)
-        theirs = tl.load(table + member[:, None] * table_stride + columns[None], mask=longer[:, None] & inside[None], other=0)
-        differs = tl.max((longer[:, None] & inside[None] & (theirs != mine[None])).to(tl.int32), 0)
-        common = tl.minimum(common, tl.min(tl.where(differs > 0, columns, most), 0))
+    before = tl.load(seq_lens + first + member - 1, mask=there & (member > 0), other=0)
+    most = tl.maximum(tl.minimum(lengths, before) - 1, 0) // PAGE_SIZE  # the new token's page is each one's own
+    table = page_table + (first + member).to(tl.int64)[:, None] * table_stride
+    common, column, furthest = most, 0, tl.max(most, 0)  # pages that a request shares with the one before it
+    while column < furthest:
+        columns = column + tl.arange(0, COLUMNS)[None]
+        inside = columns < common[:, None]
+        differs = tl.load(table + columns, mask=inside, other=0) != tl.load(table - table_stride + columns, mask=inside, other=0)
+        common = tl.min(tl.where(differs, columns, common[:, None]), 1)
         column += COLUMNS
-    shared = common * PAGE_SIZE // BLOCK_N
-    own = tl.where(there, tl.where(longer, tl.cdiv(lengths - shared * BLOCK_N, BLOCK_N), 1), 0)
-    total = shared + tl.sum(own, 0)
-    taken = tl.where(shared > 0, tl.where(member == 0, total + ITEM_COST, 0), own + ITEM_COST)
+        furthest = tl.max(tl.where(common >= column, most, 0), 0)
+    blocks = common * PAGE_SIZE // BLOCK_N
+    begins = blocks == 0
+    item = tl.cumsum(begins.to(tl.int32), 0)
+    shared, count = member * 0 + (1 << 30), member * 0
+    for each in tl.static_range(MEMBERS):
+        one = member == each
+        same = item == tl.sum(tl.where(one, item, 0), 0)
+        shared = tl.where(same & (tl.sum(tl.where(one, blocks, 0), 0) > 0), tl.minimum(shared, tl.sum(tl.where(one, blocks, 0), 0)), shared)
+        count += tl.where(same, tl.sum(tl.where(one & there, 1, 0), 0), 0)
+    shared = tl.where(count > 1, shared, 0)
+    own = tl.where(there, tl.cdiv(lengths - shared * BLOCK_N, BLOCK_N), 0)
+    segment = member[None]  # of an item, by the request that it begins with
+    running = shared[:, None] + segment * 0
+    for each in tl.static_range(MEMBERS):
+        one = member == each
+        same = item == tl.sum(tl.where(one, item, 0), 0)
+        counts = same[:, None] & (each < member[:, None] + segment) & (each >= member[:, None])
+        running += tl.where(counts, tl.sum(tl.where(one, own, 0), 0), 0)
+    taken = tl.where(begins, tl.max(running, 1) + ITEM_COST, 0)
     request = first + member
     tl.store(units + request, taken, mask=there)
     tl.store(tile_ends + (request * GROUP) // BLOCK_M + request, taken, mask=there)
-    if shared > 0:
-        tl.store(ends + first * SEGMENTS, shared)
-        tl.store(ends + first * SEGMENTS + 1 + member, shared + tl.cumsum(own, 0), mask=member < SEGMENTS - 1)
-    else:
-        tl.store(ends + request[:, None] * SEGMENTS + member[None], tl.where(member[None] > 0, own[:, None], 0), mask=there[:, None])
+    tl.store(ends + request[:, None] * SEGMENTS + segment, tl.where(segment < SEGMENTS - 1, running, count[:, None]), mask=there[:, None])
