@@ -37,7 +37,7 @@ from paged_attn.recurrent.run import KernelsAlone, runner_of
 
 # Steps of requests with so many cached and new tokens: one for each way in which a backend's launches follow lengths.
 CHECKED: tuple[tuple[tuple[int, int], ...], ...] = (((0, 3), (0, 11), (0, 12)), ((3, 1), (11, 12)), ((11, 1), (12, 1)))  # comes first
-DECODED = (((100, 1),), ((16_000, 1),) * 16, ((100, 1),) * 20, ((16_000, 1),) * 20)
+DECODED = (((100, 1),), ((16_000, 1),) * 8, ((16_000, 1),) * 16, ((100, 1),) * 20, ((16_000, 1),) * 20)
 PROMPTS = tuple(((0, new),) for new in (600, 4096))
 MIXED = tuple(decoded + prompt for decoded, prompt in itertools.product(DECODED, PROMPTS))
 SHORT = (*(((0, new),) for new in (2, 4, 8, 16, 32, 64)), ((50, 9),))

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from paged_attn.attn_ops.batch.batch import Batch, ForwardMode
+from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec, ChunkPart
 from paged_attn.attn_ops.specs.dual_chunk import DualChunkSpec
@@ -38,23 +38,27 @@ class Plan:
         lengths = batch.seq_lens_host
         longest, context, total = max(new, default=0), max(lengths, default=0), sum(lengths)
         in_prompts = sum(length for length, count in zip(lengths, new, strict=True) if count > 1) if longest > 1 else 0
+        decodes = new.count(1)
+        first = 0 if deterministic or any(count != 1 for count in new[:decodes]) else decodes  # decodes, if they come before all prompts
         rows: list[RowsKind] = []
         if deterministic:
             rows += ["all"] if new else []
         else:
-            rows += ["one"] if 1 in new else []
+            rows += ["one"] if decodes else []
             rows += ["more"] if longest > 1 else []
-        keys: dict[RowsKind, int] = {"one": total, "together": total, "more": in_prompts, "all": total}
+        keys: dict[RowsKind, int] = {"one": total, "together": total - in_prompts, "more": in_prompts, "all": total}
         kinds_of_layers = layer_kinds(pool)
         machine = machine if kinds_of_layers.aligned else replace(machine, hopper=False)
         indices: dict[PartitionKind, int] = {}
         by_kind = []
         for spec in kinds_of_layers.specs:
-            together = batch.mode is ForwardMode.DECODE and not deterministic and shares_keys(spec, pool.dtype, len(new), total, machine)
-            of_spec: list[RowsKind] = ["together"] if together else rows
+            together = shares_keys(spec, pool.dtype, first, keys["together"], machine)
+            of_spec: list[RowsKind] = ["together" if together and each == "one" else each for each in rows]
             kinds = [PartitionKind.of(spec, r, tiling(r, spec, pool.dtype, longest, context, keys[r], machine)) for r in of_spec]
             by_kind.append(tuple(indices.setdefault(kind, len(indices)) for kind in kinds))
-        shares = [WorkPartition.allocate(kind, batch, machine.multiprocessors) for kind in indices]
+        shares = [
+            WorkPartition.allocate(kind, batch, machine.multiprocessors, first if kind.rows == "together" else len(new)) for kind in indices
+        ]
         slots = max((2 * s.programs * kept_rows(s.kind) for s in shares), default=0)
         workspace = torch.empty(slots * (kinds_of_layers.v_dim + 2), dtype=torch.float32, device=batch.slots.device)
         by_layer = tuple({part: by_kind[kind] for part, kind in parts.items()} for parts in kinds_of_layers.by_layer)

@@ -63,9 +63,14 @@ class PartitionKind:
 
 @dataclass
 class WorkPartition:
-    """work [programs + 1, WORK_COLUMNS], counters [2 * programs], units [R], tile_ends [most_items]; int32 on the batch's device."""
+    """Of the first R requests of a batch; those of rows "together" decode.
+
+    work [programs + 1, WORK_COLUMNS], counters [2 * programs], units [R], tile_ends [most_items]; with rows "together" ends [R * segments];
+    int32 on the batch's device.
+    """
 
     kind: PartitionKind
+    requests: int
     programs: int
     most_items: int
     search_steps: int
@@ -77,8 +82,8 @@ class WorkPartition:
     constants: dict[str, object] = field(default_factory=dict)
 
     @classmethod
-    def allocate(cls, kind: PartitionKind, batch: Batch, multiprocessors: int) -> WorkPartition:
-        tiling, requests = kind.tiling, batch.num_requests
+    def allocate(cls, kind: PartitionKind, batch: Batch, multiprocessors: int, requests: int) -> WorkPartition:
+        tiling = kind.tiling
         most_tiles = _ceil(max(batch.query_lens_host) * kind.group, tiling.block_m)
         programs = _parts(kind, batch) if tiling.part_blocks else multiprocessors * tiling.programs_per_sm * tiling.waves
         tiles = batch.num_tokens * kind.group // tiling.block_m + requests + 1
@@ -90,11 +95,13 @@ class WorkPartition:
             "CHUNKS": kind.chunks, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align,
             "PART_BLOCKS": tiling.part_blocks, "ITEM_COST": tiling.item_cost,
         }  # fmt: skip
-        return cls(kind, programs, tiles * kind.kv_heads, most_tiles.bit_length(), units, tile_ends, work, counters, ends, constants)
+        return cls(
+            kind, requests, programs, tiles * kind.kv_heads, most_tiles.bit_length(), units, tile_ends, work, counters, ends, constants
+        )
 
     def deal(self, batch: Batch) -> None:
         """Launch the two planning kernels."""
-        kind, requests, device = self.kind, batch.num_requests, device_index(batch.slots.device)
+        kind, requests, device = self.kind, self.requests, device_index(batch.slots.device)
         window, chunk = kind.window or 0, kind.chunk or 0
         if kind.rows == "together":
             _count_shared(

@@ -123,7 +123,7 @@ def test_the_dealt_shares_cover_all_blocks_once(lengths, feature, multiprocessor
             continue
         tiles = Tiling(16, 16, 4, 2, 2, 2, part_blocks=2 if deterministic else 0, item_cost=item_cost)
         kind = PartitionKind.of(case.spec, rows, tiles)
-        shares = WorkPartition.allocate(kind, case.batch, multiprocessors)
+        shares = WorkPartition.allocate(kind, case.batch, multiprocessors, case.batch.num_requests)
         shares.deal(case.batch)
         assert not shares.counters[: 2 * shares.programs].any()
         covered = walk(shares, case, lengths)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_attn.attn_ops.batch.batch import ForwardMode
 from tests.backends.agreeing import agree
 from tests.backends.problems import LAYOUTS, make, run, spec_of
 
@@ -41,6 +40,19 @@ def test_every_feature(feature, layout):
     case = make(LENGTHS, spec_of(feature), page_size=4, layout=layout, extra_rows=3)
     assert "together" in kinds(case)
     agree(case, TRITON, lse=True, save=True)
+
+
+@pytest.mark.parametrize("feature", ["plain", "softcap", "gqa_7_sinks"])
+def test_decodes_before_prompts(feature):
+    case = make([*LENGTHS, (64, 9), (0, 30), (70, 3)], spec_of(feature), page_size=4, layout="shared", extra_rows=3)
+    assert {"together", "more"} <= set(kinds(case))
+    agree(case, TRITON, lse=True)
+
+
+def test_a_decode_behind_a_prompt_is_computed_once():
+    case = make([(70, 1), (64, 1), (64, 9), (95, 1)], page_size=4, layout="shared")
+    assert {"one", "more"} == set(kinds(case))
+    agree(case, TRITON, lse=True)
 
 
 @pytest.mark.parametrize("feature", ["window", "chunk", "alibi", "bias_by_key", "bidirectional"])
@@ -95,7 +107,6 @@ def test_an_item_ends_where_what_is_shared_does():
     case = make([(70, 1), (64, 1), (95, 1), (64, 1), (80, 1), (0, 1), (0, 1)], spec_of("mha"), page_size=4)
     for mine, theirs in ((1, 0), (3, 2), (4, 2)):
         case.batch.page_table[mine, :12] = case.batch.page_table[theirs, :12]
-    case.batch = replace(case.batch, mode=ForwardMode.DECODE)
     ends, units = ends_of(case)
     assert units == [3 + 2 + 2, 0, 3 + 3 + 2 + 3, 0, 0, 1, 1]
     assert [ends[i][-1] for i in (0, 2, 5, 6)] == [2, 3, 1, 1] and ends[2][:4] == [3, 6, 8, 11]
