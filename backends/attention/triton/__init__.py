@@ -1,3 +1,3 @@
-"""Our own Triton kernels: `backend.py` plans, `attend_kernel.py` computes, `hopper_*` is long prefill on SM90,
-`latent/` is attention to latents, `tiling.py` has the launch numbers.
+"""Our own Triton kernels: `backend.py` plans, `attend_kernel.py` computes, `together/` is for decodes that share keys, `hopper/` is
+long prefill on SM90, `latent/` is attention to latents, `parts.py` merges what several programs computed, `tiling.py` has launch numbers.
 """
