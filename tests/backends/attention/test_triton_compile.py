@@ -27,13 +27,14 @@ def rows_of(module: str, gpu: str = "h100") -> dict[str, dict[str, Any]]:
 @pytest.mark.slow
 def test_every_variant_compiles_for_sm90_and_fits() -> None:
     rows = rows_of("tests.backends.compile_attention")
-    assert len(rows) == 31 and HOPPER_BLOCKS.keys() < rows.keys()
+    assert len(rows) == 36 and HOPPER_BLOCKS.keys() < rows.keys()
     for name, row in rows.items():
         assert row["shared"] <= SHARED_BYTES and row["cubin"] > 0, row
         assert row["hopper"] is (name in HOPPER_BLOCKS) and row["block_n"] == HOPPER_BLOCKS.get(name, row["block_n"]), row
         if row["hopper"]:
             assert row["spilled"] <= MOST_SPILLED["all" if "all" in name else "one"], row
         assert row["early"] is (name == "decode_short"), row
+        assert not name.startswith("together") or row["spilled"] == 0, row  # two programs of 255 registers fill a multiprocessor
 
 
 @pytest.mark.slow
