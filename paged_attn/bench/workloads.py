@@ -25,6 +25,7 @@ class Workload:
         low, high: tokens of a prompt, without the shared ones; drawn evenly between them.
         shared: tokens with which all prompts begin.
         new: tokens that each request generates.
+        prefixes: how many beginnings there are, which prompts have in turns.
     """
 
     group: str
@@ -33,11 +34,13 @@ class Workload:
     high: int
     new: int
     shared: int = 0
+    prefixes: int = 1
 
     @property
     def name(self) -> str:
         length = f"{self.low:,}" if self.low == self.high else f"{self.low:,}-{self.high:,}"
-        prompt = f"{self.shared:,}+{length}" if self.shared else length
+        beginnings = f"{self.prefixes} of {self.shared:,}" if self.prefixes > 1 else f"{self.shared:,}"
+        prompt = f"{beginnings}+{length}" if self.shared else length
         return f"{self.group} {self.requests} x {prompt} + {self.new:,}"
 
     @property
@@ -57,9 +60,9 @@ class Workload:
     def prompts(self, vocabulary: int, seed: int) -> Prompts:
         """Token ids, the same for the same arguments on every machine."""
         draw = random.Random(f"{seed} {self}")
-        shared = [draw.randrange(vocabulary) for _ in range(self.shared)]
+        shared = [[draw.randrange(vocabulary) for _ in range(self.shared)] for _ in range(self.prefixes)]
         lengths = [draw.randint(self.low, self.high) for _ in range(self.requests)]
-        return [shared + [draw.randrange(vocabulary) for _ in range(length)] for length in lengths]
+        return [shared[index % self.prefixes] + [draw.randrange(vocabulary) for _ in range(length)] for index, length in enumerate(lengths)]
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "name": self.name}
@@ -78,6 +81,7 @@ def _scale(batches: Sequence[int], prompt: int, new: int, mixed: Workload, prefi
 SCALES: dict[str, list[Workload]] = {
     "full": [
         *_scale((8, 32, 128), 512, 128, Workload("mixed", 256, 64, 1024, 128), Workload("prefix", 64, 32, 32, 64, 2048), 8192),
+        Workload("prefix", 64, 32, 32, 64, 2048, prefixes=4),
         Workload("long", 8, 16_000, 16_000, 64),
     ],
     "small": _scale((4, 16), 64, 32, Workload("mixed", 32, 16, 128, 32), Workload("prefix", 16, 16, 16, 16, 256), 512),

@@ -36,7 +36,8 @@ def test_the_full_scale_is_that_of_the_peers_table() -> None:
     names = [workload.name for workload in SCALES["full"]]
     assert names == [
         "latency 1 x 512 + 128", "throughput 8 x 512 + 128", "throughput 32 x 512 + 128", "throughput 128 x 512 + 128",
-        "mixed 256 x 64-1,024 + 128", "prefix 64 x 2,048+32 + 64", "long 1 x 8,192 + 1", "long 8 x 16,000 + 64",
+        "mixed 256 x 64-1,024 + 128", "prefix 64 x 2,048+32 + 64", "long 1 x 8,192 + 1", "prefix 64 x 4 of 2,048+32 + 64",
+        "long 8 x 16,000 + 64",
     ]  # fmt: skip
     for scale in SCALES.values():
         assert {workload.group for workload in scale} == set(GROUPS)
@@ -50,6 +51,13 @@ def test_prompts_are_the_same_every_time_and_of_the_lengths_asked_for() -> None:
     assert {len(prompt) for prompt in prompts} == set(range(7, 14)) and {tuple(prompt[:4]) for prompt in prompts} == {tuple(prompts[0][:4])}
     assert {token for prompt in prompts for token in prompt} == set(range(30))
     assert mixed.longest == 15 and mixed.new_tokens == 80 and not mixed.is_even and EVEN.is_even
+
+
+def test_beginnings_in_turns() -> None:
+    several = Workload("prefix", 7, 2, 2, 4, shared=5, prefixes=3)
+    prompts = several.prompts(1000, 7)
+    assert len({tuple(prompt[:5]) for prompt in prompts}) == 3 and prompts[0][:5] == prompts[3][:5] == prompts[6][:5]
+    assert several.name == "prefix 7 x 3 of 5+2 + 4" and several.longest == 11
 
 
 def test_numbers_of_the_caller_replace_those_of_the_scale() -> None:
