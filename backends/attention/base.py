@@ -65,6 +65,10 @@ class AttentionBackend(ABC):
             )
         self.deterministic = deterministic
 
+    def compiles_steps_ahead(self, mode: ForwardMode) -> bool:
+        """`compiles_ahead` of what serves such steps."""
+        return self.compiles_ahead
+
     @abstractmethod
     def plan(self, batch: Batch, pool: KVPool) -> Any:
         """Host work, once per step and never per layer. Must not wait for the device."""

@@ -46,6 +46,9 @@ class HybridBackend(AttentionBackend):
             return self.decode
         return self.prefill
 
+    def compiles_steps_ahead(self, mode: ForwardMode) -> bool:
+        return self.child_for(mode).compiles_ahead
+
     def plan(self, batch: Batch, pool: KVPool) -> HybridPlan:
         child = self.child_for(batch.mode)
         return HybridPlan(batch, child, child.plan(batch, pool))

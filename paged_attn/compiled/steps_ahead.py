@@ -28,6 +28,7 @@ from paged_attn.attn_ops.ops.scans.mamba import MAMBA1_SCAN, MAMBA2_SCAN
 from paged_attn.attn_ops.ops.scans.short_conv import SHORT_CONV
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recurrent import RecurrentSpec
+from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.selection.scans import scans_backend
 from paged_attn.backends.selection.select import select
 from paged_attn.passes.fx.graph_tools import symbol, value_of
@@ -67,7 +68,7 @@ class RunsWith:
 def compile_steps_ahead(
     graph: fx.Graph, layers: Sequence[AttentionSpec], dtype: torch.dtype, device: torch.device, runs_with: RunsWith
 ) -> None:
-    """The kernels of steps through the graph, of products with one row, and of routing; none of a backend that does not compile so.
+    """The kernels of steps through the graph, of products with one row, and of routing; none of attention that does not compile so.
 
     Args:
         layers: one spec per attention layer.
@@ -90,15 +91,14 @@ def compile_steps_ahead(
                 one_row(x, weight, bias[0] if bias else None, x.dtype if op is LINEAR else torch.float32)
         for node in _distinct(graph, ROUTE, None):
             _run(node, 1)  # launched alike for any number of rows
-        if not backend.compiles_ahead:
-            return
         pool, states = KVPool(layers, PAGES, runs_with.page_size, dtype, device), runner_of(runs_with.recurrent, MOST, device, KernelsAlone)
-        calls = [node for op in ATTENTION for node in _distinct(graph, op, layers)]
-        if ours:
-            calls += [node for op in SCANS for node in _distinct(graph, op, [layer.spec for layer in runs_with.recurrent])]
+        attentions = [node for op in ATTENTION for node in _distinct(graph, op, layers)]
+        specs = [layer.spec for layer in runs_with.recurrent]
+        scans = [node for op in SCANS for node in _distinct(graph, op, specs)] if ours else []
         for batch in batches:
-            with ForwardContext(on_fakes(batch, device), pool, backend, states):
-                for node in calls:
+            attends = backend.compiles_steps_ahead(batch.mode)
+            with ForwardContext(on_fakes(batch, device), pool, backend if attends else ReferenceBackend(), states):
+                for node in [*(attentions if attends else ()), *scans]:
                     _run(node, batch.num_rows)
 
 

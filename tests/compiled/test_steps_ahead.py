@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ pytest.importorskip("triton")
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.backends import compile_ahead
 from paged_attn.backends.attention.base import AttentionBackend
+from paged_attn.backends.attention.hybrid import hybrid_of
 from paged_attn.backends.attention.latent.fresh import FreshPrompts
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
@@ -27,7 +29,7 @@ from tests.zoo.build import build
 CPU = torch.device("cpu")
 
 
-def asked(model: Any, monkeypatch: pytest.MonkeyPatch, backend: type[AttentionBackend] = TritonBackend) -> Counter[str]:
+def asked(model: Any, monkeypatch: pytest.MonkeyPatch, backend: Callable[[], AttentionBackend] = TritonBackend) -> Counter[str]:
     """By kernel, how often steps would launch it."""
     launched: list[str] = []
 
@@ -89,6 +91,19 @@ def test_layers_that_are_alike_are_run_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_backends_that_do_not_compile_so_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked(build("llama"), monkeypatch, ReferenceBackend)
+
+
+def test_of_two_backends_the_steps_of_the_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    decodes = sum(all(new == 1 and cached for cached, new in step) for step in STEPS)
+    found = asked(build("llama"), monkeypatch, lambda: hybrid_of(ReferenceBackend(), TritonBackend()))
+    assert found["attend"] + found["attend_together"] == decodes and not found["store_kernel"]
+    found = asked(build("deepseek_v2"), monkeypatch, lambda: hybrid_of(TritonBackend(), ReferenceBackend()))
+    assert found["attend_latent"] == found["merge_latent"] > len(STEPS) - decodes
+
+
+def test_scans_are_compiled_whoever_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, beside = (asked(build("qwen3_next"), monkeypatch, backend) for backend in (ReferenceBackend, TritonBackend))
+    assert alone["conv_step"] == beside["conv_step"] > 0 and not alone["attend"] and beside["attend"]
 
 
 def test_a_refusal_is_left_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
