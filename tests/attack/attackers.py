@@ -31,6 +31,7 @@ JSON = {"Content-Type": "application/json"}
 # Answers that the attack itself is the reason for: it floods, takes long, and lets steps and the tokenizer fail.
 BUSY = (429, 503, 504)
 FAILED = ("step_failed", "internal_error")
+STREAM_ERRORS = ("step_failed", "request_timeout", "queue_timeout", "queue_full")  # a stream has begun before it knows whether it may run
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 BYTES = (b"", b"\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"A" * 70_000,
          b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -250,7 +251,7 @@ def ids_of(text: str, streams: bool) -> list[int] | None:
             continue
         part = json.loads(line.removeprefix("data: "))
         if "error" in part:
-            assert part["error"]["code"] in ("step_failed", "request_timeout"), part
+            assert part["error"]["code"] in STREAM_ERRORS, part
             return None
         ids += part["choices"][0].get("token_ids") or []
     return ids
