@@ -1,4 +1,4 @@
-"""Attention of a decode step in which an item is a KV head of MEMBERS requests that share keys, or of one request.
+"""Attention of a decode step in which an item is a KV head of up to MEMBERS requests that share keys.
 
 query [R, q_heads, QK_DIM], one row a request; `ends` as `count_together` leaves it; all else as in `attend_kernel`.
 """
@@ -15,7 +15,7 @@ from paged_attn.backends.attention.triton.parts import NO_KEY, keep_part, merge_
 
 
 @triton.jit
-def _walk_tile(q, acc, m, norm, block, last, ends, first, members, seq_lens, page_table, member, row_mask, keys, values,
+def _walk_item(q, acc, m, norm, block, last, ends, first, members, seq_lens, page_table, member, row_mask, keys, values,
                table_stride, page_stride, key_token_stride, value_token_stride, scale, softcap, HAS_SOFTCAP: tl.constexpr,
                SEGMENTS: tl.constexpr, HIDDEN: tl.constexpr, PAGE_SIZE: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr,
                BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -101,9 +101,9 @@ def attend_together(query, keys, values, out, new_keys, new_values, sinks, lse, 
             new_v_at = new_values + (row.to(tl.int64) * new_value_row_stride + kv_head * new_value_head_stride)[:, None] + dv[None]
             new_k = tl.load(new_k_at, mask=has_new[:, None] & (d < QK_DIM)[None], other=0.0).to(keys.dtype.element_ty)
             new_v = tl.load(new_v_at, mask=has_new[:, None] & (dv < V_DIM)[None], other=0.0).to(values.dtype.element_ty)
-        acc, m, norm = _walk_tile(
+        acc, m, norm = _walk_item(
             q, acc, m, norm, block, block + take, of_item, first, members, seq_lens, page_table, member, row_mask, head_keys,
-            head_values,             table_stride, page_stride, key_token_stride, value_token_stride, scale, softcap, HAS_SOFTCAP, SEGMENTS,
+            head_values, table_stride, page_stride, key_token_stride, value_token_stride, scale, softcap, HAS_SOFTCAP, SEGMENTS,
             1 if FUSED_WRITE else 0, PAGE_SIZE, QK_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
         if FUSED_WRITE:

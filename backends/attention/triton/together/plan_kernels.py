@@ -39,7 +39,8 @@ def count_together(page_table, seq_lens, units, tile_ends, ends, requests, table
     for each in tl.static_range(MEMBERS):
         one = member == each
         same = item == tl.sum(tl.where(one, item, 0), 0)
-        shared = tl.where(same & (tl.sum(tl.where(one, blocks, 0), 0) > 0), tl.minimum(shared, tl.sum(tl.where(one, blocks, 0), 0)), shared)
+        common_blocks = tl.sum(tl.where(one, blocks, 0), 0)
+        shared = tl.where(same & (common_blocks > 0), tl.minimum(shared, common_blocks), shared)
         count += tl.where(same, tl.sum(tl.where(one & there, 1, 0), 0), 0)
     shared = tl.where(count > 1, shared, 0)
     own = tl.where(there, tl.cdiv(lengths - shared * BLOCK_N, BLOCK_N), 0)
