@@ -24,6 +24,7 @@ from triton.runtime import JITFunction, driver
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.backends.compile_job import Boxes, Job
 from paged_attn.backends.compile_pool import Jobs, Workers
+from paged_attn.backends.kernel_keys import settle_key
 
 logger = logging.getLogger("paged_attn")
 LONG_TO_LOAD = 1.0  # seconds, of a kernel from the disk
@@ -66,6 +67,7 @@ def is_compiling_ahead() -> bool:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> Any:
     """`kernel[grid](*arguments, **constants)`, once that variant is compiled, if it is under way; returns what that does."""
+    settle_key(kernel)
     if (ahead := _compiling.get()) is not None:
         if isinstance(kernel, JITFunction):  # the interpreter has nothing to compile
             _compile(kernel, grid, arguments, constants, *ahead)

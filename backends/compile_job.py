@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paged_attn.backends.kernel_keys import settle_key
+
 
 @dataclass(frozen=True)
 class Boxes:
@@ -77,6 +79,7 @@ class Job:
 
         driver.set_active(CompilingDriver(self.target))
         kernel = getattr(importlib.import_module(self.module), self.name)
+        settle_key(kernel)
         compiled = kernel.warmup(*map(_for_warmup, self.arguments), grid=self.grid, **self.constants)
         if self.launcher:
             from triton.backends.nvidia.driver import CudaLauncher
