@@ -16,12 +16,12 @@ PAGE = Path(__file__).with_name("backends.md")
 
 def orders_markdown() -> str:
     """The orders of "auto", but for ROCm, where no backend runs yet."""
-    rows = [(_words(row), ", ".join(row.names), _latents(row)) for row in ROWS if row.device != "hip"]
+    rows = [(_words(row), _orders(row.names, row.decode), _orders(row.latents, row.latents_decode)) for row in ROWS if row.device != "hip"]
     return markdown_table(("device", "order", "order for models that keep latents"), rows)
 
 
-def _latents(row: Row) -> str:
-    orders = (row.latents, row.latents_decode) if row.latents_decode else (row.latents,)
+def _orders(names: tuple[str, ...], decode: tuple[str, ...]) -> str:
+    orders = (names, decode) if decode else (names,)
     return "; decode: ".join(", ".join(names) for names in orders)
 
 

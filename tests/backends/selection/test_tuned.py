@@ -266,23 +266,24 @@ def test_measurements_that_are_not_used_are_in_the_reason(path: Path, machine: M
     write_entry(path, GPU, entry({"triton": 10.0}, {"triton": 10.0}))
     assert machine.take().backend.name == "triton"
     selection = machine.take(page_size=64)
-    assert selection.backend.name == "fa3"
-    assert selection.reason.startswith(f"first that fits every layer in the order for Hopper; {path} has no measurement for head dim 128")
+    usual = "fa3 for prefill and triton for decode: the first that fit every layer in the order for Hopper"
+    assert selection.backend.name == "fa3,triton"
+    assert selection.reason.startswith(f"{usual}; {path} has no measurement for head dim 128")
     machine.device("cuda", 90, "Another GPU")
-    assert machine.take().reason == "first that fits every layer in the order for Hopper"
+    assert machine.take().reason == usual
 
 
 def test_batch_invariant_kernels_are_measured_apart(path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PAGED_ATTN_TUNED", str(path))
     for name in ("fa3", "triton"):
         machine.put(name, features=PLAIN.features | {Feature.DETERMINISTIC})
-    write_entry(path, GPU, entry({"triton": 10.0, "fa3": 20.0}, {"triton": 10.0, "fa3": 20.0}))
-    assert machine.take().backend.name == "triton" and machine.take(deterministic=True).backend.name == "fa3"
+    write_entry(path, GPU, entry({"triton": 20.0, "fa3": 10.0}, {"triton": 20.0, "fa3": 10.0}))
+    assert machine.take().backend.name == "fa3" and machine.take(deterministic=True).backend.name == "triton"
     write_entry(
-        path, GPU, entry({"triton": 30.0, "fa3": 10.0}, {"triton": 10.0, "fa3": 20.0}, dataclasses.replace(KIND, deterministic=True))
+        path, GPU, entry({"triton": 10.0, "fa3": 30.0}, {"triton": 20.0, "fa3": 10.0}, dataclasses.replace(KIND, deterministic=True))
     )
     selection = machine.take(deterministic=True)
-    assert selection.backend.name == "triton"  # never two of them: decode's order
+    assert selection.backend.name == "fa3"  # never two of them: decode's order
     assert "measured on" in selection.reason
 
 
