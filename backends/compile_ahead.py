@@ -23,6 +23,7 @@ from triton.runtime import JITFunction, driver
 
 from paged_attn.attn_ops.batch.batch import Batch
 from paged_attn.backends.compile_job import Boxes, Job
+from paged_attn.backends.compile_notes import note_of
 from paged_attn.backends.compile_pool import Jobs, Workers
 from paged_attn.backends.kernel_keys import settle_key
 
@@ -91,15 +92,20 @@ def _compile(
 ) -> None:
     if (variant := _variant(kernel, arguments, constants)) in _asked:
         return
-    job = Job.of(kernel, driver.active.get_current_target(), grid, arguments, constants)
+    target = driver.active.get_current_target()
+    note = note_of(*variant, target)
+    future = _asked[variant] = Future()
+    if note.exists():
+        future.set_result(None)
+        return
+    job = replace(Job.of(kernel, target, grid, arguments, constants), note=note)
     if device.type == "cuda" and torch.version.hip is None:
         job = replace(job, launcher=True)
-    future = _asked[variant] = Future()
     _under_way.setdefault(kernel, {})[variant] = future
     jobs.append((pickle.dumps(job), future))
 
 
-def _variant(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Hashable:
+def _variant(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Hashable, Hashable]:
     told = tuple(_specialised(each, parameter.do_not_specialize) for each, parameter in zip(arguments, kernel.params, strict=False))
     return kernel, told, tuple(sorted(constants.items()))
 

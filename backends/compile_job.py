@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class Job:
         module, name: where the @triton.jit function is.
         target: the GPU, as Triton knows it.
         arguments: as it is launched with, but a dtype for a tensor.
+        note: the file to leave when it is done, see `compile_notes`.
         launcher: have what calls the kernel written as well, where Triton makes one in C (up to 3.6, for each signature).
     """
 
@@ -67,6 +69,7 @@ class Job:
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
+    note: Path | None = None
     launcher: bool = False
 
     @classmethod
@@ -85,6 +88,9 @@ class Job:
             from triton.backends.nvidia.driver import CudaLauncher
 
             CudaLauncher(compiled.src, compiled.metadata)
+        if self.note is not None:
+            self.note.parent.mkdir(parents=True, exist_ok=True)
+            self.note.touch()
         return compiled
 
 

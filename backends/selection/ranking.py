@@ -1,9 +1,9 @@
 """In which order "auto" tries backends, as data: one row per kind of device. What does not fit, `unmet` takes out.
 
 The orders are those that SGLang documents (fa3 on Hopper, trtllm_mha on SM100, otherwise flashinfer, otherwise Triton; torch_native
-on a CPU), continued by what else runs there. Two differences, both on Hopper: our Triton kernels come before flashinfer, which they beat or
-equal on every shape of docs/kernels.md, and they do not compile for minutes; and they decode, as fast as fa3 or faster, and in a third of its
-time where requests share a prefix, which they read once. A file of `paged-attn tune` goes before them: see `tuned`.
+on a CPU), continued by what else runs there. Two differences, both on Hopper: our Triton kernels come before flashinfer, which they beat
+or equal on every shape of docs/kernels.md, and they do not compile for minutes; and they decode, as fast as fa3 or faster, and in a third
+of its time where requests share a prefix, which they read once. A file of `paged-attn tune` goes before them: see `tuned`.
 
 Models that keep latents have orders of their own. On Hopper ours is first for prompts, whose expanded keys and values its kernel takes at
 1.07 to 1.15 of fa3's pace, and fa3 for decoding, in 0.41 to 0.75 of our time; flash_mla is up to 15 % faster still, or a third slower, and
@@ -43,8 +43,8 @@ class Order:
 
 @dataclass(frozen=True)
 class Row:
-    """The order on one kind of device; no architectures means all that no row before has. `latents`: of models that keep latents; `decode` and
-    `latents_decode`: of decode steps, if that is another."""
+    """The order on one kind of device; no architectures means all that no row before has. `latents`: of models that keep latents; `decode`
+    and `latents_decode`: of decode steps, if that is another."""
 
     device: str
     architectures: frozenset[int]
