@@ -50,9 +50,9 @@ def count_units(seq_lens, query_start, units, tile_ends, window, chunk,
 
 @triton.jit(do_not_specialize=["requests", "programs", "window", "chunk", "search_steps"])
 def deal_work(seq_lens, query_start, units, tile_ends, work, counters, requests, programs, window, chunk, search_steps,
-              ROWS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-              CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PART_BLOCKS: tl.constexpr,
-              ITEM_COST: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+              GROUP: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PART_BLOCKS: tl.constexpr, ITEM_COST: tl.constexpr,
+              KV_HEADS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Where each program begins and how many blocks it takes; zeroes `counters` [2 * programs], too."""
     program = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     total = 0

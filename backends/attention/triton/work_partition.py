@@ -91,9 +91,9 @@ class WorkPartition:
         sizes = [_ceil(n, 4) * 4 for n in (requests, tiles, (programs + 1) * WORK_COLUMNS, 2 * programs, bounds)]  # each on 16 bytes
         units, tile_ends, work, counters, ends = torch.empty(sum(sizes), dtype=torch.int32, device=batch.slots.device).split(sizes)
         constants: dict[str, object] = {
-            "ROWS": kind.rows, "GROUP": kind.group, "CAUSAL": kind.causal, "HAS_WINDOW": kind.window is not None,
-            "CHUNKS": kind.chunks, "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align,
-            "PART_BLOCKS": tiling.part_blocks, "ITEM_COST": tiling.item_cost,
+            "GROUP": kind.group, "CAUSAL": kind.causal, "HAS_WINDOW": kind.window is not None, "CHUNKS": kind.chunks,
+            "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n, "ALIGN": kind.align, "PART_BLOCKS": tiling.part_blocks,
+            "ITEM_COST": tiling.item_cost,
         }  # fmt: skip
         return cls(
             kind, requests, programs, tiles * kind.kv_heads, most_tiles.bit_length(), units, tile_ends, work, counters, ends, constants
@@ -114,7 +114,7 @@ class WorkPartition:
         else:
             _count(
                 kind, (requests, 1), (batch.seq_lens, batch.query_start, self.units, self.tile_ends, window, chunk),
-                self.constants | {"BLOCK_T": 64}, {"num_warps": 1}, device,
+                self.constants | {"ROWS": kind.rows, "BLOCK_T": 64}, {"num_warps": 1}, device,
             )  # fmt: skip
         block_r = 16 if requests <= 16 else 256  # two kernels to compile, not one for every power of two
         _deal(

@@ -50,7 +50,10 @@ class Noise:
         if causal:
             longest = truth.prompts[LONGEST]
             counts = {max(len(longest) * 2 // 3, 1), *(few for few in FEW if few < len(longest))}
-            for count in sorted(each for each in counts if not any(each <= border < len(longest) for border in borders)):
+            counts = {each for each in counts if not any(each <= border < len(longest) for border in borders)}
+            if counts:
+                truth.forget_other_orders(original, LONGEST, max(counts))
+            for count in sorted(counts):
                 shorter = OtherRun(original, truth, LONGEST, tokens=longest[:count], count=count).errors
                 self._refuse_more_than_rounding(shorter, count)
                 self._add(shorter, None)

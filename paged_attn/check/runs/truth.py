@@ -12,6 +12,7 @@ from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original
 from paged_attn.tolerances import row_errors, row_lengths, typical
 
 LOGITS = "the logits"  # the name under which what the graph returns is compared, beside the nodes
+UNRELATED = 0.5  # more than what most rows are off by whatever rounding does; rows of other tokens are off by 1.4
 
 
 class Truth:
@@ -23,7 +24,8 @@ class Truth:
         names: the boundaries' nodes that have one row for each token: one axis of length T, whatever the prompt; and LOGITS.
         usual: by name, the usual length of such a row.
 
-    Values without such an axis (a number, a mask of tokens against tokens) are neither compared nor replaced.
+    Values without such an axis (a number, a mask of tokens against tokens) are neither compared nor replaced; nor are those of
+    `forget_other_orders`.
     """
 
     def __init__(self, original: Original, boundaries: Sequence[Boundary], prompts: Sequence[Tensor]) -> None:
@@ -55,6 +57,23 @@ class Truth:
         self._axes[LOGITS] = 0
         self.names = frozenset(self._axes).intersection({LOGITS, *(boundary.original for boundary in boundaries)})
         self.usual = {name: typical(torch.cat([row_lengths(rows[name]) for rows in self._rows])) for name in self._axes}
+
+    def forget_other_orders(self, original: Original, prompt: int, count: int) -> None:
+        """Leave out what has as many rows as tokens and in another order, such as tokens sorted by their experts: its first `count` rows are
+        others in a run of so many tokens, while the logits are the same."""
+        errors: dict[str, float] = {}
+
+        def compare(name: str, value: Tensor) -> Tensor:
+            if name in self._axes:
+                rows = self.rows(prompt, name)[:count]
+                errors[name] = typical(row_errors(rows, self.rows_of(name, value)[:count], self.usual[name]))
+            return value
+
+        compare(LOGITS, original.run(self.prompts[prompt][:count], compare))
+        if errors[LOGITS] <= UNRELATED:
+            others = {name for name, error in errors.items() if error > UNRELATED}
+            self.names -= others
+            self._axes = {name: axis for name, axis in self._axes.items() if name not in others}
 
     def has_rows(self, name: str) -> bool:
         return name in self._axes
