@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 from functools import cache
 
@@ -12,6 +13,22 @@ import torch
 def default_device() -> torch.device:
     """The GPU, if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def checked_device(device: torch.device | str | None) -> torch.device:
+    """None is `default_device()`. Raises ValueError: not cpu or cuda, or not on this machine."""
+    if device is None:
+        return default_device()
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device {str(device)!r} is no device; allowed are cpu, cuda and cuda:N") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is not supported; allowed are cpu, cuda and cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise ValueError(f"device {str(device)!r}: this machine shows {count} CUDA devices to PyTorch {torch.__version__}; take cpu")
+    return found
 
 
 def device_word(device: torch.device) -> str:
@@ -34,6 +51,13 @@ def architecture_of(device: torch.device) -> int | None:
 def device_name(device: torch.device) -> str:
     """`NVIDIA H200`, or `CPU x86_64`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type.upper()} {platform.machine()}"
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes, whoever uses them: of a GPU, or else of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def devices_here() -> dict[str, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -20,6 +20,16 @@ class NonFiniteLogitsError(ValueError):
             f"logits: rows {list(self.rows)} hold NaN or +inf, or nothing but -inf; allowed: finite values, and -inf"
             " for forbidden tokens; look for an overflow in the model (try float32 or bfloat16) and for a padded row"
         )
+
+
+class Chooser(Sampler):
+    """Goes on from what it chooses, as an engine's steps do."""
+
+    def choose(self, logits: Tensor, states: Mapping[int, SamplingState], best: Tensor | None = None) -> SamplerOutput:
+        output = super().choose(logits, states, best)
+        for state in states.values():
+            state.num_chosen += 1
+        return output
 
 
 def sampled(output: SamplerOutput) -> list[SampledToken | None]:
@@ -41,7 +51,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState], best: Tensor | None 
         raise ValueError(f"states: got {len(states)} for {len(logits)} rows of logits; allowed: one per row; pass logits[:N]")
     tokens = sampled(Sampler().choose(logits, dict(enumerate(states)), best))
     if bad := [row for row, token in enumerate(tokens) if token is None]:
-        for state in states:
-            state.num_chosen -= 1
         raise NonFiniteLogitsError(bad)
+    for state in states:
+        state.num_chosen += 1
     return [token for token in tokens if token is not None]

@@ -10,8 +10,9 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["tokens"])
 def store_kernel(key, value, keys, values, slots, tokens, key_row_stride, key_head_stride, key_stride, value_row_stride, value_head_stride,
            value_stride, page_stride, key_token_stride, key_pool_head_stride, value_token_stride, value_pool_head_stride,
-           KV_HEADS: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-           BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+           QK_DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+           BLOCK_DV: tl.constexpr):  # fmt: skip
+    """Grid (blocks of tokens, KV heads)."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1)
     there = token < tokens

@@ -1,4 +1,4 @@
-"""Store a step's new K and V in the pool: bandwidth-bound, one program per token and group of heads."""
+"""Store a step's new K and V, or latents, in the pool: memory sets the pace."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def store_rows(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: 
     block_t = max(1, 2048 // max(block_d, block_dv)) if tokens > 256 else 1
     strides = (*key.stride(), *value.stride(), keys.stride(0), *keys.stride()[1:3], *values.stride()[1:3])
     constants = {
-        "KV_HEADS": kv_heads, "QK_DIM": qk_dim, "V_DIM": v_dim, "PAGE_SIZE": keys.shape[1], "BLOCK_T": block_t, "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
+        "QK_DIM": qk_dim, "V_DIM": v_dim, "PAGE_SIZE": keys.shape[1], "BLOCK_T": block_t, "BLOCK_D": block_d, "BLOCK_DV": block_dv,
     }  # fmt: skip
     _fast_store(
         (key.dtype, value.dtype, keys.dtype, strides, tuple(constants.values())), (triton.cdiv(tokens, block_t), kv_heads),

@@ -17,7 +17,7 @@ from paged_attn.bench.systems.model_source import save_weights, text_config, wri
 from paged_attn.bench.systems.sampling import Sampling
 from paged_attn.bench.systems.systems import OURS, SYSTEMS
 from paged_attn.bench.workloads import Workload
-from paged_attn.capture.graphs.progress import bar
+from paged_attn.progress import bar
 
 WEIGHTS = "weights"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from paged_attn.backends.devices import default_device, device_name
+from paged_attn.backends.devices import checked_device, device_name
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
 from paged_attn.engine.model.load_options import LoadOptions
@@ -156,19 +156,3 @@ def where_it_runs(llm: LLM) -> str:
     runner = llm.engine.runner
     gpu = f" ({device_name(runner.device)})" if runner.device.type == "cuda" else ""
     return f"{type(runner.model).__name__} in {str(runner.dtype).removeprefix('torch.')} on {runner.device}{gpu}"
-
-
-def checked_device(name: str | None) -> torch.device:
-    """None is the GPU, if there is one. Raises ValueError: not cpu or cuda, or not on this machine."""
-    if name is None:
-        return default_device()
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"--device {name!r} is no device; allowed are cpu, cuda and cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name!r} is not supported; allowed are cpu, cuda and cuda:N")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"--device {name!r}: this machine shows {count} CUDA devices to PyTorch {torch.__version__}; use --device cpu")
-    return device

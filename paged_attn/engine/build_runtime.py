@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import nn
 
+from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.kv.layer_groups import LayerGroup
@@ -17,7 +18,7 @@ from paged_attn.attn_ops.ops.linears.linear import ONE_ROW_KERNEL
 from paged_attn.attn_ops.ops.linears.lora import LORA_KERNEL, LORA_UP_KERNEL
 from paged_attn.attn_ops.ops.routing import ROUTE_KERNEL
 from paged_attn.backends.attention.by_group import by_group
-from paged_attn.backends.devices import has_triton
+from paged_attn.backends.devices import has_triton, memory_of
 from paged_attn.backends.selection.experts import experts_backend
 from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.select import Selection, select_for_pool
@@ -178,6 +179,8 @@ def ready_to_step(
         return replace(selection, backend=by_group(selection.backend, pool))
 
     def make_pool(pages: int) -> KVPool:
+        if config.kv_memory_gib is not None and config.kv_memory_gib > (most := memory_of(runner.device) / 2**30):
+            raise ValueError(f"kv_memory_gib is {config.kv_memory_gib:g}, and {runner.device} has {most:.1f} GiB in all; lower it")
         return KVPool(runner.layers, pages, config.page_size, runner.dtype, runner.device, groups)
 
     max_pages = _max_pages(runner, config, num_pages, groups)
@@ -216,11 +219,11 @@ def ready_to_step(
 
 def capture_settings(config: EngineConfig, one_row: bool, longest: int = MOST_CAPTURED_ROWS) -> CaptureSettings:
     """`longest`: how many tokens a request may come to, so that no step has more rows than all requests together."""
-    max_requests = min(config.max_requests, max(config.step_tokens, 2))
+    max_requests = min(config.max_requests, max(config.step_tokens, MIN_ROWS))
     return CaptureSettings(
         full=config.graphs == "full",
         max_requests=max_requests,
-        max_rows=min(max(config.step_tokens, 2), MOST_CAPTURED_ROWS, max(max_requests * longest, 2)),
+        max_rows=min(max(config.step_tokens, MIN_ROWS), MOST_CAPTURED_ROWS, max(max_requests * longest, MIN_ROWS)),
         decode_sizes=config.graph_decode_sizes,
         extend_sizes=config.graph_extend_sizes,
         budget_bytes=int(config.graph_memory_gib * 2**30),

@@ -41,7 +41,8 @@ from paged_attn.engine.sampling.sampler_output import SamplerOutput
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.setting_names import tells_names
-from paged_attn.engine.steps.in_flight import NONE_UNDER_WAY, InFlightStep, StepLayout, build_step
+from paged_attn.engine.steps.in_flight import InFlightStep
+from paged_attn.engine.steps.step_layout import NONE_UNDER_WAY, StepLayout, build_step
 from paged_attn.engine.steps.step_runner import StepOutput
 from paged_attn.engine.steps.thread_choice import ThreadChoice, num_threads, num_threads_to_start
 from paged_attn.engine.token_events import TokenEvents

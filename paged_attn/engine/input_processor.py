@@ -27,7 +27,8 @@ class InputProcessor:
     """Makes requests of one engine.
 
     Attributes:
-        limits: of the model; num_pages, page_size: of the pool, as far as requests may use it.
+        limits: of the model.
+        max_request_pages, page_size: of the pool, how many pages one request may come to hold, and of how many tokens.
         tokenizer: decodes new tokens to text; None gives empty texts.
         has_states: the model has recurrent state.
         defaults: what requests have that they do not state.
@@ -36,7 +37,7 @@ class InputProcessor:
     """
 
     limits: ModelLimits
-    num_pages: int
+    max_request_pages: int
     page_size: int
     tokenizer: Any
     has_states: bool
@@ -50,7 +51,7 @@ class InputProcessor:
     @property
     def room(self) -> int:
         """Tokens of the longest prompt that model and pool have room for."""
-        tokens, limit = self.num_pages * self.page_size, self.limits.max_positions
+        tokens, limit = self.max_request_pages * self.page_size, self.limits.max_positions
         return min(each for each in (tokens, limit, self.whole_tokens) if each is not None)
 
     def make(
@@ -123,10 +124,10 @@ class InputProcessor:
                 f"and a step has {self.whole_tokens}. Raise max_batch_tokens, or shorten the prompt."
             )
         needed = -(-total // size)
-        if needed > self.num_pages:
+        if needed > self.max_request_pages:
             raise UnsupportedError(
                 f"this request can never fit: {prompt} prompt + {new} new tokens hold {total} tokens of KV = {needed} pages of {size}, "
-                f"but the pool has {self.num_pages} usable pages (= {self.num_pages * size} tokens). "
+                f"but the pool has room for {self.max_request_pages} pages of one request (= {self.max_request_pages * size} tokens). "
                 "Lower max_new_tokens, shorten the prompt, or raise num_pages or kv_memory_gib."
             )
 

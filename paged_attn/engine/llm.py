@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged_attn.capture.graphs.progress import bar
-from paged_attn.capture.graphs.progress import progress as showing
+from paged_attn.backends.devices import checked_device
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.completion import ChatCompletion, ChatEvent
 from paged_attn.chat.several import Chats, chat_events
@@ -30,6 +29,8 @@ from paged_attn.engine.requests.request import Completion, FinishReason, Request
 from paged_attn.engine.runners.compilers import start_compilers
 from paged_attn.engine.sampling_params import INTO_PARAMS, SamplingParams
 from paged_attn.engine.setting_names import tells_names
+from paged_attn.progress import bar
+from paged_attn.progress import progress as showing
 
 LORAS = 8  # room for adapters where some are given and max_loras is not
 
@@ -43,7 +44,7 @@ class LLM(PoolingCalls):
         tokenizer: for a loaded model, if prompts or stops are text; a path loads its own. It may be a path, too.
         task: "generate", "embed" or "classify"; "auto": as the checkpoint says: sequence-classification heads classify, encoders (BERT)
             and folders of sentence-transformers embed, all others generate.
-        dtype, device: for a path; default: the checkpoint's dtype, on the GPU if there is one.
+        dtype, device: for a path, or their names; default: the checkpoint's dtype, on the GPU if there is one.
         revision, trust_remote_code, gguf_file, quantization_config: for a path; see `LoadOptions`.
         config: engine settings; single ones may be given as keywords: `LLM(model, page_size=32)`.
         embedding_defaults: how a model that embeds does so unless a call says otherwise; of a path as its folder says.
@@ -55,7 +56,7 @@ class LLM(PoolingCalls):
         ValueError: the path holds no model, or a setting is unknown or out of range.
         UnsupportedError: the model has an attention that can not be proved, or that no backend runs.
 
-    Calls may come from several threads; they share the engine's batches.
+    Calls may come from several threads; they share the engine's batches. What a step raises is raised by the call that ran it.
     """
 
     engine: Engine
@@ -66,7 +67,7 @@ class LLM(PoolingCalls):
         *,
         tokenizer: Any = None,
         task: Task = "auto",
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -98,6 +99,7 @@ class LLM(PoolingCalls):
             if isinstance(model, (str, Path)):
                 from paged_attn.engine.model.loading import checkpoint_task, load_model
 
+                device = checked_device(device)
                 start_compilers(device, config)
                 task, found = checkpoint_task(model, task, options)
                 defaults = defaults or found
@@ -305,7 +307,7 @@ class LLM(PoolingCalls):
             return self.engine.clear_prefix_cache()
 
     def run_one_token(self) -> None:
-        """Warm up."""
+        """A request of one token, as a command does before it measures or serves: what happens once has happened."""
         pooler = self.engine.pooler
         if pooler is None:
             self.generate([[0]], SamplingParams(max_new_tokens=1))

@@ -351,7 +351,7 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, (tuple, list)):
-        raise TypeError(f"stop: got {shown(value)}; allowed: a str, or a tuple or list of str; write ('\n',) for one")
+        raise TypeError(f"stop: got {shown(value)}; allowed: a str, or a tuple or list of str; write ('\\n',) for one")
     for item in value:
         if not isinstance(item, str):
             raise TypeError(f"stop: got {shown(item)} in {shown(value)}; allowed: str; token ids go into stop_token_ids")

@@ -112,8 +112,9 @@ def _graphs(compiled: nn.Module) -> tuple[nn.Module, list[CompiledGraph]]:
     graphs = graphs_of(model)
     if not graphs:
         raise UnsupportedError(
-            f"{type(model).__name__} was not compiled by paged_attn, or torch.compile is switched off; "
-            'compile it with torch.compile(model, backend="paged_attn")'
+            f"{type(model).__name__} was not compiled by paged_attn, torch.compile is switched off, or Dynamo has given its call up, as it "
+            f"does after {torch._dynamo.config.recompile_limit} forms of one code (of all models together from transformers 5.24 on). "
+            'Compile it with torch.compile(model, backend="paged_attn"), or raise torch._dynamo.config.recompile_limit'
         )
     return model, graphs
 

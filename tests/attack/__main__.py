@@ -42,7 +42,7 @@ WARM_SHARE = 0.25  # of the time, until everything has grown that does so once
 MAX_HEALTH_SECONDS = 3.0
 ENOUGH_FOR_ALL = 10  # minutes: the rarest status, 503, came 5 times in three
 MAX_GROWTH_MIB = 60.0
-# Else glibc keeps up to twice the largest block that was freed, of bodies of many MiB, and a process grows by 35 to 80 MiB that it does not hold.
+# Else glibc keeps up to twice the largest block that was freed, of bodies of many MiB: 35 to 80 MiB that the server does not hold.
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
 MIB = 2**20
 NOTHING = ("calls", "requests", "owners", "waiting jobs", "pending", "pages held", "locks", "clients of pools")

@@ -9,8 +9,8 @@ from torch import Tensor
 from paged_attn import LLM, SamplingParams
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original
-from paged_attn.check.runs.truth import LOGITS, Truth
 from paged_attn.check.runs.tapped import Visit
+from paged_attn.check.runs.truth import LOGITS, Truth
 from tests.zoo.build import build
 
 

@@ -207,7 +207,7 @@ def test_tokens_are_drawn_where_a_temperature_is_given(system: str, model_folder
             "--option 'vllm.seed=1': allowed is SYSTEM.NAME=VALUE with a peer that --compare asks for (none now)",
         ),
         (["--option", "vllm", "--compare", "vllm"], "allowed is SYSTEM.NAME=VALUE with a peer that --compare asks for (vllm)"),
-        (["--device", "toaster"], "--device 'toaster' is no device"),
+        (["--device", "toaster"], "device 'toaster' is no device"),
         (["--page-size", "0"], "page_size is 0"),
         (["--temperature", "-1"], "temperature: got -1.0"),
         (["--temperature", "1", "--top-p", "0"], "top_p: got 0.0"),

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from paged_attn.engine.sampling.forbidden import BadWords, Forbidden
-from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import Guides
 from paged_attn.engine.sampling_params import SamplingParams
 from tests.engine.models import tokenizer
 from tests.gpu.test_no_sync import waiting_is_an_error
+from tests.sample_once import Chooser
 from tests.tiny_models import VOCAB
 
 FIRM: tuple[dict[str, Any], ...] = (
@@ -42,7 +42,7 @@ def test_the_tokens_of_the_cpu_without_waiting(guided: bool) -> None:
         pytest.importorskip("llguidance", reason="pip install '.[structured]'")
     settings = (*FIRM, *DRAWN, *(GUIDED if guided else ()))
     on_cpu, on_gpu, last = states_of(settings), states_of(settings), SamplingState(SamplingParams(temperature=1.0, top_p=0.5))
-    cpu, gpu = Sampler(), Sampler()
+    cpu, gpu = Chooser(), Chooser()
     gpu.choose(torch.randn(2, VOCAB, device="cuda"), {0: last}).wait()  # makes and compiles what is kept
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_draws_of_the_kernels_and_of_the_cpu(dtype: torch.dtype, vocabulary: int
     logits = (torch.randn(200, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3).to(dtype)
     settings = [{"temperature": 0.8 + 0.1 * (row % 3), "seed": row, **DRAWS[row % len(DRAWS)]} for row in range(len(logits))]
     of_cpu, of_gpu = (dict(enumerate(SamplingState(SamplingParams(**each)) for each in settings)) for _ in range(2))
-    want, got = Sampler().choose(logits, of_cpu).wait().ids, Sampler().choose(logits.cuda(), of_gpu).wait().ids
+    want, got = Chooser().choose(logits, of_cpu).wait().ids, Chooser().choose(logits.cuda(), of_gpu).wait().ids
     assert sum(a == b for a, b in zip(want, got, strict=True)) >= 198
 
 
@@ -78,19 +78,19 @@ def test_a_draw_on_the_device_is_the_same_in_every_batch() -> None:
     logits = (torch.randn(60, 50257, generator=torch.Generator().manual_seed(3)) * 2).bfloat16().cuda()
     settings = [{"temperature": 1.0, "seed": row, **DRAWS[row % len(DRAWS)]} for row in range(len(logits))]
     states = [SamplingState(SamplingParams(**each)) for each in settings]
-    together = Sampler().choose(logits, dict(enumerate(states))).wait().ids
+    together = Chooser().choose(logits, dict(enumerate(states))).wait().ids
     for row, each in enumerate(settings):
-        alone = Sampler().choose(logits[row : row + 1], {0: SamplingState(SamplingParams(**each))}).wait().ids
+        alone = Chooser().choose(logits[row : row + 1], {0: SamplingState(SamplingParams(**each))}).wait().ids
         assert alone == [together[row]], each
         penalised = SamplingState(SamplingParams(**each, logit_bias={0: 0.0}))  # drawn from scores of its own in float32
-        assert Sampler().choose(logits, {row: penalised}).wait().ids[row] == together[row]
+        assert Chooser().choose(logits, {row: penalised}).wait().ids[row] == together[row]
 
 
 def test_bad_words_and_least_tokens_do_not_wait_for_the_token_under_way() -> None:
     words = [[3, 4], [3, 5], [8, 3, 6], [9], *([token, 7] for token in range(0, VOCAB, 2))]
     forbidden = Forbidden([1, 2], 5, BadWords(words))
     on_cpu, on_gpu = (SamplingState(SamplingParams(), [3, 7], None, forbidden) for _ in range(2))
-    cpu, gpu, generator, before = Sampler(), Sampler(), torch.Generator().manual_seed(1), None
+    cpu, gpu, generator, before = Chooser(), Chooser(), torch.Generator().manual_seed(1), None
     for step in range(12):
         logits = torch.randn(1, VOCAB, generator=generator) * 4
         want = cpu.choose(logits, {0: on_cpu}).wait().ids

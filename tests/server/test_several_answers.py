@@ -125,7 +125,7 @@ def test_what_is_wrong_is_said_of_the_field_that_is_at_fault(running: Running, b
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ({"type": "json_schema"}, 'json_schema belongs to type "json_schema", and to it alone'),
+        ({"type": "json_schema"}, "its field json_schema is missing"),
         ({"type": "json_object", "json_schema": {"schema": {}}}, "belongs to type"),
         ({"type": "xml"}, "'text', 'json_object' or 'json_schema'"),
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "Field required"),

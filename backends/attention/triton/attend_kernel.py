@@ -127,10 +127,10 @@ def finish(acc, m, norm, out, lse, sinks, row, head, mask, out_row_stride, out_h
         tl.store(lse + row.to(tl.int64) * lse_row_stride + head, (m + tl.log2(norm)) / LOG2E, mask=mask)
 
 
-@triton.jit(do_not_specialize=["requests", "table_stride", "window", "chunk", "bias_width"])
+@triton.jit(do_not_specialize=["table_stride", "window", "chunk", "bias_width"])
 def attend(query, keys, values, out, new_keys, new_values, sinks, slopes, bias, lse,
            page_table, seq_lens, query_start, work, partial, partial_stats, counters,
-           requests, table_stride, page_stride, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+           table_stride, page_stride, key_token_stride, key_head_stride, value_token_stride, value_head_stride,
            query_row_stride, query_head_stride, out_row_stride, out_head_stride, new_key_row_stride, new_key_head_stride,
            new_value_row_stride, new_value_head_stride, lse_row_stride, bias_head_stride, bias_width, scale, softcap, window, chunk,
            KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QK_DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,

@@ -101,7 +101,7 @@ class LayerLaunch:
             (
                 query, keys, values, output, key, value, query if sinks is None else sinks, query if slopes is None else slopes,
                 query if bias is None else bias, output if lse is None else lse, batch.page_table, batch.seq_lens, batch.query_start,
-                shares.work, plan.partial, plan.partial_stats, shares.counters, batch.num_requests, batch.page_table.stride(0),
+                shares.work, plan.partial, plan.partial_stats, shares.counters, batch.page_table.stride(0),
                 keys.stride(0), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), *strides, *extra,
                 0 if bias is None else bias.shape[1], spec.scale, spec.softcap or 1.0, kind.window or 0, kind.chunk or 0,
             ),

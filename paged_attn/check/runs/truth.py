@@ -59,8 +59,8 @@ class Truth:
         self.usual = {name: typical(torch.cat([row_lengths(rows[name]) for rows in self._rows])) for name in self._axes}
 
     def forget_other_orders(self, original: Original, prompt: int, count: int) -> None:
-        """Leave out what has as many rows as tokens and in another order, such as tokens sorted by their experts: its first `count` rows are
-        others in a run of so many tokens, while the logits are the same."""
+        """Leave out what has as many rows as tokens and in another order, such as tokens sorted by their experts: its first `count` rows
+        are others in a run of so many tokens, while the logits are the same."""
         errors: dict[str, float] = {}
 
         def compare(name: str, value: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     words = "; ".join(f"{name}: {about}" for name, about in GROUPS.items())
     work.add_argument("--workload", default=",".join(GROUPS), metavar="A,B", help=f"{words} (default: all)")
     work.add_argument("--scale", choices=SCALES, help="how much of it (default: full on a GPU, small on a CPU and for the tiny shape)")
-    work.add_argument("--smoke", action="store_true", help="the tiny shape on the CPU, once, in some seconds: whether it works, no figures")
+    work.add_argument(
+        "--smoke", action="store_true", help="the tiny shape on the CPU, once, in some seconds: whether it works; its figures mean nothing"
+    )
     work.add_argument("--requests", metavar="N[,N]", help="requests at once, in place of the scale's; several numbers: a workload of each")
     work.add_argument("--input-len", metavar="N|A-B", help="tokens of a prompt, its shared ones apart")
     work.add_argument("--output-len", type=int, metavar="N", help="new tokens of each request")
@@ -82,7 +84,7 @@ def _session(args: argparse.Namespace) -> Session:
         raise ValueError("--save-weights is for random weights; a checkpoint has its own on disk already")
     if args.layers is not None and args.model is not None:
         raise ValueError("--layers cuts a shape; a checkpoint has the layers that it has")
-    from paged_attn.cli.job import checked_device
+    from paged_attn.backends.devices import checked_device
 
     device = str(checked_device(args.device))
     shape = args.shape or ("llama-3.1-8b" if device.startswith("cuda") else "tiny")

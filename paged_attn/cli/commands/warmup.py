@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """What may take long, then seconds per phase and which steps run captured, to stdout."""
     config = engine_config(args)
     set_verbosity(args.verbose)
-    from paged_attn.cli.job import checked_device, load
+    from paged_attn.backends.devices import checked_device
+    from paged_attn.cli.job import load
 
     device = str(checked_device(args.device))
     print(bold(f"warming up {args.model} on {device}; what may take long:"))

@@ -53,6 +53,7 @@ class GroupedKVManager(KVManager):
         step_tokens: of one step, at most.
     """
 
+    frees_as_it_runs = True
     allocator: GroupedAllocator
 
     def __init__(

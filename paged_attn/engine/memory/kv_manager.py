@@ -27,7 +27,13 @@ class KVManager:
         slots, states: of the model's recurrent state, if it has any. Then prefixes are shared only where the cache may keep states.
         snapshot_interval: see `SnapshotPoints`.
         allocator: of pages, if it is another than one of `num_pages`.
+
+    Attributes:
+        version: grows when pages are released or shared. Until then who could not be admitted still can not, unless this manager
+            `frees_as_it_runs`: what running requests hold becomes free as they go on.
     """
+
+    frees_as_it_runs = False
 
     def __init__(
         self,
@@ -44,7 +50,7 @@ class KVManager:
         self.state_slots = SlotAllocator(slots.total) if states else None
         self._states = states
         self._points = SnapshotPoints(page_size, snapshot_interval, slots.kept)
-        self.version = 0  # grows when pages are given back or shared: until then who could not be admitted still can not
+        self.version = 0
         self.snapshots: StateSnapshots | None = None
         self.tree: RadixCache | None = None
         self._advanced: Collection[Request] = ()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+DEMO = "paged_attn/demo_model"
 HINT = "Give a directory with config.json and safetensors, a GGUF file, or a hub id like 'org/name'"
 
 
@@ -46,7 +47,7 @@ def checked_model_path(path: str | Path, gguf_file: str | None = None) -> tuple[
     """(the folder with its ~ written out, or a hub id as it is; the GGUF file in it, if that is where config, weights and tokenizer are).
 
     Args:
-        path: also that of a GGUF file itself.
+        path: also that of a GGUF file itself; `DEMO` is this package's own model wherever there is no folder of that name.
 
     Raises:
         ValueError: it looks like a folder, and is none that holds a model.
@@ -55,6 +56,8 @@ def checked_model_path(path: str | Path, gguf_file: str | None = None) -> tuple[
         file = Path(path).expanduser().absolute()
         path, gguf_file = file.parent, file.name
     name = str(path)
+    if name == DEMO and not Path(name).is_dir():
+        name = str(Path(__file__).parents[2] / "demo_model")
     if not (isinstance(path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1):
         return name, gguf_file
     folder = Path(name).expanduser()

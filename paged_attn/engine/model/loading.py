@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,7 @@ from safetensors import SafetensorError
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.install_line import install_line
-from paged_attn.backends.devices import default_device
-from paged_attn.capture.graphs.progress import asked, bar
+from paged_attn.backends.devices import checked_device
 from paged_attn.engine.model.auto_class import auto_class
 from paged_attn.engine.model.load_options import LoadOptions, checked_model_path
 from paged_attn.engine.model.task import Task, task_of
@@ -24,13 +24,14 @@ from paged_attn.engine.pooling.sentence_transformers import EmbeddingDefaults, e
 from paged_attn.parallel.distributed_config import distributed_config
 from paged_attn.parallel.plan import plan_of
 from paged_attn.parallel.torchrun import num_processes
+from paged_attn.progress import asked, bar
 
 PLAIN = LoadOptions()
 
 
 def load_model(
     path: str | Path,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     device: torch.device | str | None,
     sharded: bool = False,
     options: LoadOptions = PLAIN,
@@ -40,7 +41,7 @@ def load_model(
 
     Args:
         path: a directory, a hub id, or a GGUF file.
-        dtype: None is the checkpoint's own.
+        dtype: a floating type or its name; None and "auto" are the checkpoint's own.
         device: None is `default_device()`.
         sharded: read what the model's plans give to this rank of the process group, and no more.
         task: as `checkpoint_task` says: which head is read.
@@ -52,7 +53,7 @@ def load_model(
     if options.expert_parallel and not sharded:
         raise ValueError("expert parallelism is over several processes, and this is one; run the command under torchrun, or leave it out")
     name, gguf = checked_model_path(path, options.gguf_file)
-    device = default_device() if device is None else torch.device(device)
+    device, dtype = checked_device(device), checked_dtype(dtype)
     with bar(total=3, what=f"loading {Path(gguf or name).name}", unit="part") as shown:
         shown.set_postfix_str("weights")
         model = _model(name, gguf, dtype, device, sharded, options, task)
@@ -71,6 +72,16 @@ def load_model(
             tokenizer = _tokenizer(name, gguf, options) if gguf or _has_tokenizer(name) else None
         shown.update()
     return model, tokenizer
+
+
+def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """None for the checkpoint's own. Raises ValueError: no floating type of PyTorch."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is None or dtype == "auto":
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype is {dtype!r}; allowed are bfloat16, float16 and float32, as torch.bfloat16 or by name, and auto")
+    return found
 
 
 def load_tokenizer(path: str | Path, options: LoadOptions = PLAIN) -> Any:
@@ -167,7 +178,8 @@ def _their_bars() -> Iterator[None]:
     """transformers' own bars are as the user set them, but none is drawn where we are told to draw none."""
     from transformers.utils import logging
 
-    quiet = asked() is False and logging.is_progress_bar_enabled()
+    on = sys.stderr.isatty() if asked() is None else asked()
+    quiet = not on and logging.is_progress_bar_enabled()
     if quiet:
         logging.disable_progress_bar()
     try:
@@ -186,6 +198,9 @@ def _tokenizer(name: str, gguf: str | None, options: LoadOptions) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, **_where(gguf, options))
+        tokenizer = AutoTokenizer.from_pretrained(name, **_where(gguf, options))
     except (OSError, ValueError) as error:
         raise ValueError(f"no tokenizer could be loaded from {name!r}: {error}") from error
+    if isinstance(said := getattr(tokenizer, "deprecation_warnings", None), dict):
+        said["sequence-length-is-longer-than-the-specified-maximum"] = True  # we refuse such a prompt, or the model takes it
+    return tokenizer

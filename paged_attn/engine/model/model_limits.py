@@ -57,7 +57,7 @@ class ModelLimits:
         try:
             packed = array("q", ids)  # half the time of a list of ints, each looked at
         except TypeError as error:
-            raise TypeError(f"a prompt of token ids is a {type(ids).__name__}: {error}; allowed is a list of int") from error
+            raise TypeError(f"a prompt of token ids is a {type(ids).__name__}, {shown(ids)}; allowed is a list of int") from error
         except OverflowError:
             raise self._out_of_range([operator.index(i) for i in ids]) from None
         prompt = packed.tolist()

@@ -154,7 +154,7 @@ class ModelRunner:
         if kept is not None and found is not None:
             self.compiled, args, path = found
             try:
-                self._use(args, options)
+                self._use(args)
                 return
             except UnsupportedError as refusal:
                 logger.warning("the graph %s gives other numbers than the model, which is traced anew: %s", path, refusal)
@@ -163,7 +163,7 @@ class ModelRunner:
             options = replace(options, runs_with=replace(options.runs_with, recurrent=self.recurrent))
         with replaced_by_ops(self.recurrent), self.ropes.by_request():
             self.compiled, args = trace_model(self.model, options, positions, on_all)
-        self._use(args, options)
+        self._use(args)
         if kept is not None:
             kept.keep(self.compiled, args)
 
@@ -177,7 +177,7 @@ class ModelRunner:
                 raise
             return find_recurrent_layers(self.model, inputs_of, beside=around), around
 
-    def _use(self, args: list[Any], options: CompileOptions) -> None:
+    def _use(self, args: list[Any]) -> None:
         """Bind the model's tensors to the graph and prove it on numbers."""
         traced, args = args, bind_merged(args, self.compiled.merges)
         self.compiled.recurrent = self.recurrent

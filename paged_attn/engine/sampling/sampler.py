@@ -39,7 +39,7 @@ class Sampler:
         self._last_rows: dict[SamplingState, int] = {}
 
     def choose(self, logits: Tensor, states: Mapping[int, SamplingState], best: Tensor | None = None) -> SamplerOutput:
-        """Choose one token per row; `num_chosen` of every state advances.
+        """Choose one token per row. Who goes on from there advances `num_chosen` of every state.
 
         Args:
             logits: [N, V], any floating dtype, any device; left untouched. -inf forbids a token.
@@ -64,8 +64,6 @@ class Sampler:
             tokens = self._choose_changed(logits, tokens, changed, states)
         wanted = {row: count for row, state in states.items() if (count := state.params.logprobs) is not None}
         logprobs = logprobs_of(logits, tokens, wanted, on_device(list(wanted), logits.device)) if wanted else None
-        for state in states.values():
-            state.num_chosen += 1
         self._last_rows = {state: row for row, state in states.items() if state.forbidden is not None and state.forbidden.words is not None}
         self._last = tokens if self._last_rows else None
         return SamplerOutput(tokens, logprobs)

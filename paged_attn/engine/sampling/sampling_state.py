@@ -26,8 +26,8 @@ class SamplingState:
 
     Attributes:
         seed: the seed in use, drawn from entropy when `params.seed` is None.
-        num_chosen: how often `Sampler.choose` got this state, which need not be while it `is_argmax_only`. The next random number
-            depends on it and on the seed alone, so that a step which failed can be done again: set it back.
+        num_chosen: of how many steps that were begun `Sampler.choose` got this state, which need not be while it `is_argmax_only`. The next
+            random number depends on it and on the seed alone, so that a step which failed can be done again.
         is_argmax_only: the most likely token is always the one, and nobody asks for log-probabilities.
         counts_tokens: some penalty asks which tokens there were.
     """

@@ -12,15 +12,15 @@ from paged_attn.engine.requests.request import Request
 
 
 class QueuePolicy(Protocol):
-    """Requests that wait for each other. What is `next` stays so until the line or the prefix cache changes."""
+    """Requests that wait for each other. What is `next` stays so until the queue or the prefix cache changes."""
 
     def __len__(self) -> int: ...
 
     def push(self, request: Request) -> None:
-        """Add a request; it stands where its arrival says."""
+        """Add a request, in the order of arrivals."""
 
     def next(self) -> Request:
-        """Whose turn it is, in a line that is not empty."""
+        """Whose turn it is, in a queue that is not empty."""
 
     def remove(self, request: Request, had_turn: bool = False) -> None:
         """Forget a request: the one that `next` gave, which had its turn, or one that left otherwise."""
@@ -44,7 +44,7 @@ class ArrivalOrder(RankedQueue[Request]):
 class LongestPrefixFirst:
     """Longest cached prefix first, among the `WINDOW` that came first; who came first of all is passed over `PATIENCE` times at most.
 
-    So the request at place k of the line has its turn after (PATIENCE + 1) * (k + 1) turns at most. `next` looks up `LOOKUPS` prefixes
+    So the request at position k of the queue has its turn after (PATIENCE + 1) * (k + 1) turns at most. `next` looks up `LOOKUPS` prefixes
     at most, and none if pages did not change hands since the last time; for the others of the window it goes by what it knew.
     """
 
@@ -115,5 +115,6 @@ class LongestPrefixFirst:
 
 
 def policy_maker(policy: str, kv: KVManager) -> Callable[[], QueuePolicy]:
-    """What makes the lines of a policy. Without a prefix cache all policies are "fcfs"."""
-    return (lambda: LongestPrefixFirst(kv)) if policy == "lpm" and kv.tree is not None else ArrivalOrder
+    """What makes the queues of a policy, one of the choices of `EngineConfig.policy`. Without a prefix cache all policies are "fcfs"."""
+    makers: dict[str, Callable[[], QueuePolicy]] = {"fcfs": ArrivalOrder, "lpm": lambda: LongestPrefixFirst(kv)}
+    return makers[policy] if kv.tree is not None else ArrivalOrder

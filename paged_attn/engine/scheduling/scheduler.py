@@ -189,7 +189,7 @@ class Scheduler:
                 return
             if self.whole_prompts and len(request.tokens) > plan.budget:
                 return
-            if self._blocked == (request, self.kv.version):
+            if self._blocked == (request, self.kv.version) and not self.kv.frees_as_it_runs:
                 return
             self.kv.adopt_prefix(request)
             if (holder := self._prefills.holder_for(request)) is not None:

@@ -77,7 +77,7 @@ def full_shape(size: int) -> StepShape:
 
 def extend_shape(size: int, settings: CaptureSettings) -> StepShape:
     """As many logits as rows, up to those that all requests together want."""
-    return StepShape(size, max(2, min(size, settings.max_requests)))
+    return StepShape(size, max(MIN_ROWS, min(size, settings.max_requests)))
 
 
 @dataclass(frozen=True)

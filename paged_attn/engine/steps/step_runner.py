@@ -18,7 +18,6 @@ from paged_attn.backends.attention.base import AttentionBackend
 from paged_attn.capture.graphs.buckets import BucketSizes
 from paged_attn.capture.graphs.graph_set import MIB, Captured, GraphKey, GraphSet, Prepare
 from paged_attn.capture.graphs.pointer_check import PointerCheck
-from paged_attn.capture.graphs.progress import bar
 from paged_attn.capture.graphs.recorder import Recorder
 from paged_attn.engine.lora.lora_slots import LoraSlots
 from paged_attn.engine.runners.runner import Runner
@@ -26,6 +25,7 @@ from paged_attn.engine.steps.capture_report import CaptureReport
 from paged_attn.engine.steps.capture_specs import CaptureSettings, CaptureSpecs, extend_shape, full_shape
 from paged_attn.engine.steps.forward import FutureTokens, Output, Tail, forward
 from paged_attn.engine.steps.one_row_check import OneRowCheck
+from paged_attn.progress import bar
 from paged_attn.recurrent.run import RecurrentRunner
 from paged_attn.tolerances import logits_apart
 
@@ -100,7 +100,7 @@ class StepRunner:
         self.why_not_full = ""
         if recorder is not None:
             self.graphs = GraphSet(recorder, settings.budget_bytes, settings.strict, agree=runner.ranks.all_say if runner.ranks else bool)
-            most = settings.max_requests + (settings.max_requests < 2)
+            most = max(settings.max_requests, MIN_ROWS)
             self.buffers = StepBuffers(max(settings.max_rows, most), most, most, max_pages, runner.device, num_groups)
             read = [buffer for layer in runner.recurrent if not layer.ops for buffer in layer.module.buffers()]
             self._pointer_check = PointerCheck(runner.model, [*runner.owned.values(), *read])

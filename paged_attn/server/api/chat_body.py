@@ -68,8 +68,11 @@ class ChatBody(Body):
             return self.json_schema
         if self.json_schema is not None:
             raise ApiError(400, "json_schema: got one beside response_format; give one of them", param="json_schema")
-        if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-            raise ApiError(400, 'response_format: json_schema belongs to type "json_schema", and to it alone', param="response_format")
+        if wanted.type == "json_schema" and wanted.json_schema is None:
+            raise ApiError(400, 'response_format: type is "json_schema", and its field json_schema is missing', param="response_format")
+        if wanted.type != "json_schema" and wanted.json_schema is not None:
+            what = f'json_schema belongs to type "json_schema"; got type {shown(wanted.type)}'
+            raise ApiError(400, f"response_format: {what}", param="response_format")
         return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
 
     @property

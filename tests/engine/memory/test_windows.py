@@ -179,7 +179,7 @@ def test_longer_requests_fit_and_one_that_never_can_is_refused() -> None:
     assert isinstance(engine.kv, GroupedKVManager) and engine.kv.num_usable == 11
     assert engine.kv.longest == 35 - 2 * 5, "five pages hold a window of 8 and a step of 8, wherever they begin"
     prompt = random_prompts(1, 85)[0]
-    with pytest.raises(UnsupportedError, match=r"can never fit: 85 prompt .* 26 pages of 4.*has 25 usable pages"):
+    with pytest.raises(UnsupportedError, match=r"can never fit: 85 prompt .* 26 pages of 4.*has room for 25 pages"):
         engine.add_request(prompt, SamplingParams(max_new_tokens=19))
     poison(engine)
     prompt = prompt[:81]

@@ -90,7 +90,12 @@ def test_a_request_that_can_never_fit_is_refused_with_the_sum() -> None:
     engine = make_engine(num_pages=6)  # 5 usable pages of 4
     with pytest.raises(UnsupportedError) as raised:
         engine.add_request([1] * 11, SamplingParams(max_new_tokens=11))
-    for part in ("11 prompt + 11 new tokens", "21 tokens of KV = 6 pages of 4", "5 usable pages (= 20 tokens)", "max_new_tokens"):
+    for part in (
+        "11 prompt + 11 new tokens",
+        "21 tokens of KV = 6 pages of 4",
+        "room for 5 pages of one request (= 20 tokens)",
+        "max_new_tokens",
+    ):
         assert part in str(raised.value)
     assert_idle(engine)
 

@@ -9,9 +9,9 @@ import torch
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
 from paged_attn.engine.sampling.forbidden import BadWords, Forbidden, NotNext, bad_words, forbid
-from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
+from tests.sample_once import Chooser
 
 VOCAB, STEPS = 6, 40
 
@@ -28,7 +28,7 @@ def test_it_forbids_what_transformers_forbids(late: bool) -> None:
     states = [
         SamplingState(SamplingParams(), [1, 2, 3], None, Forbidden([end], 7 + row, BadWords(words[row]))) for row, end in enumerate(ends)
     ]
-    seen, sampler, under_way = [[1, 2, 3] for _ in states], Sampler(), None
+    seen, sampler, under_way = [[1, 2, 3] for _ in states], Chooser(), None
     generator = torch.Generator().manual_seed(0)
     for step in range(STEPS):
         logits = torch.randn(len(states), VOCAB, generator=generator)

@@ -10,11 +10,10 @@ import torch
 from transformers.generation import logits_process as hf
 
 from paged_attn.engine.sampling import sample_tokens
-from paged_attn.engine.sampling.sampler import Sampler
 from paged_attn.engine.sampling.sampler_output import SampledToken
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
-from tests.sample_once import NonFiniteLogitsError, sample, sampled
+from tests.sample_once import Chooser, NonFiniteLogitsError, sample, sampled
 
 INF = math.inf
 
@@ -45,7 +44,7 @@ def drawn_from(logits: torch.Tensor, states: list[SamplingState]) -> torch.Tenso
     found: list[torch.Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_tokens, "sample_from_all", lambda scores, uniform: found.append(scores) or scores.argmax(-1))
-        Sampler().choose(logits, dict(enumerate(states)))
+        Chooser().choose(logits, dict(enumerate(states)))
     (scores,) = found
     return scores
 
@@ -277,7 +276,7 @@ def test_refused_calls():
     with pytest.raises(ValueError, match="states: got 1 for 2 rows"):
         sample(torch.zeros(2, 9), [state])
     with pytest.raises(ValueError, match=r"states: got some for rows \[2\] of 2 rows"):
-        Sampler().choose(torch.zeros(2, 9), {0: state, 2: state_of()})
+        Chooser().choose(torch.zeros(2, 9), {0: state, 2: state_of()})
     with pytest.raises(ValueError, match="tokens so far: got id 8; allowed: 0 to 7"):
         sample(torch.zeros(1, 8), [state])
     with pytest.raises(ValueError, match="got id -1"):
@@ -289,15 +288,15 @@ def test_rows_without_a_state_get_the_most_likely_token():
     logits[3, 0] = math.nan
     settings = [{"temperature": 0.0}, {"seed": 3}, {"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 2}]
     all_states, some_states = ([state_of(**each) for each in settings] for _ in range(2))
-    expected = sampled(Sampler().choose(logits, dict(enumerate(all_states))))
-    assert sampled(Sampler().choose(logits, {1: some_states[1], 4: some_states[4]})) == expected
+    expected = sampled(Chooser().choose(logits, dict(enumerate(all_states))))
+    assert sampled(Chooser().choose(logits, {1: some_states[1], 4: some_states[4]})) == expected
     assert expected[3] is None and [state.num_chosen for state in some_states] == [0, 1, 0, 0, 1]
 
 
 def test_frequency_and_presence_are_of_the_output_alone():
     logits = torch.tensor([[2.0, 1.9, 1.8, 1.7]])
     state = state_of([0, 0, 0], temperature=0.0, frequency_penalty=0.3, presence_penalty=0.4)
-    chosen, chooser = [], Sampler()
+    chosen, chooser = [], Chooser()
     for _ in range(6):
         (token,) = sampled(chooser.choose(logits, {0: state}))
         chosen.append(token.token_id)
@@ -314,7 +313,7 @@ def test_penalties_know_the_tokens_that_the_host_does_not(known):
     """The host may learn of a token a step later: the counts on the device have it."""
     logits = torch.randn(40, 2, 30, generator=torch.Generator().manual_seed(4))
     states = [state_of([1], seed=s, repetition_penalty=1.9, frequency_penalty=0.5, temperature=t) for s, t in enumerate((0.0, 1.2))]
-    chooser, late = Sampler(), []
+    chooser, late = Chooser(), []
     for step in logits:
         chosen = chooser.choose(step, dict(enumerate(states)))
         if known:
@@ -332,7 +331,7 @@ def test_penalties_know_the_tokens_that_the_host_does_not(known):
 
 
 def test_rows_of_counts_are_cleared_and_more_are_made():
-    chooser = Sampler()
+    chooser = Chooser()
     logits = torch.zeros(1, 5)
     logits[0, 3] = 0.1
     for _ in range(30):

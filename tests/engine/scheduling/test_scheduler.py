@@ -8,6 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paged_attn import EngineConfig
+from paged_attn.attn_ops.kv.layer_groups import LayerGroup, Retention
+from paged_attn.engine.memory.grouped_kv import GroupedKVManager
+from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.scheduling.step_plan import StepPlan
 from tests.engine.models import request_of
 from tests.engine.scheduling.schedulers import Scheduled, arrive, collect, counts, each, launch, run, scheduler_of
@@ -229,6 +233,18 @@ def test_who_found_too_few_pages_is_tried_again_when_its_prefix_is_shared() -> N
     assert list(scheduler.waiting) == [second], "it needs 6 pages, and 3 are free"
     scheduler.kv.share(first)
     assert [s.request for s in each(scheduler.schedule())] == [first, second] and second.num_cached == 20
+
+
+def test_who_found_too_few_pages_is_admitted_when_windows_have_moved_on() -> None:
+    """Nothing is released or shared then."""
+    kv = GroupedKVManager([LayerGroup((0,), Retention(4))], 14, 4, False, 40)
+    scheduler = Scheduler(EngineConfig(page_size=4, max_batch_tokens=40), kv)
+    first, second = arrive(scheduler, 64, 32)
+    run(each(scheduler.schedule()))
+    assert list(scheduler.waiting) == [second]
+    for _ in range(3):
+        run(each(scheduler.schedule()))
+    assert list(scheduler.running) == [first, second]
 
 
 def test_a_plan_gives_the_budget_back_for_what_is_dropped() -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from paged_attn import SamplingParams
 from paged_attn.engine.engine import Engine
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
+from paged_attn.engine.steps.forward import FutureTokens
 from paged_attn.engine.steps.step_runner import StepOutput
 from tests.engine.models import (
     POISON,
@@ -172,6 +174,25 @@ def test_a_launch_that_fails_loses_no_token_of_the_step_before(at_call: int) -> 
     assert raised == 1 and [r.output_token_ids for r in requests] == expected
     assert [[e.token_id for e in events if e.request_id == r.id] for r in requests] == expected
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("at_call", (2, 6))  # the forward stores the most likely ones, then those that were drawn are stored
+def test_a_launch_that_fails_once_tokens_were_chosen_changes_none(at_call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, calls = FutureTokens.store, iter(range(1, 10**6))
+
+    def failing(self: FutureTokens, tokens: Tensor) -> None:
+        if next(calls) == at_call:
+            raise RuntimeError("no room for them")
+        store(self, tokens)
+
+    drawn = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
+    monkeypatch.setattr(FutureTokens, "store", failing)
+    engine = overlapped(max_batch_tokens=16)
+    request = engine.add_request(PROMPTS[0], drawn)
+    _, raised = run_past_errors(engine)
+    again = engine.add_request(PROMPTS[0], drawn)
+    run_all(engine)
+    assert raised == 1 and request.output_token_ids == again.output_token_ids
 
 
 @pytest.mark.parametrize("at_call", range(1, 14))

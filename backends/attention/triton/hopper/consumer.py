@@ -33,9 +33,8 @@ NO_KEY = gl.constexpr(float("-inf"))
 
 @gluon.jit
 def _softmax(s, m, key, end, position, clear, mixed, first_key, scale, softcap, window, chunk,
-             CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-             BLOCK_N: gl.constexpr):  # fmt: skip
-    """Raw products [64, BLOCK_N] to weights; the new maximum, and what the old sums shrink by. Masks only where a row may not see all."""
+             CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, CHUNKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr):  # fmt: skip
+    """Raw products [64, keys] to weights; the new maximum, and what the old sums shrink by. Masks only where a row may not see all."""
     if HAS_SOFTCAP:
         x = s * (scale / softcap)
         s = (softcap * LOG2E) * (1 - 2 / (gl.exp(2 * x) + 1))
@@ -133,7 +132,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(stage), count=1)
         p, m, alpha = _softmax(s, m, first_key + key_offset, high, position, clear, mixed, first_key, scale, softcap, window, chunk, CAUSAL,
-                               HAS_WINDOW, CHUNKS, HAS_SOFTCAP, BLOCK_N)  # fmt: skip
+                               HAS_WINDOW, CHUNKS, HAS_SOFTCAP)  # fmt: skip
         norm = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(query.dtype.element_ty), p_layout)
         for _ in range(take - 1):
@@ -156,7 +155,7 @@ def consume(half: gl.constexpr, query, out, sinks, lse, seq_lens, query_start, w
             s = warpgroup_mma_wait(len(v_tiles), deps=[s_next])
             mbarrier.arrive(k_empty.index(stage), count=1)
             p, m, alpha = _softmax(s, m, first_key + key_offset, high, position, clear, mixed, first_key, scale, softcap, window, chunk,
-                                   CAUSAL, HAS_WINDOW, CHUNKS, HAS_SOFTCAP, BLOCK_N)  # fmt: skip
+                                   CAUSAL, HAS_WINDOW, CHUNKS, HAS_SOFTCAP)  # fmt: skip
             norm = norm * alpha + gl.sum(p, 1)
             sums = finished_sums(issued)
             mbarrier.arrive(v_empty.index(before), count=1)

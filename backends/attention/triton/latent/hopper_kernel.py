@@ -69,9 +69,9 @@ def attend_latent_hopper(query, rows, out, lse, page_table, seq_lens, query_star
     thread_barrier()
     gl.warp_specialize(
         [
-            (add_up, (0, out, seq_lens, query_start, work, partial, k_tiles, alphas, norms, k_full, k_empty, p_full, norm_full, norm_empty,
+            (add_up, (0, out, seq_lens, query_start, work, partial, k_tiles, alphas, norms, k_empty, p_full, norm_full, norm_empty,
                       out_row_stride, out_head_stride, GROUP, RANK, ROWS, BLOCK_M, BLOCK_N, STAGES, KEEP_ROWS, ITEM_COST)),
-            (add_up, (1, out, seq_lens, query_start, work, partial, k_tiles, alphas, norms, k_full, k_empty, p_full, norm_full, norm_empty,
+            (add_up, (1, out, seq_lens, query_start, work, partial, k_tiles, alphas, norms, k_empty, p_full, norm_full, norm_empty,
                       out_row_stride, out_head_stride, GROUP, RANK, ROWS, BLOCK_M, BLOCK_N, STAGES, KEEP_ROWS, ITEM_COST)),
             (weigh, (lse, seq_lens, query_start, work, partial_stats, q_tiles, k_tiles, alphas, norms, q_full, q_empty, k_full, p_full,
                      norm_full, norm_empty, lse_row_stride, scale, GROUP, ROWS, HAS_LSE, BLOCK_M, BLOCK_N, STAGES, KEEP_ROWS, ITEM_COST)),

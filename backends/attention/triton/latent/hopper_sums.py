@@ -13,7 +13,7 @@ from paged_attn.backends.attention.triton.tiles import first_item, next_item, ti
 
 
 @gluon.jit
-def add_up(half: gl.constexpr, out, seq_lens, query_start, work, partial, k_tiles, alphas, norms, k_full, k_empty, p_full, norm_full,
+def add_up(half: gl.constexpr, out, seq_lens, query_start, work, partial, k_tiles, alphas, norms, k_empty, p_full, norm_full,
            norm_empty, out_row_stride, out_head_stride,
            GROUP: gl.constexpr, RANK: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
            STAGES: gl.constexpr, KEEP_ROWS: gl.constexpr, ITEM_COST: gl.constexpr):  # fmt: skip

@@ -10,8 +10,8 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from paged_attn import LLM, SamplingParams
-from paged_attn.capture.graphs.progress import bar, progress
 from paged_attn.engine import llm as llm_module
+from paged_attn.progress import bar, progress
 from tests.tiny_models import build
 
 SHORT = SamplingParams(max_new_tokens=3, ignore_eos=True)
