@@ -62,7 +62,7 @@ def test_every_setting_is_there_once_with_flag_variable_and_default() -> None:
     for name, (_, flag, variable, kind, default, meaning) in (basic | advanced).items():
         assert flag == f"`--{name.replace('_', '-')}`" and variable == f"`PAGED_ATTN_{name.upper()}`"
         assert kind and default and meaning and "default:" not in meaning, name
-    assert basic["num_pages"][4:] == ["as many as fit kv_memory_gib", "pages in the KV pool, page 0 included"]
+    assert basic["num_pages"][4:] == ["as many as fit kv_memory_gib", "pages in the KV pool, page 0 included, whatever kv_memory_gib is"]
     assert advanced["policy"][3:5] == ["`fcfs` or `lpm`", "`fcfs`"] and basic["page_size"][3:5] == ["`int`, at least 1", "`16`"]
 
 

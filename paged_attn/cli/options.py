@@ -201,7 +201,9 @@ def set_verbosity(verbose: bool) -> None:
     """Warnings only and no progress bars, or our INFO lines and transformers' bars."""
     import transformers.utils.logging as transformers_logging
 
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: not record.name.startswith("huggingface_hub"))  # it prints its own
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
     logging.getLogger("paged_attn").setLevel(logging.INFO if verbose else logging.WARNING)
     transformers_logging.set_verbosity_warning()  # its INFO prints whole configs
     if verbose:

@@ -47,7 +47,9 @@ class EngineConfig:
     """
 
     page_size: int = _setting(16, "tokens per KV page", 1)
-    num_pages: int | None = _setting(None, "pages in the KV pool, page 0 included; default: as many as fit kv_memory_gib", 2)
+    num_pages: int | None = _setting(
+        None, "pages in the KV pool, page 0 included, whatever kv_memory_gib is; default: as many as fit kv_memory_gib", 2
+    )
     kv_memory_gib: float | None = _setting(
         None,
         "GiB for KV pages and recurrent states, divided by what requests need of each; default: 0.25 on CPU, on a GPU 80 % of what weights "
@@ -267,7 +269,8 @@ def parse_setting(name: str, text: str) -> Any:
             return number(text)
         except ValueError:
             pass
-    raise ValueError(f"{name} is {text!r}; allowed is {kind}")
+    allowed = f"{', '.join((*ON, *OFF))}" + (" and none" if type(None) in types else "") if bool in types else kind
+    raise ValueError(f"{name} is {text!r}; allowed is {allowed}")
 
 
 def _types(kind: str) -> tuple[type, ...]:

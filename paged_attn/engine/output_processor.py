@@ -132,8 +132,9 @@ class OutputProcessor:
         if guide is not None and guide.error is not None:
             request.error = GuideError(f"request {request.id!r} ended after {len(request.tokens)} tokens, others go on: {guide.error}")
         else:
+            whose = "the model, or a logits processor of the request," if request.params.logits_processors else "the model"
             request.error = ValueError(
-                f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
+                f"{whose} gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
                 "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
             )
         return self._finish(request, FinishReason.ERROR)

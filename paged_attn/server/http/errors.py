@@ -131,8 +131,7 @@ def _first_complaint(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     where = ".".join(str(part) for part in first["loc"][1:])
     if not where:
-        hint = "send a JSON object with the header Content-Type: application/json"
-        return ApiError(400, f"the body is not a JSON object: {first['msg']}; {hint}")
+        return ApiError(400, "the body is not a JSON object, or came without the header Content-Type: application/json; send both")
     if first["type"] == "extra_forbidden":
         return unknown_field(where)
     got = "" if first["type"] == "missing" else f"; got {shown(first.get('input'))}"
