@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from paged_attn.backends.devices import checked_device, device_name
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.llm import LLM
@@ -82,7 +80,7 @@ def load(
         target = join(target)
     start_compilers(target, config)
     task, defaults = checkpoint_task(path, task, options)
-    model, tokenizer = load_model(path, None if dtype == "auto" else getattr(torch, dtype), target, sharded, options, task)
+    model, tokenizer = load_model(path, dtype, target, sharded, options, task)
     loaded = time.perf_counter()
     llm = LLM(model, tokenizer=tokenizer, config=config, task=task, embedding_defaults=defaults)
     rewritten = time.perf_counter()
