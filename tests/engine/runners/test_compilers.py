@@ -62,5 +62,5 @@ def test_a_model_from_a_path_is_read_afterwards(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(loading, "checkpoint_task", lambda path, task, options: ("generate", None))
     monkeypatch.setattr(loading, "load_model", load)
     with pytest.raises(Read):
-        LLM("somewhere", device="cuda:1", page_size=32)
-    assert order == [("cuda:1", 32)]
+        LLM("somewhere", device="cpu", page_size=32)
+    assert order == [(torch.device("cpu"), 32)]
