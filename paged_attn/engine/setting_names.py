@@ -34,6 +34,7 @@ OTHER_SETTING = {
     "max_model_len": "a request may be as long as the model's positions and the pool allow; num_pages or kv_memory_gib bound the pool",
     "enforce_eager": "graphs='off' captures nothing, inductor=False compiles nothing",
     "kv_cache_dtype": "keys and values are kept in the model's dtype; there is no other yet",
+    "kv_dtype": "keys and values are kept in the model's dtype; there is no other yet",
     "quantization": "a quantised checkpoint is read as it is; quantization_config=... of transformers quantises while it is read",
     "load_format": "weights are read as transformers reads them",
     "tensor_parallel_size": "start the program under torchrun with one process for each GPU (docs/parallel.md)",
@@ -54,6 +55,7 @@ OTHER_PARAM = {
     "num_beams": "there is no beam search; transformers' own generate on pages has it (docs/generate.md)",
     "use_beam_search": "there is no beam search; transformers' own generate on pages has it (docs/generate.md)",
     "max_length": "max_new_tokens counts the new tokens alone",
+    "truncate_prompt_tokens": "a prompt that is too long is refused, and never cut",
     "suppress_tokens": "bad_words=[[id], ...] forbids single tokens",
     "spaces_between_special_tokens": "a text with special tokens (skip_special_tokens=False) is as the tokenizer decodes it",
     "detokenize": "an LLM without a tokenizer decodes nothing",
@@ -81,8 +83,8 @@ def familiar(given: Mapping[str, Any], same: Mapping[str, str]) -> dict[str, Any
 
 def with_hint(name: str, known: Collection[str], other: Mapping[str, str]) -> str:
     """A name that nobody knows here, in quotes, and what does that, or which name is near, if any comes near."""
-    near = difflib.get_close_matches(name, [*known, *other], n=1)
-    hint = other.get(name) or (f"did you mean {near[0]}?" if near else "")
+    near = next(iter(difflib.get_close_matches(name, [*known, *other], n=1)), "")
+    hint = other.get(name) or (f"as {near}: {other[near]}" if near in other else f"did you mean {near}?" if near else "")
     return f"{name!r} ({hint})" if hint else repr(name)
 
 

@@ -119,6 +119,8 @@ def test_the_note_tells_which_prompt_it_was(llm: LLM) -> None:
     ("settings", "error", "message"),
     [
         ({"pagesize": 4}, ValueError, r"unknown engine setting 'pagesize' \(did you mean page_size\?\); known: "),
+        ({"tensor_parallel": 2}, ValueError, r"'tensor_parallel' \(as tensor_parallel_size: start the program under torchrun"),
+        ({"kv_dtype": "fp8"}, ValueError, r"'kv_dtype' \(keys and values are kept in the model's dtype"),
         ({"config": EngineConfig(), "pagesize": 4}, ValueError, r"unknown engine setting 'pagesize' \(did you mean page_size\?\)"),
         ({"page_size": 0}, ValueError, "page_size is 0"),
         ({"page_size": "4"}, TypeError, "page_size is '4'"),
