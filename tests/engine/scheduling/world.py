@@ -131,6 +131,7 @@ class World:
             assert self.flights or not self.requests, "there is work, and nothing runs"
             return False
         self._check_step(scheduled)
+        self._check_that_none_is_forgotten(scheduled)
         requests = [s.request for s in scheduled]
         checkpoints = self.kv.take_checkpoints(requests, [s.count for s in scheduled]) if self.states is not None else {}
         if fails:
@@ -216,6 +217,15 @@ class World:
             assert len(s.request.pages) * self.page_size >= s.request.num_cached + s.count
             assert s.samples == (s.count == s.request.num_remaining)
             assert s.request.num_tokens - s.request.num_prompt < s.request.max_new_tokens
+
+    def _check_that_none_is_forgotten(self, scheduled: Sequence[Scheduled]) -> None:
+        """Whose turn it is does not fit. (With a prefix cache only adopting would tell.)"""
+        scheduler = self.scheduler
+        is_full = len(scheduler.running) >= self.config.max_requests or sum(s.count for s in scheduled) >= self.config.step_tokens
+        if not self.config.prefix_cache and scheduler.waiting.urgency is not None and not scheduler.wants_drain and not is_full:
+            request = scheduler.waiting.next()
+            assert request is not None
+            assert not self.kv.can_admit or self.kv.shortfall(request) > 0, f"{request.id} fits, and waits"
 
     def check(self) -> None:
         """Every page and slot has one owner, and every request one place."""
