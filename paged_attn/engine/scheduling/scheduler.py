@@ -81,6 +81,7 @@ class Scheduler:
         self.wants_drain = False
         self._prefills = SharedPrefills(kv, config.prefix_wait_tokens)
         self._blocked: tuple[Request, int] | None = None  # who could not be admitted for want of pages, and `kv.version` then
+        self._looks_since = 0  # how often it was that one's turn since then
 
     @property
     def num_preemptions(self) -> int:
@@ -189,7 +190,7 @@ class Scheduler:
                 return
             if self.whole_prompts and len(request.tokens) > plan.budget:
                 return
-            if self._blocked == (request, self.kv.version) and not self.kv.frees_as_it_runs:
+            if self._is_still_blocked(request):
                 return
             self.kv.adopt_prefix(request)
             if (holder := self._prefills.holder_for(request)) is not None:
@@ -203,6 +204,14 @@ class Scheduler:
             self.kv.release(request, share=False)
             if not self._preempt_for(request, short, plan, drained):
                 return
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether it was short of pages and none came. What running requests free as they go on is looked for once in `page_size` steps:
+        hardly more comes in fewer, and to count it takes as long as many requests run."""
+        if self._blocked != (request, self.kv.version):
+            return False
+        self._looks_since += 1
+        return not self.kv.frees_as_it_runs or self._looks_since < self.kv.page_size
 
     def _hold_back(self, request: Request, holder: Request) -> None:
         self.kv.release(request, share=False)
@@ -235,7 +244,7 @@ class Scheduler:
             victims.append(running)
             gained += self.kv.gain(running)
         if not victims or gained < short:
-            self._blocked = request, self.kv.version
+            self._blocked, self._looks_since = (request, self.kv.version), 0
             return False
         if not drained:
             self.wants_drain = True

@@ -242,7 +242,7 @@ def test_who_found_too_few_pages_is_admitted_when_windows_have_moved_on() -> Non
     first, second = arrive(scheduler, 64, 32)
     run(each(scheduler.schedule()))
     assert list(scheduler.waiting) == [second]
-    for _ in range(3):
+    for _ in range(1 + kv.page_size):
         run(each(scheduler.schedule()))
     assert list(scheduler.running) == [first, second]
 

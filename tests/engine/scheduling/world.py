@@ -76,6 +76,7 @@ class World:
         self.trace: list[list[tuple[str, int, bool]]] = []
         self.bad: set[int] = set()  # prefixes with POISON
         self.computed = 0
+        self.passed_over: tuple[Request | None, int] = (None, 0)  # who fits and waits, and how many steps in a row
         self._arrivals = 0
 
     def make_kv(self, num_pages: int, slots: StateSlots) -> KVManager:
@@ -219,13 +220,15 @@ class World:
             assert s.request.num_tokens - s.request.num_prompt < s.request.max_new_tokens
 
     def _check_that_none_is_forgotten(self, scheduled: Sequence[Scheduled]) -> None:
-        """Whose turn it is does not fit. (With a prefix cache only adopting would tell.)"""
+        """Whose turn it is does not fit, or has not for long. (With a prefix cache only adopting would tell.)"""
         scheduler = self.scheduler
         is_full = len(scheduler.running) >= self.config.max_requests or sum(s.count for s in scheduled) >= self.config.step_tokens
         if not self.config.prefix_cache and scheduler.waiting.urgency is not None and not scheduler.wants_drain and not is_full:
             request = scheduler.waiting.next()
             assert request is not None
-            assert not self.kv.can_admit or self.kv.shortfall(request) > 0, f"{request.id} fits, and waits"
+            fits = self.kv.can_admit and self.kv.shortfall(request) <= 0
+            self.passed_over = (request, self.passed_over[1] + 1) if fits and self.passed_over[0] is request else (request, int(fits))
+            assert self.passed_over[1] <= (self.page_size if self.kv.frees_as_it_runs else 0), f"{request.id} fits, and waits"
 
     def check(self) -> None:
         """Every page and slot has one owner, and every request one place."""
