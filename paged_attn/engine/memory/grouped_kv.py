@@ -5,7 +5,7 @@ Nothing is given back before that, so that the prefix cache can use it for as lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,7 +134,7 @@ class GroupedKVManager(KVManager):
         return can_start
 
     def can_go_on(self, request: Request) -> bool:
-        pages = np.array(request.pages[: self.allocator.pages_for(request.num_cached)], np.int64)
+        pages = np.array(request.pages, np.int64)  # also those that a step was to fill which did not happen
         for kind in self._kinds:
             needed = pages[kind.keeps.first(request.num_cached) // self.page_size :]
             if not self.frames[kind.groups[0], needed].all():
@@ -148,8 +148,8 @@ class GroupedKVManager(KVManager):
     def add_page_each(self, rows: RequestRows, indices: NDArray[np.int64]) -> bool:
         return self._make_room(len(indices)) and super().add_page_each(rows, indices)
 
-    def release(self, request: Request, *, share: bool) -> None:
-        super().release(request, share=share)
+    def release(self, request: Request, *, share: bool, keep_state: bool = True) -> None:
+        super().release(request, share=share, keep_state=keep_state)
         self._left_tree.pop(request, None)
 
     def _free_duplicate(self, page: int, kept: int) -> None:
@@ -169,17 +169,20 @@ class GroupedKVManager(KVManager):
             return 0
         return max(sum(wanted) - self._obtainable_frames(), (more - ids) * len(self.groups))
 
-    def gain(self, request: Request) -> int:
-        own = np.array(request.pages[request.num_locked // self.page_size :], np.int64)
-        return int(np.count_nonzero(self.frames[:, own]))
+    def gain(self, requests: Sequence[Request]) -> int:
+        return super().gain(requests) * self._num_full + self._frames_in_windows() - self._frames_in_windows(without=requests)
 
     def _obtainable_frames(self) -> int:
         """Those that are free, and all that are not needed by requests that run."""
-        kept = self.held_pages * self._num_full
+        return self.allocator.num_frames - 1 - self.held_pages * self._num_full - self._frames_in_windows()
+
+    def _frames_in_windows(self, without: Collection[Request] = ()) -> int:
+        """Of groups that give back, what running requests need."""
+        count = 0
         for kind in self._kinds:
-            needed = self._needed(kind, to_start=False)
-            kept += len(kind.groups) * int(np.count_nonzero(self.frames[kind.groups[0], needed]))
-        return self.allocator.num_frames - 1 - kept
+            needed = self._needed(kind, to_start=False, without=without)
+            count += len(kind.groups) * int(np.count_nonzero(self.frames[kind.groups[0], needed]))
+        return count
 
     def _make_room(self, num_pages: int) -> bool:
         allocator = self.allocator
@@ -200,11 +203,17 @@ class GroupedKVManager(KVManager):
         for kind in self._kinds:
             self.allocator.give_back(np.flatnonzero((self.frames[kind.groups[0]] > 0) & ~self._needed(kind, to_start)), kind.groups)
 
-    def _needed(self, kind: Kind, to_start: bool) -> NDArray[np.bool_]:
-        """[page ids] whether a query of a running request to come, or of one that starts from a likely point, may see it."""
+    def _needed(self, kind: Kind, to_start: bool, without: Collection[Request] = ()) -> NDArray[np.bool_]:
+        """[page ids] whether a query of a running request to come, or of one that starts from a likely point, may see it.
+
+        Args:
+            without: requests that count as if they did not run.
+        """
         size, first = self.page_size, kind.keeps.first
         needed = np.zeros(self.allocator.num_pages, np.bool_)
         for request, left_tree in self._left_tree.items():
+            if request in without:
+                continue
             pages, cached = request.rows.pages[request.row, : request.num_pages], request.num_cached
             needed[pages[first(cached) // size :]] = True
             if to_start:  # where it would go on if it ended now, and where others may leave what it computes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from paged_attn.attn_ops.batch.requests import StateCheckpoint
 from paged_attn.attn_ops.kv.page_allocator import PageAllocator
 from paged_attn.attn_ops.kv.radix_cache import Match, RadixCache
+from paged_attn.attn_ops.kv.radix_node import RadixNode
 from paged_attn.attn_ops.kv.state_pool import SlotAllocator, StatePool
 from paged_attn.engine.memory.budget import NO_STATE, StateSlots
 from paged_attn.engine.memory.state_snapshots import SnapshotPoints, StateSnapshots
@@ -97,9 +99,15 @@ class KVManager:
         """What is lacking for all tokens of a request that has adopted its prefix, in the unit of `gain`; 0 or less: nothing."""
         return self.allocator.pages_for(len(request.tokens)) - request.num_pages - self.num_available
 
-    def gain(self, request: Request) -> int:
-        """What `release` of a request gives at least."""
-        return request.num_pages - request.num_locked // self.page_size
+    def gain(self, requests: Sequence[Request]) -> int:
+        """What `release` of all of them gives at least: their own pages, and those of the tree that nobody else has locked."""
+        locks = Counter[RadixNode]()
+        for node in (request.lock for request in requests):
+            while node is not None:
+                locks[node] += 1
+                node = node.parent
+        own = sum(request.num_pages - request.num_locked // self.page_size for request in requests)
+        return own + sum(len(node.pages) for node, count in locks.items() if node.lock_count == count)
 
     def can_go_on(self, request: Request) -> bool:
         """Whether a request still has what it needs if its last steps did not happen."""
@@ -245,13 +253,15 @@ class KVManager:
         """Free a request's page that holds what `kept` does."""
         self.allocator.free([page])
 
-    def release(self, request: Request, *, share: bool) -> None:
-        """Take all pages from a request; with `share` its vouched full pages stay in the tree for others. Safe to call twice."""
+    def release(self, request: Request, *, share: bool, keep_state: bool = True) -> None:
+        """Take all pages from a request; with `share` its vouched full pages stay in the tree for others, and its last state, if it may be
+        kept. Safe to call twice."""
         if request.num_pages or request.state_slot:
             self.version += 1
         if share:
             self._share_pages(request)
-            self._share_last_state(request)
+            if keep_state:
+                self._share_last_state(request)
         for slot in (*request.snapshots.values(), *request.taken_slots.values()):
             assert self.snapshots is not None
             self.snapshots.drop(slot)

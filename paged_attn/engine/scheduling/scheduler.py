@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from paged_attn.engine.config import EngineConfig
 from paged_attn.engine.memory.kv_manager import KVManager
@@ -107,6 +110,8 @@ class Scheduler:
                 self._admit(plan, drained, request.priority)
             if plan.budget <= 0 or request not in self.running:  # an earlier one may have preempted it
                 continue
+            if self.whole_prompts and request.num_remaining > plan.budget:
+                break
             count = self._count(request, plan)
             if count and self._reserve(request, request.num_cached + count, plan, drained):
                 plan.add_chunk(request, count)
@@ -201,8 +206,9 @@ class Scheduler:
             if has_room and short <= 0:
                 self._start(request, plan)
                 continue
+            victims = self._victims(request, short)
             self.kv.release(request, share=False)
-            if not self._preempt_for(request, short, plan, drained):
+            if not self._preempt_for(request, victims, plan, drained):
                 return
 
     def _is_still_blocked(self, request: Request) -> bool:
@@ -234,16 +240,18 @@ class Scheduler:
         self.running.add(request)
         plan.add_chunk(request, count)
 
-    def _preempt_for(self, request: Request, short: int, plan: StepPlan, drained: bool) -> bool:
-        """Preempt less urgent requests to get one place and what is `short`; False, and none is, if that is not to be had, or not now."""
-        victims: list[Request] = []
-        gained = 0
-        for running in self.running.from_last():
-            if running.priority <= request.priority or (victims and gained >= short):
-                break
-            victims.append(running)
-            gained += self.kv.gain(running)
-        if not victims or gained < short:
+    def _victims(self, request: Request, short: int) -> Sequence[Request]:
+        """As few less urgent requests, the last first, as give one that has adopted its prefix a place and what it is short of; none if all
+        of them do not."""
+        less_urgent = list(takewhile(lambda running: running.priority > request.priority, self.running.from_last()))
+        if not less_urgent or self.kv.gain(less_urgent) < short:
+            return ()
+        fewer = range(1, len(less_urgent))
+        return less_urgent[: 1 + bisect_left(fewer, short, key=lambda count: self.kv.gain(less_urgent[:count]))]
+
+    def _preempt_for(self, request: Request, victims: Sequence[Request], plan: StepPlan, drained: bool) -> bool:
+        """Preempt them; False, and none is, if there are none, or it can not be now."""
+        if not victims:
             self._blocked, self._looks_since = (request, self.kv.version), 0
             return False
         if not drained:
@@ -251,17 +259,18 @@ class Scheduler:
             return False
         for victim in victims:
             plan.drop(victim)
-            self.preempt(victim)
+            self.preempt(victim, keep_state=False)  # which would take the place that it gives
         return True
 
-    def preempt(self, request: Request) -> None:
-        """Take a running request's pages and let it wait, before new ones of its priority; all its tokens must be known."""
+    def preempt(self, request: Request, keep_state: bool = True) -> None:
+        """Take a running request's pages and let it wait, before new ones of its priority; all its tokens must be known. `keep_state`: its
+        recurrent state may stay in its slot, for when it comes again."""
         assert not request.num_pending, f"request {request.id!r} has a token under way: collect the step before preempting it"
-        self._wait_again(request)
+        self._wait_again(request, keep_state)
         self.stats.preemptions += 1
 
-    def _wait_again(self, request: Request) -> None:
-        self._stop(request, share=request.num_sampled > 0)
+    def _wait_again(self, request: Request, keep_state: bool = True) -> None:
+        self._stop(request, share=request.num_sampled > 0, keep_state=keep_state)
         request.take_length()
         self.running.remove(request)
         self.waiting.append(request, ran_before=True)
@@ -274,7 +283,7 @@ class Scheduler:
             self.waiting.remove(request)
         self._stop(request, share=share)
 
-    def _stop(self, request: Request, share: bool) -> None:
-        self.kv.release(request, share=share)
+    def _stop(self, request: Request, share: bool, keep_state: bool = True) -> None:
+        self.kv.release(request, share=share, keep_state=keep_state)
         for waiting in self._prefills.forget(request):
             self.waiting.bring_back(waiting)

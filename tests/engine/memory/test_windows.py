@@ -16,6 +16,7 @@ from paged_attn.engine.engine import Engine
 from paged_attn.engine.memory.grouped_kv import GroupedKVManager
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.sampling.sampler_output import SamplerOutput
+from paged_attn.engine.steps.in_flight import InFlightStep
 from paged_attn.engine.steps.step_runner import StepRunner
 from paged_attn.server.logs.metrics import ServerMetrics
 from tests.engine.models import make_engine, make_llm, oracle, random_prompts, run_all, run_past_errors, tiny
@@ -158,6 +159,27 @@ def test_a_step_that_is_taken_back_does_not_miss_what_was_given_back(monkeypatch
     _, raised = run_past_errors(engine)
     assert raised == 1 and engine.scheduler.num_preemptions > failed[0]
     assert [request.output_token_ids for request in requests] == [oracle(prompt, NEW, model) for prompt in PROMPTS]
+
+
+def test_a_first_step_that_is_taken_back_leaves_no_page_without_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt that begins with a cached prefix: the step after it has given back what the lost one was to fill."""
+    model = windowed("gemma3_text")
+    (prompt,) = random_prompts(11, 68)
+    engine = make_engine(model, num_pages=16, max_batch_tokens=24, max_requests=2, overlap=True)
+    engine.add_request(prompt[:17], SamplingParams(max_new_tokens=1, ignore_eos=True, temperature=0))
+    run_all(engine)
+    request = engine.add_request(prompt, PARAMS)
+    wait, failed = InFlightStep.wait, []
+
+    def failing(self: InFlightStep) -> None:
+        if not failed:
+            failed.append(self)
+            raise RuntimeError("the device is gone")
+        wait(self)
+
+    monkeypatch.setattr(InFlightStep, "wait", failing)
+    _, raised = run_past_errors(engine)
+    assert raised == 1 and request.cached_tokens == 16 and request.output_token_ids == oracle(prompt, NEW, model)
 
 
 @pytest.mark.parametrize(("name", "settings"), [("qwen3", {}), ("gemma3_text", {"layer_groups": False}), ("deepseek_v3", {})])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paged_attn import LLM, SamplingParams, UnsupportedError
-from tests.engine.models import random_prompts
+from tests.engine.models import fail_once, random_prompts
 from tests.engine.pooling.models import CONFIGS, SETTINGS, classifier, classifying_llm, embedder, embedding_llm, own_embedding, own_logits
 
 EDGES = [[token + 1 for token in prompt] for prompt in random_prompts(7, 1, 3, 4, 5, 8, 31, 32, 17)]  # of pages of 4 and steps of 32
@@ -65,6 +65,24 @@ def test_preempted_texts_give_the_same_mean() -> None:
             engine.step()
         for prompt, request in zip(prompts, requests, strict=True):
             torch.testing.assert_close(request.pooled_row(), own_embedding(model, prompt, "mean"), **TOLERANCE)
+
+
+def test_a_text_that_a_failed_step_left_is_still_computed_whole() -> None:
+    """Another one is more urgent by then, and there is no room for both."""
+    model = embedder("bert")
+    texts = [[token + 1 for token in text] for text in random_prompts(3, 20, 24)]
+    with LLM(model, task="embed", page_size=4, num_pages=64, max_batch_tokens=32, overlap=False) as llm:
+        engine = llm.engine
+        params = engine.pooler.params(False, "mean")
+        first = engine.add_request(texts[0], params)
+        fail_once(engine, RuntimeError("once"))
+        with pytest.raises(RuntimeError, match="once"):
+            engine.step()
+        second = engine.add_request(texts[1], params, priority=-1)
+        while engine.has_work:
+            engine.step()
+        for text, request in zip(texts, (first, second), strict=True):
+            torch.testing.assert_close(request.pooled_row(), own_embedding(model, text, "mean"), **TOLERANCE)
 
 
 def test_normalized_unless_asked_otherwise_and_cut_before_it() -> None:
