@@ -54,6 +54,8 @@ def _site(node: fx.Node, form: CallForm) -> AttentionSite:
     if not form.reason and lengths[0] != form.num_tokens:
         raise UnsupportedError(f"{where}: it attends over {shapes[0][2]} positions, not over the {form.num_tokens} tokens of the call")
     scale = given.get("scale")
+    if isinstance(scale, fx.Node):
+        raise UnsupportedError(f"{where}: its scale ({scale.name}) is computed in the graph, from the number of tokens; known is a number")
     scores = SdpaScores(
         given.get("attn_mask"), bool(given.get("is_causal", False)), float(scale) if scale is not None else 1.0 / math.sqrt(shapes[0][3])
     )

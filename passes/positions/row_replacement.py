@@ -50,9 +50,12 @@ class RowReplacement:
         value = value_of(node)
         if node.op in ("placeholder", "get_attr") or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             return False
-        # Probes see the first rows of a table only, so that what is taken off one counts as different.
-        takes_rows = any(self._seed(other) is not None for other in self._sliced(node))
-        return takes_rows or not isinstance(value, Tensor) or not self.probe.is_constant(node)
+        # Probes see the first rows only: what is taken off a table, or counts rows, may differ later (Llama 4's scale from row 8,191 on).
+        counts_rows = any(self._seed(other) is not None or self._counts(other) for other in self._sliced(node))
+        return counts_rows or not isinstance(value, Tensor) or not self.probe.is_constant(node)
+
+    def _counts(self, node: fx.Node) -> bool:
+        return isinstance(value_of(node), Tensor) and self.probe.affine(node) is not None
 
     def make(self) -> fx.Node:
         """The same for a ragged row, in front of the user."""

@@ -90,7 +90,7 @@ def _prove(probe: MaskProbe, max_positions: int | None) -> MaskProof:
             raise unproved(probe.where, mask, f"it matches no known family on {length} tokens")
         found.append(family)
     family = _unscale(probe, found)
-    direct = probe.run((_direct_length(probe, family),), None, seed=0)
+    direct = probe.run((_direct_length(probe, family, max_positions),), None, seed=0)
     _explain_numbers(probe, family, direct)
     _check(probe, found, family, direct.visible)
     bias = None if direct.bias is None else _prove_bias(probe, direct.visible, direct.bias, max_positions)
@@ -123,12 +123,12 @@ def _unscale(probe: MaskProbe, found: list[MaskFamily]) -> MaskFamily:
     return MaskFamily(first.causal, limit("window"), limit("chunk"), limit("ahead"))
 
 
-def _direct_length(probe: MaskProbe, family: MaskFamily) -> int:
+def _direct_length(probe: MaskProbe, family: MaskFamily, max_positions: int | None) -> int:
     longest = min(DIRECT_LIMIT, math.isqrt(MOST_DIRECT_ELEMENTS // probe.num_heads))
     length = max(
         (limit + 97 for limit in (family.window, family.chunk, family.ahead) if limit is not None and limit + 97 <= longest), default=0
     )
-    return min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT)
+    return min(max(length, DIRECT_LENGTH), probe.table_length or DIRECT_LIMIT, max_positions or DIRECT_LIMIT)
 
 
 def _explain_numbers(probe: MaskProbe, family: MaskFamily, direct: Seen) -> None:
