@@ -58,6 +58,8 @@ class EngineThread:
         self._blocked = False  # the last step left some waiting: whoever comes now has to wait, too
         self._questions: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = deque()
         self._everything: ServingError | None = None  # cancel all that there is, for this reason
+        self._taken: list[Job] = []  # of this turn: whoever may not be the engine's yet
+        self._asked: list[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = []
         self._stopping = False
         self._failures = 0  # steps in a row
         self._probe_due = False
@@ -200,6 +202,7 @@ class EngineThread:
                 if everything is not None:
                     adds += self._adds
                     self._adds.clear()
+                self._taken, self._asked = adds, questions
                 stopping = self._stopping
             for job in cancels:
                 self._drop(engine, job, "cancelled")
@@ -210,6 +213,7 @@ class EngineThread:
             else:
                 running = self._fail(engine, {job for job, _ in self._owners.values()}, everything, "cancelled")
                 self._send([*running, *((job, everything) for job in adds)])
+            self._taken, self._asked = [], []
             self._turn_away(engine)
             self._publish(engine, adds)
             if stopping:
@@ -225,6 +229,10 @@ class EngineThread:
             _settle(answer, answer.set_result, question(engine))
         except (ValueError, TypeError) as error:  # refused: the engine goes on
             _settle(answer, answer.set_exception, error)
+        except Exception as error:  # such as no memory for an adapter: who asked is told, whatever becomes of the engine
+            _settle(answer, answer.set_exception, error)
+            if not engine.recovers:
+                raise
 
     def _admit(self, engine: Engine, job: Job) -> tuple[Job, Update] | None:
         if job.cancelled:
@@ -252,7 +260,11 @@ class EngineThread:
             self._send(self._fail(engine, late, waited_too_long(self.queue_seconds), "queue_timeout"))
         with self._condition:
             beyond, self._beyond = self._beyond, 0
-        if beyond:  # who was preempted and waits again pushes nobody out
+            left = sum(job.size for job in self._adds)
+        if beyond:  # counted when they came: others may have left since
+            begin_next = 0 if self._blocked else max(engine.config.max_requests - len(engine.scheduler.running), 0)
+            beyond = min(beyond, len(engine.scheduler.waiting) + left - self.max_queue - begin_next)
+        if beyond > 0:  # who was preempted and waits again pushes nobody out
             surplus = list(self._waiting.surplus(beyond, self.max_queue, engine.scheduler.waiting.count_of))
             self._send(self._fail(engine, surplus, made_room(), "turned_away"))
 
@@ -354,9 +366,9 @@ class EngineThread:
         with self._condition:
             self.status, self.error = status, error
             self._condition.notify_all()
-            waiting = {*self._adds, *(job for job, _ in self._owners.values())}
+            waiting = {*self._adds, *self._taken, *(job for job, _ in self._owners.values())}
             self._adds.clear()
-            questions, self._questions = list(self._questions), deque()
+            questions, self._questions = [*self._asked, *self._questions], deque()
             self._owners.clear()
             self._pending.clear()
         told = NotServingError(self.describe(), str(status)) if error is None else EngineDiedError(self.describe())
