@@ -6,9 +6,12 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+
+from paged_attn.asynchronous.errors import NotServingError
 
 T = TypeVar("T")
 
@@ -21,7 +24,7 @@ class _Piece:
 
 
 class FairPool:
-    """Of each client one piece of work runs at a time, in the order in which they came; clients take turns. For one event loop.
+    """Of each client one piece of work runs at a time, in the order in which they came; clients take turns. For one event loop at a time.
 
     Work whose caller was cancelled before it began is dropped.
 
@@ -32,14 +35,21 @@ class FairPool:
     def __init__(self, name: str, threads: int, long_threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
         self._free, self._free_for_long = threads, long_threads
+        self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # the last one that gave work
+        self._done: deque[tuple[Hashable, _Piece, Future[Any]]] = deque()  # by the threads, and not settled yet
         self._waiting: dict[Hashable, deque[_Piece]] = {}
         self._busy: set[Hashable] = set()
         # Clients whose next piece may begin, whose turn it is first; by whether that piece is long.
         self._ready: dict[bool, OrderedDict[Hashable, None]] = {False: OrderedDict(), True: OrderedDict()}
 
     async def run(self, client: Hashable, work: Callable[[], T], *, is_long: bool = False) -> T:
-        """What `work` returns or raises, from one of the threads."""
-        piece = _Piece(work, is_long, asyncio.get_running_loop().create_future())
+        """What `work` returns or raises, from one of the threads. Raises NotServingError once the pool was closed."""
+        self._loop = asyncio.get_running_loop()
+        self._settle()  # what was done when another loop had ended
+        if self._is_closed:
+            raise _closed()
+        piece = _Piece(work, is_long, self._loop.create_future())
         self._waiting.setdefault(client, deque()).append(piece)
         self._line_up(client)
         self._begin()
@@ -51,7 +61,21 @@ class FairPool:
                 self._forget(client, piece)
 
     def close(self) -> None:
+        """From any thread: what has not begun is refused."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # nobody is left to tell
+                self._loop.call_soon_threadsafe(self._refuse_all)
+
+    def _refuse_all(self) -> None:
+        for pieces in self._waiting.values():
+            for piece in pieces:
+                if not piece.result.done():
+                    piece.result.set_exception(_closed())
+        self._waiting.clear()
+        for ready in self._ready.values():
+            ready.clear()
 
     def _line_up(self, client: Hashable) -> None:
         if client not in self._busy and client in self._waiting:
@@ -76,7 +100,7 @@ class FairPool:
             ready.pop(client, None)
 
     def _begin(self) -> None:
-        while self._free:
+        while self._free and not self._is_closed:
             is_long = bool(self._ready[True]) and self._free_for_long > 0
             if not self._ready[is_long]:
                 return
@@ -84,26 +108,41 @@ class FairPool:
             piece = self._waiting[client].popleft()
             if not self._waiting[client]:
                 self._leave(client)
+            if piece.result.get_loop().is_closed():  # nobody waits for it any more
+                self._line_up(client)
+                continue
+            try:
+                begun = self._threads.submit(piece.work)
+            except RuntimeError:  # closed meanwhile
+                piece.result.set_exception(_closed())
+                return
             self._busy.add(client)
             self._free -= 1
             self._free_for_long -= is_long
-            self._threads.submit(piece.work).add_done_callback(partial(self._tell, client, piece))
+            begun.add_done_callback(partial(self._tell, client, piece))
 
     def _tell(self, client: Hashable, piece: _Piece, done: Future[Any]) -> None:
         """Called on the piece's thread."""
-        if not (loop := piece.result.get_loop()).is_closed():  # after a forced end nobody is left to tell
-            loop.call_soon_threadsafe(self._ended, client, piece, done)
+        self._done.append((client, piece, done))
+        with suppress(RuntimeError):  # its loop has ended: the next one settles it
+            piece.result.get_loop().call_soon_threadsafe(self._settle)
 
-    def _ended(self, client: Hashable, piece: _Piece, done: Future[Any]) -> None:
-        self._busy.remove(client)
-        self._free += 1
-        self._free_for_long += piece.is_long
-        if not piece.result.done():  # its caller may have left
-            if done.cancelled():  # the pool was closed
-                piece.result.cancel()
-            elif (error := done.exception()) is not None:
-                piece.result.set_exception(error)
-            else:
-                piece.result.set_result(done.result())
-        self._line_up(client)
+    def _settle(self) -> None:
+        while self._done:
+            client, piece, done = self._done.popleft()
+            self._busy.remove(client)
+            self._free += 1
+            self._free_for_long += piece.is_long
+            if not piece.result.done() and not piece.result.get_loop().is_closed():  # its caller may have left
+                if done.cancelled():
+                    piece.result.set_exception(_closed())
+                elif (error := done.exception()) is not None:
+                    piece.result.set_exception(error)
+                else:
+                    piece.result.set_result(done.result())
+            self._line_up(client)
         self._begin()
+
+
+def _closed() -> NotServingError:
+    return NotServingError("the engine was closed before the request was complete", "shutting_down")

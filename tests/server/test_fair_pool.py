@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paged_attn.asynchronous.errors import PromptError
+from paged_attn.asynchronous.errors import NotServingError, PromptError
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.texts import SHORT, THREADS, Texts
 from tests.engine.models import make_engine
@@ -212,3 +212,40 @@ def test_a_client_who_leaves_while_the_engine_is_held_up_leaves_nothing() -> Non
             httpx.post(f"{running.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 50}, timeout=0.5)
         wait_for(lambda: len(running.server.state.calls) == 0)
         permits.release(100)
+
+
+def test_work_that_a_loop_left_does_not_take_the_thread_of_the_next_one() -> None:
+    pool, work = FairPool("test", 1, 1), Work()
+
+    async def left() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.run("a", work.piece("first")), 0.05)
+
+    async def next_one() -> str:
+        return await asyncio.wait_for(pool.run("a", work.piece("second")), 20)
+
+    asyncio.run(left())
+    work.end_all()
+    wait_for(lambda: bool(pool._done))  # nobody was left to settle it
+    work.piece("second")
+    work.end_all()
+    assert asyncio.run(next_one()) == "second" and pool._free == 1 and not pool._busy
+    pool.close()
+
+
+def test_who_waits_when_the_pool_is_closed_is_told() -> None:
+    async def test(pool: FairPool, work: Work) -> None:
+        calls = [asyncio.ensure_future(pool.run(client, work.piece(client))) for client in "abc"]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(pool.close)
+        async with asyncio.timeout(20):
+            for call in calls[1:]:
+                with pytest.raises(NotServingError):
+                    await call
+            await work.end("a")
+            assert await calls[0] == "a"
+            with pytest.raises(NotServingError):
+                await pool.run("d", work.piece("d"))
+        assert work.begun == ["a"]
+
+    run(test, threads=1)
