@@ -143,3 +143,8 @@ def test_openais_client_scores_a_text(server: Running, model: Any, tokenizer: An
     assert answer.choices[0].text == text and found.text_offset == list(range(len(text))), "the package's model reads bytes"
     own = rows(model, ids)
     assert found.token_logprobs[1:] == pytest.approx([own[i][token] for i, token in enumerate(ids[1:])], abs=TOLERANCE)
+
+
+def test_a_character_of_several_tokens_counts_with_its_last(server: Running) -> None:
+    answer = server.client.completions.create(model="demo_model", prompt="éa–b", echo=True, logprobs=1, max_tokens=0)
+    assert answer.choices[0].logprobs.text_offset == [0, 0, 1, 2, 2, 2, 3], "2, 1, 3 and 1 bytes"

@@ -20,6 +20,7 @@ class CompletionReply(Reply):
         assert isinstance(body, CompletionBody)
         self.body: CompletionBody = body
         self._offsets = [0] * job.size
+        self._parts: list[list[int]] = [[] for _ in range(job.size)]  # tokens of a character that is not complete yet
         self._not_echoed = set(range(job.size)) if body.echo else set()
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class CompletionReply(Reply):
         offsets = []
         for token, _, _ in known:
             offsets.append(self._offsets[index])
-            self._offsets[index] += self._num_characters(token)
+            self._offsets[index] += self._num_characters(index, token)
         top = [self._top(*each) for each in known]
         return {"tokens": texts, "token_logprobs": [_finite(value) for _, value, _ in known], "top_logprobs": top, "text_offset": offsets}
 
@@ -63,10 +64,16 @@ class CompletionReply(Reply):
                 top[f"token_id:{other}" if text in top else text] = _finite(its)
         return top
 
-    def _num_characters(self, token: int) -> int:
-        """0 for a part of one."""
-        text = self.texts.of_token(token)
-        return len(text) if is_text(text, token) else 0
+    def _num_characters(self, index: int, token: int) -> int:
+        """That the next token of an answer adds: 0 if it is a part of one, and not its last."""
+        parts, text = [*self._parts[index], token], self.texts.of_token(token)
+        if len(parts) > 1 or not is_text(text, token):
+            text = self.texts.of_tokens(parts)
+            if text.endswith("\ufffd"):
+                self._parts[index] = parts
+                return 0
+        self._parts[index] = []
+        return len(text)
 
     def _echo(self, index: int) -> dict[str, Any]:
         """The prompt of an answer, and its log-probabilities, as a part of the answer."""
@@ -76,11 +83,11 @@ class CompletionReply(Reply):
         if count is not None:
             first = request.prompt_token_ids[0]
             is_added = self.texts.is_special(first) and not text.startswith(self.texts.of_token(first))
-            self._offsets[index] = 0 if is_added else self._num_characters(first)
+            self._offsets[index] = 0 if is_added else self._num_characters(index, first)
             rest = self.logprobs(index, self._scored(index, count))
             heads = {"tokens": self.texts.of_token(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
             logprobs = {name: [head, *rest[name]] for name, head in heads.items()}
-        self._offsets[index] = len(text)
+        self._offsets[index], self._parts[index] = len(text), []
         return {"text": text, "logprobs": logprobs}
 
     def _by_id(self, index: int, count: int) -> list[dict[str, dict[str, Any]] | None]:
