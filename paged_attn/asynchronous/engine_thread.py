@@ -12,7 +12,15 @@ from contextlib import suppress
 from itertools import islice, product
 from typing import Any
 
-from paged_attn.asynchronous.errors import EngineDiedError, NotServingError, PromptError, QueueFullError, ServingError, StepFailedError
+from paged_attn.asynchronous.errors import (
+    EngineDiedError,
+    NotServingError,
+    PromptError,
+    QueueFullError,
+    ServingError,
+    StepFailedError,
+    closed_before_its_end,
+)
 from paged_attn.asynchronous.job import Accepted, Job, Update
 from paged_attn.asynchronous.observer import Observer
 from paged_attn.asynchronous.snapshot import EngineSnapshot
@@ -108,8 +116,7 @@ class EngineThread:
             if count > config.max_requests + self.max_queue:
                 raise too_many_prompts(count, config.max_requests, self.max_queue)
             waiting = now.waiting + self._pending.total()
-            begin_next = 0 if self._blocked else max(config.max_requests - now.running, 0)  # of those that wait
-            beyond = waiting + count - self.max_queue - begin_next
+            beyond = self._too_many(waiting + count, now.running, config.max_requests)
             if beyond > 0:
                 waiting_of = Counter(now.waiting_of) + self._pending
                 if waiting_of[job.tenant] + count > fair_share(self.max_queue, waiting_of, job.tenant):
@@ -119,6 +126,11 @@ class EngineThread:
             self._adds.append(job)
             self._pending[job.tenant] += count
             self._condition.notify()
+
+    def _too_many(self, waiting: int, running: int, max_requests: int) -> int:
+        """By how many those that wait are more than the queue has room for, beside those that begin next."""
+        begin_next = 0 if self._blocked else max(max_requests - running, 0)
+        return waiting - self.max_queue - begin_next
 
     def cancel(self, job: Job) -> None:
         """Stop a job, wherever it is; nothing happens if it has ended."""
@@ -149,7 +161,7 @@ class EngineThread:
     def cancel_all(self) -> None:
         """End all jobs with a NotServingError."""
         with self._condition:
-            self._everything = NotServingError("the engine was closed before the request was complete", "shutting_down")
+            self._everything = closed_before_its_end()
             self._condition.notify()
 
     def stop(self, timeout: float | None = None) -> bool:
@@ -227,11 +239,9 @@ class EngineThread:
     def _answer(self, engine: Engine, question: Callable[[Engine], Any], answer: asyncio.Future[Any]) -> None:
         try:
             _settle(answer, answer.set_result, question(engine))
-        except (ValueError, TypeError) as error:  # refused: the engine goes on
+        except Exception as error:  # a refusal, or no memory for an adapter: who asked is told, whatever becomes of the engine
             _settle(answer, answer.set_exception, error)
-        except Exception as error:  # such as no memory for an adapter: who asked is told, whatever becomes of the engine
-            _settle(answer, answer.set_exception, error)
-            if not engine.recovers:
+            if not isinstance(error, (ValueError, TypeError)) and not engine.recovers:
                 raise
 
     def _admit(self, engine: Engine, job: Job) -> tuple[Job, Update] | None:
@@ -262,8 +272,8 @@ class EngineThread:
             beyond, self._beyond = self._beyond, 0
             left = sum(job.size for job in self._adds)
         if beyond:  # counted when they came: others may have left since
-            begin_next = 0 if self._blocked else max(engine.config.max_requests - len(engine.scheduler.running), 0)
-            beyond = min(beyond, len(engine.scheduler.waiting) + left - self.max_queue - begin_next)
+            scheduler = engine.scheduler
+            beyond = min(beyond, self._too_many(len(scheduler.waiting) + left, len(scheduler.running), engine.config.max_requests))
         if beyond > 0:  # who was preempted and waits again pushes nobody out
             surplus = list(self._waiting.surplus(beyond, self.max_queue, engine.scheduler.waiting.count_of))
             self._send(self._fail(engine, surplus, made_room(), "turned_away"))

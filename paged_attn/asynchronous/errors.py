@@ -27,6 +27,10 @@ class NotServingError(ServingError):
         self.code, self.retry_after = code, retry_after
 
 
+def closed_before_its_end() -> NotServingError:
+    return NotServingError("the engine was closed before the request was complete", "shutting_down")
+
+
 class EngineDiedError(ServingError):
     """The engine that ran the request is beyond use."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from paged_attn.asynchronous.errors import NotServingError
+from paged_attn.asynchronous.errors import closed_before_its_end
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class FairPool:
         self._loop = asyncio.get_running_loop()
         self._settle()  # what was done when another loop had ended
         if self._is_closed:
-            raise _closed()
+            raise closed_before_its_end()
         piece = _Piece(work, is_long, self._loop.create_future())
         self._waiting.setdefault(client, deque()).append(piece)
         self._line_up(client)
@@ -72,7 +72,7 @@ class FairPool:
         for pieces in self._waiting.values():
             for piece in pieces:
                 if not piece.result.done():
-                    piece.result.set_exception(_closed())
+                    piece.result.set_exception(closed_before_its_end())
         self._waiting.clear()
         for ready in self._ready.values():
             ready.clear()
@@ -114,7 +114,7 @@ class FairPool:
             try:
                 begun = self._threads.submit(piece.work)
             except RuntimeError:  # closed meanwhile
-                piece.result.set_exception(_closed())
+                piece.result.set_exception(closed_before_its_end())
                 return
             self._busy.add(client)
             self._free -= 1
@@ -135,14 +135,10 @@ class FairPool:
             self._free_for_long += piece.is_long
             if not piece.result.done() and not piece.result.get_loop().is_closed():  # its caller may have left
                 if done.cancelled():
-                    piece.result.set_exception(_closed())
+                    piece.result.set_exception(closed_before_its_end())
                 elif (error := done.exception()) is not None:
                     piece.result.set_exception(error)
                 else:
                     piece.result.set_result(done.result())
             self._line_up(client)
         self._begin()
-
-
-def _closed() -> NotServingError:
-    return NotServingError("the engine was closed before the request was complete", "shutting_down")

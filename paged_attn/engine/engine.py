@@ -387,7 +387,7 @@ class Engine:
                 pooled = PooledRows(output.logits, [part for _, part in layout.pooled]) if layout.pooled else None
                 chosen = self._choose(output, layout) if layout.sampling else None
         except BaseException:
-            with self.kv.advanced_states(requests):
+            with self.kv.leaving_no_states(requests):
                 try:
                     self._collect(0)  # what came before it is not lost
                 finally:
@@ -434,7 +434,7 @@ class Engine:
     def _restart(self, requests: list[Request]) -> None:
         """After an error: what the device counted for them is not to be relied on, and recurrent states are computed anew: unlike KV, which
         the next try writes over, a state that has advanced can not be taken back."""
-        with self.kv.advanced_states(requests):
+        with self.kv.leaving_no_states(requests):
             for request in requests:
                 self.sampler.forget(request.sampling)
                 if not self.kv.can_go_on(request):

@@ -50,7 +50,7 @@ class RowReplacement:
         value = value_of(node)
         if node.op in ("placeholder", "get_attr") or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             return False
-        # Probes see the first rows only: what is taken off a table, or counts rows, may differ later (Llama 4's scale from row 8,191 on).
+        # Probes see the first rows only: what is taken off a table, or counts rows, may differ later (a scale that is 1 up to row 8,191).
         counts_rows = any(self._seed(other) is not None or self._counts(other) for other in self._sliced(node))
         return counts_rows or not isinstance(value, Tensor) or not self.probe.is_constant(node)
 

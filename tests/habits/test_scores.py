@@ -148,3 +148,9 @@ def test_openais_client_scores_a_text(server: Running, model: Any, tokenizer: An
 def test_a_character_of_several_tokens_counts_with_its_last(server: Running) -> None:
     answer = server.client.completions.create(model="demo_model", prompt="éa–b", echo=True, logprobs=1, max_tokens=0)
     assert answer.choices[0].logprobs.text_offset == [0, 0, 1, 2, 2, 2, 3], "2, 1, 3 and 1 bytes"
+
+
+def test_bytes_that_never_are_a_character_count_as_what_stands_for_them(server: Running, tokenizer: Any) -> None:
+    odd = [tokenizer.encode("é")[-1]] * 6
+    answer = server.client.completions.create(model="demo_model", prompt=odd, echo=True, logprobs=1, max_tokens=0)
+    assert answer.choices[0].text == "\ufffd" * 6 and answer.choices[0].logprobs.text_offset == [0, 0, 0, 0, 4, 4]

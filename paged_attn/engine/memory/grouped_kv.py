@@ -148,8 +148,8 @@ class GroupedKVManager(KVManager):
     def add_page_each(self, rows: RequestRows, indices: NDArray[np.int64]) -> bool:
         return self._make_room(len(indices)) and super().add_page_each(rows, indices)
 
-    def release(self, request: Request, *, share: bool, keep_state: bool = True) -> None:
-        super().release(request, share=share, keep_state=keep_state)
+    def release(self, request: Request, *, share: bool) -> None:
+        super().release(request, share=share)
         self._left_tree.pop(request, None)
 
     def _free_duplicate(self, page: int, kept: int) -> None:

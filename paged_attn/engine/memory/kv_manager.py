@@ -55,7 +55,7 @@ class KVManager:
         self.version = 0
         self.snapshots: StateSnapshots | None = None
         self.tree: RadixCache | None = None
-        self._advanced: Collection[Request] = ()
+        self._leave_no_state: Collection[Request] = ()
         if prefix_cache and states is None:
             self.tree = RadixCache(self.allocator)
         elif prefix_cache and states is not None and self.state_slots is not None and slots.kept:
@@ -253,15 +253,13 @@ class KVManager:
         """Free a request's page that holds what `kept` does."""
         self.allocator.free([page])
 
-    def release(self, request: Request, *, share: bool, keep_state: bool = True) -> None:
-        """Take all pages from a request; with `share` its vouched full pages stay in the tree for others, and its last state, if it may be
-        kept. Safe to call twice."""
+    def release(self, request: Request, *, share: bool) -> None:
+        """Take all pages from a request; with `share` its vouched full pages stay in the tree for others. Safe to call twice."""
         if request.num_pages or request.state_slot:
             self.version += 1
         if share:
             self._share_pages(request)
-            if keep_state:
-                self._share_last_state(request)
+            self._share_last_state(request)
         for slot in (*request.snapshots.values(), *request.taken_slots.values()):
             assert self.snapshots is not None
             self.snapshots.drop(slot)
@@ -278,19 +276,19 @@ class KVManager:
         request.snapshots, request.taken_slots = {}, {}
 
     @contextmanager
-    def advanced_states(self, requests: Collection[Request]) -> Iterator[None]:
-        """Inside, the state slots of these requests may be ahead of their tokens, as a step failed that was for them: those that end or are
-        preempted leave no state behind. May be nested."""
-        before, self._advanced = self._advanced, [*self._advanced, *requests]
+    def leaving_no_states(self, requests: Collection[Request]) -> Iterator[None]:
+        """Inside, those of these requests that end or are preempted leave no state behind: it may be ahead of their tokens, as a step
+        failed that was for them, or another request is to have its slot. May be nested."""
+        before, self._leave_no_state = self._leave_no_state, [*self._leave_no_state, *requests]
         try:
             yield
         finally:
-            self._advanced = before
+            self._leave_no_state = before
 
     def _share_last_state(self, request: Request) -> None:
         """Leave the state of a request that ends or is preempted in its slot, for others, if its tokens fill their last page: where `lock`
         ends."""
-        if self.snapshots is None or request in self._advanced:
+        if self.snapshots is None or request in self._leave_no_state:
             return
         if request.num_validated != request.num_cached or not request.num_cached == request.num_locked > 0:
             return

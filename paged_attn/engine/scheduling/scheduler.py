@@ -110,7 +110,7 @@ class Scheduler:
                 self._admit(plan, drained, request.priority)
             if plan.budget <= 0 or request not in self.running:  # an earlier one may have preempted it
                 continue
-            if self.whole_prompts and request.num_remaining > plan.budget:
+            if self._must_wait_whole(request, plan):
                 break
             count = self._count(request, plan)
             if count and self._reserve(request, request.num_cached + count, plan, drained):
@@ -155,6 +155,10 @@ class Scheduler:
         prefilling = [requests[index] for index in (~needs_one).nonzero()[0].tolist()] if left_out else []
         return [request for request in prefilling if request in self.running]  # a decode may have preempted it
 
+    def _must_wait_whole(self, request: Request, plan: StepPlan) -> bool:
+        """Whether its tokens may not be cut into chunks, and this step has no room for all of them."""
+        return self.whole_prompts and request.num_remaining > plan.budget
+
     @staticmethod
     def _count(request: Request, plan: StepPlan) -> int:
         """As many tokens as there are left, and as the budgets allow."""
@@ -193,7 +197,7 @@ class Scheduler:
                 return
             if request.wants_scores and plan.score_budget <= 0:
                 return
-            if self.whole_prompts and len(request.tokens) > plan.budget:
+            if self._must_wait_whole(request, plan):
                 return
             if self._is_still_blocked(request):
                 return
@@ -257,20 +261,20 @@ class Scheduler:
         if not drained:
             self.wants_drain = True
             return False
-        for victim in victims:
-            plan.drop(victim)
-            self.preempt(victim, keep_state=False)  # which would take the place that it gives
+        with self.kv.leaving_no_states(victims):  # which would take the places that they give
+            for victim in victims:
+                plan.drop(victim)
+                self.preempt(victim)
         return True
 
-    def preempt(self, request: Request, keep_state: bool = True) -> None:
-        """Take a running request's pages and let it wait, before new ones of its priority; all its tokens must be known. `keep_state`: its
-        recurrent state may stay in its slot, for when it comes again."""
+    def preempt(self, request: Request) -> None:
+        """Take a running request's pages and let it wait, before new ones of its priority; all its tokens must be known."""
         assert not request.num_pending, f"request {request.id!r} has a token under way: collect the step before preempting it"
-        self._wait_again(request, keep_state)
+        self._wait_again(request)
         self.stats.preemptions += 1
 
-    def _wait_again(self, request: Request, keep_state: bool = True) -> None:
-        self._stop(request, share=request.num_sampled > 0, keep_state=keep_state)
+    def _wait_again(self, request: Request) -> None:
+        self._stop(request, share=request.num_sampled > 0)
         request.take_length()
         self.running.remove(request)
         self.waiting.append(request, ran_before=True)
@@ -283,7 +287,7 @@ class Scheduler:
             self.waiting.remove(request)
         self._stop(request, share=share)
 
-    def _stop(self, request: Request, share: bool, keep_state: bool = True) -> None:
-        self.kv.release(request, share=share, keep_state=keep_state)
+    def _stop(self, request: Request, share: bool) -> None:
+        self.kv.release(request, share=share)
         for waiting in self._prefills.forget(request):
             self.waiting.bring_back(waiting)

@@ -12,6 +12,7 @@ from paged_attn.server.api.bodies import Body, CompletionBody
 from paged_attn.server.api.replies import Known, Reply, is_text, known_of
 
 LEAST = -9999.0
+MOST_BYTES = 4  # of a character, and so tokens
 
 
 class CompletionReply(Reply):
@@ -69,7 +70,7 @@ class CompletionReply(Reply):
         parts, text = [*self._parts[index], token], self.texts.of_token(token)
         if len(parts) > 1 or not is_text(text, token):
             text = self.texts.of_tokens(parts)
-            if text.endswith("\ufffd"):
+            if text.endswith("\ufffd") and len(parts) < MOST_BYTES:
                 self._parts[index] = parts
                 return 0
         self._parts[index] = []
