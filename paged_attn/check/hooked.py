@@ -21,7 +21,7 @@ from paged_attn.check.compare.noise import Noise
 from paged_attn.check.compare.windows import attend_in_steps
 from paged_attn.check.runs.boundaries import Boundary
 from paged_attn.check.runs.served import AS_IT_IS, HowToRun, Original, Seen, Served, VisitBoundary
-from paged_attn.check.runs.steps import ProbeSettings
+from paged_attn.check.runs.steps import ProbeSettings, others_for
 from paged_attn.check.runs.tapped import Visit, wider
 from paged_attn.check.runs.truth import Truth
 from paged_attn.check.self_check import check_served
@@ -59,11 +59,12 @@ def check_hooked(patched: HookedModel, model_logits: Logits, prompts: Sequence[T
     with torch.no_grad():
         taps = TappedModel(patched)
         original = HookedOriginal(taps)
-        truth = Truth(original, list(taps.by_name.values()), prompts)
+        longest = max_positions(patched.model)
+        truth = Truth(original, list(taps.by_name.values()), prompts, others_for(prompts, longest))
         served = HookedServed(taps, settings)
         noise = Noise(original, truth, served.is_causal, settings.length_borders)
         check_against_model(model_logits, original, truth, type(patched.model).__name__, settings)
-        check_served(served, original, truth, noise, served.exact_attention, max_positions(patched.model), patched.model)
+        check_served(served, original, truth, noise, served.exact_attention, longest, patched.model)
     logger.info("self-check of the hooked model passed in %.2f s", time.perf_counter() - started)
 
 

@@ -26,7 +26,7 @@ from paged_attn.check.compare.ragged import compare_ragged
 from paged_attn.check.compare.suspects import without_choices
 from paged_attn.check.compare.windows import Attention, check_windows
 from paged_attn.check.runs.served import Original, Served
-from paged_attn.check.runs.steps import ProbeSettings, probe_prompts
+from paged_attn.check.runs.steps import ProbeSettings, others_for, probe_prompts
 from paged_attn.check.runs.tapped import unchanged
 from paged_attn.check.runs.traced_original import TracedOriginal
 from paged_attn.check.runs.traced_served import TracedServed
@@ -67,7 +67,7 @@ def self_check(
         traced = GraphInputs(compiled.roles, args if traced_args is None else traced_args)
         original = TracedOriginal(compiled, traced, served.boundaries)
         prompts = probe_prompts(inputs.device_of(args), _num_ids(compiled, inputs, args, original, model_logits), compiled.max_positions)
-        truth = Truth(original, served.boundaries.all, prompts)
+        truth = Truth(original, served.boundaries.all, prompts, others_for(prompts, compiled.max_positions))
         check_rows(prompts, truth.logits, inputs.takes_logits_rows)
         noise = Noise(original, truth, served.is_causal, served.settings.length_borders)
         if model_logits is not None:

@@ -1,4 +1,4 @@
-"""The Python files whose code a trace went through, and a hash of what each of them holds now."""
+"""The Python files whose code a trace went through, or whose values that code names, and a hash of what each of them holds now."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from contextvars import ContextVar
 
 from torch._guards import TracingContext
 
-from paged_attn.hashing.code_text import versioned
+from paged_attn.hashing.code_text import installed, versioned
 from paged_attn.hashing.stable_hasher import Indescribable, StableHasher
 
 # Of transformers: the installed packages, which the key lists, in an order that changes from process to process; and what each class of
 # model that this process has made can record, which the class's own file says.
 _NOT_EVIDENCE = frozenset({"PACKAGE_DISTRIBUTION_MAPPING", "_CAN_RECORD_REGISTRY"})
 _GENERATED = "<string>"  # a dataclass's methods: made from the class, which lies in one of the files
+_ENVIRONMENT = "<environment>"  # in place of a file
+_READS_ENVIRONMENT = frozenset({"environ", "getenv"})
 _besides: ContextVar[tuple[frozenset[str], frozenset[str]]] = ContextVar("_besides", default=(frozenset(), frozenset()))
 
 
@@ -44,7 +46,8 @@ def made_of(files: Iterable[str], generated: Iterable[str]) -> Iterator[None]:
 
 
 def traced_files() -> frozenset[str] | None:
-    """Names of all files that Dynamo's trace, in whose backend we are called, has read code from, without torch's and Python's own.
+    """Names of all files that Dynamo's trace, in whose backend we are called, has read code from, and of those whose values that code
+    names, without torch's and Python's own.
 
     None outside of a trace, or where torch does not say.
     """
@@ -52,16 +55,55 @@ def traced_files() -> frozenset[str] | None:
     if codes is None:
         return None
     files, generated = _besides.get()
-    names = {code.co_filename for code in codes} - generated | files
+    names = {code.co_filename for code in codes} - generated | files | _read_files(codes)
     return frozenset(name for name in names if not versioned(name) and name != _GENERATED)
 
 
-def modules_of(files: Iterable[str]) -> list[str]:
-    """Names of the imported modules that lie in these files, sorted; code that lies in no module is indescribable."""
+def _read_files(codes: Iterable[types.CodeType]) -> set[str]:
+    """Of the modules whose values these codes read by name (`settings.WINDOW`, `package.settings.WINDOW`, a class taken from one).
+    Not of what is installed, nor for code that is: a package's version says what it holds."""
+    by_file, found = _imported(), set[str]()
+    for code in codes:
+        if versioned(code.co_filename) or installed(code.co_filename) or code.co_filename not in by_file:
+            continue
+        names = frozenset(code.co_names)
+        if names & _READS_ENVIRONMENT:
+            found.add(_ENVIRONMENT)
+        pending, seen = [sys.modules[by_file[code.co_filename]]], set[int]()
+        while pending:
+            owner = pending.pop()
+            seen.add(id(owner))
+            for value in (vars(owner)[name] for name in names if name in vars(owner)):
+                module = value if isinstance(value, types.ModuleType) else _home_of(value)
+                file = getattr(module, "__file__", None)
+                if module is None or not isinstance(file, str) or versioned(file) or installed(file):
+                    continue
+                found.add(file)
+                if module is value and id(module) not in seen:
+                    pending.append(module)
+    return found
+
+
+def _home_of(value: object) -> types.ModuleType | None:
+    """The module of a class, whose attributes are read by name; functions are traced themselves."""
+    return sys.modules.get(value.__module__) if isinstance(value, type) else None
+
+
+def _imported() -> dict[str, str]:
+    """Names of imported modules by their files."""
     found: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and isinstance(file := getattr(module, "__file__", None), str):
             found.setdefault(file, name)
+    return found
+
+
+def modules_of(files: Iterable[str]) -> list[str]:
+    """Names of the imported modules that lie in these files, sorted. Code that lies in no module, or that reads the environment, is
+    indescribable."""
+    found = _imported()
+    if _ENVIRONMENT in files:
+        raise Indescribable("code that reads the environment")
     if homeless := sorted(set(files) - found.keys()):
         raise Indescribable(f"code in {homeless[0]}, which is no imported module")
     return sorted(found[file] for file in files if found[file].partition(".")[0] != "paged_attn")  # ours are hashed as sources

@@ -26,7 +26,12 @@ def versioned(filename: str) -> bool:
     """Whether a file belongs to torch or to Python itself, whose versions say all."""
     if filename.startswith(("<frozen ", _TORCH)):
         return True
-    return filename.startswith(_PYTHON) and not any(part in filename for part in _PACKAGES)
+    return filename.startswith(_PYTHON) and not installed(filename)
+
+
+def installed(filename: str) -> bool:
+    """Whether a file belongs to an installed package, whose version says what it holds."""
+    return any(part in filename for part in _PACKAGES)
 
 
 def _code(code: CodeType) -> str:

@@ -16,6 +16,7 @@ from paged_attn.passes.fx.graph_tools import of_module, source_name, symbol, val
 
 _KEY = re.compile(r"\['(\w+)'\]$|^L\['?(\w+)'?\]$|\.(\w+)$")
 
+_LONGER, _SHORTER = 64, 4  # calls by so many tokens, for which a guard is tried
 _LARGEST_OFFSET = 16  # rows of a table of positions before that of the first token
 _NO_IDS = (
     "this graph is given no token ids: torch.compile broke the model's forward into several graphs, of which it is one, or the call passes "
@@ -89,7 +90,8 @@ def find_call_form(graph: fx.Graph, limited: bool = False) -> CallForm:
     roles = {node: _role(node, tokens, logits, ids) for node in placeholders}
     max_tokens = _upper_bound(length)
     limited = limited or (max_tokens is not None and ends_with_a_table(graph, ids, max_tokens))
-    return CallForm(tokens, roles, _reason(batch, tokens, None if limited else max_tokens, named, roles), max_tokens)
+    reason = _reason(batch, tokens, None if limited else max_tokens, named, roles) or _fixed_length(length)
+    return CallForm(tokens, roles, reason, max_tokens)
 
 
 def _is_table_of_ids(value: Tensor) -> bool:
@@ -125,6 +127,19 @@ def _reason(batch: Any, tokens: Any, max_tokens: int | None, named: dict[str, fx
         return f"the call was traced with a fixed length of {tokens} tokens; pass batch.model_inputs(), which marks T as dynamic"
     if max_tokens is not None:
         return f"the trace holds only for up to {max_tokens} tokens, as the model branches on the length"
+    return ""
+
+
+def _fixed_length(size: Any) -> str:
+    """Why the trace holds for one length alone, where no range of T says so: its code made a number of T in Python, as `math.log` does."""
+    if not isinstance(size, SymInt) or not isinstance(size.node.expr, sympy.Symbol):
+        return ""
+    traced = int(size.node.hint)
+    others = [sympy.Integer(n) for n in range(max(traced - _SHORTER, 2), traced + _LONGER) if n != traced]
+    for guard in size.node.shape_env.guards:
+        if guard.expr.free_symbols == {size.node.expr}:
+            if not any(guard.expr.xreplace({size.node.expr: length}) == sympy.true for length in others):
+                return f"the trace holds for one length only, as the model computes with the number of tokens in Python ({guard.expr})"
     return ""
 
 

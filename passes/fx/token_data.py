@@ -24,6 +24,8 @@ _SHAPE_OF_FIRST = {"zeros_like", "ones_like", "full_like", "empty_like", "new_ze
 _SHAPE_OF_SECOND = {"expand_as", "view_as", "reshape_as", "type_as", "to"}
 _INDEXED_BY = {"index_select": 2, "gather": 2, "index_add_": 2, "index_copy_": 2, "scatter_": 2, "scatter_add_": 2, "embedding": 0,
                "index_add": 2, "scatter": 2, "scatter_add": 2}  # fmt: skip
+_ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_divide", "true_divide", "remainder", "mod", "rsub", "iadd",
+               "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "pow_", "maximum", "minimum", "clamp"}  # fmt: skip
 UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided"}  # results that are nothing until they are written
 
 
@@ -54,6 +56,19 @@ def token_data(graph: fx.Graph, form: CallForm, positions: bool = True) -> set[f
                 found |= {node} | written_values(node)
         if len(found) == before:
             return found
+
+
+def is_count(value: Any, form: CallForm) -> bool:
+    """Whether a number is made from T."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and form.num_tokens in value.node.expr.free_symbols
+
+
+def counts_in_numbers(node: fx.Node, form: CallForm) -> list[fx.Node]:
+    """The numbers made from T that go into those of a floating tensor."""
+    value = value_of(node)
+    if name_of(node) not in _ARITHMETIC or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        return []
+    return [other for other in node.all_input_nodes if is_count(value_of(other), form)]
 
 
 def backward_slice(node: fx.Node, user: fx.Node, stop: frozenset[fx.Node] = frozenset(), writers: Writers | None = None) -> list[fx.Node]:

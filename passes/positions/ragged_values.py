@@ -9,19 +9,24 @@ Every replacement is proved: on ragged positions it must give the rows that the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import name_of, token_dims, value_of, writers_of, writes_in_place, written_values
-from paged_attn.passes.fx.token_data import UNDEFINED, backward_slice, indexed_tensor, lookup_of, read_inputs, token_axis, token_data
+from paged_attn.passes.fx.token_data import (
+    UNDEFINED,
+    backward_slice,
+    counts_in_numbers,
+    indexed_tensor,
+    is_count,
+    lookup_of,
+    read_inputs,
+    token_axis,
+    token_data,
+)
 from paged_attn.passes.positions.batch_positions import BatchPositions
 from paged_attn.passes.positions.row_replacement import RowFacts, RowReplacement, refusal
-
-_ARITHMETIC = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "floor_divide", "true_divide", "remainder", "mod", "rsub", "iadd",
-               "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "pow_", "maximum", "minimum", "clamp"}  # fmt: skip
 
 
 def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: Values, positions: BatchPositions) -> int:
@@ -59,21 +64,14 @@ def use_positions_for_row_values(graph: fx.Graph, form: CallForm, values: Values
 
 def _counts_tokens(nodes: tuple[fx.Node, ...], form: CallForm) -> bool:
     """Whether something among the nodes depends on T: a size, or a tensor made of that size."""
-    return any(token_dims(node, form.num_tokens) or _is_count(value_of(node), form) for node in nodes)
-
-
-def _is_count(value: Any, form: CallForm) -> bool:
-    """Whether a number is made from T."""
-    return isinstance(value, (torch.SymInt, torch.SymFloat)) and form.num_tokens in value.node.expr.free_symbols
+    return any(token_dims(node, form.num_tokens) or is_count(value_of(node), form) for node in nodes)
 
 
 def _check_scaled(data: set[fx.Node], form: CallForm) -> None:
     """No floating value of tokens may be computed with T as a number (a temperature of log T)."""
     for node in data:
-        value = value_of(node)
-        if name_of(node) in _ARITHMETIC and isinstance(value, Tensor) and value.dtype.is_floating_point:
-            if counts := [other for other in node.all_input_nodes if _is_count(value_of(other), form)]:
-                raise refusal(counts[0], f"goes into the numbers of {node.name}")
+        if counts := counts_in_numbers(node, form):
+            raise refusal(counts[0], f"goes into the numbers of {node.name}")
 
 
 def _check_written(shared: RowFacts, data: set[fx.Node]) -> None:

@@ -18,12 +18,13 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
 from paged_attn.passes.fx.graph_tools import shape_at, value_of
-from paged_attn.passes.fx.mask_literals import HIDES
+from paged_attn.passes.fx.mask_literals import HIDES, hidden_numbers, scaled_numbers
 from paged_attn.passes.fx.slicing import ancestors, evaluate
+from paged_attn.passes.fx.token_data import counts_in_numbers
 from paged_attn.passes.prove.bias_family import FloatArray
 from paged_attn.passes.prove.score_subgraph import MixesHeads, needed_for_values, placeholder_value, score_path, zeros_for
 
-TOKENS = 11
+TOKENS, MORE_TOKENS = 11, 97
 EXACT, ROUNDED = 2e-5, 2e-2  # of the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
 HIDDEN = -1e30
@@ -63,46 +64,48 @@ def prove_score_function(site: AttentionSite, form: CallForm, values: Values) ->
         MixesHeads: those of one head are made from products of others.
         UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit a head.
     """
-    region = _Region(site, form, values)
+    region = _Region(site, form, values, TOKENS)
     region.check_heads()
     function = region.fit()
-    region.check_weights(function.first_column)
+    region.check_numbers()
+    for checked in (region, _Region(site, form, values, MORE_TOKENS)):
+        checked.check_weights(function.first_column)
     return function
 
 
 def mixed_heads(site: AttentionSite, form: CallForm, values: Values) -> MixesHeads | None:
     """The refusal of an attention that makes the scores or weights of one head from products of others; None for any other."""
     try:
-        _Region(site, form, values).check_heads()
+        _Region(site, form, values, TOKENS).check_heads()
     except UnsupportedError as reason:  # where it is another, nothing of it can be evaluated alone
         return reason if isinstance(reason, MixesHeads) else None
     return None
 
 
 class _Region:
-    """What is between the products and the weights, and `sample`, random products in float64."""
+    """What is between the products and the weights on a row of tokens, and `sample`, random products in float64."""
 
-    def __init__(self, site: AttentionSite, form: CallForm, values: Values) -> None:
+    def __init__(self, site: AttentionSite, form: CallForm, values: Values, tokens: int) -> None:
         scores = site.scores
         assert isinstance(scores, WrittenScores)
-        self.site, self.scores = site, scores
+        self.site, self.scores, self.form, self.tokens = site, scores, form, tokens
         self.nodes, shapes = needed_for_values(scores.weights, scores.output, (scores.products,))
-        self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, TOKENS) for node in shapes}
+        self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, tokens) for node in shapes}
         for node in self.nodes:
             if node.op == "placeholder":
-                self.given[node] = placeholder_value(form.roles.get(node, ""), values[node], (TOKENS,), torch.arange(2, 2 + TOKENS))
-        shape = shape_at(scores.products, form.num_tokens, TOKENS)
+                self.given[node] = placeholder_value(form.roles.get(node, ""), values[node], (tokens,), torch.arange(tokens) % TOKENS + 2)
+        shape = shape_at(scores.products, form.num_tokens, tokens)
         self.sample = torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 2
 
     def run(self, products: Tensor, result: fx.Node) -> FloatArray:
         """The value [heads, T, columns] of a node for these products, whose diagonals are set to zero."""
-        index = torch.arange(TOKENS)
+        index = torch.arange(self.tokens)
         given = products.clone()
         given[..., index, index] = 0.0
         device = next((v.device for v in self.given.values() if isinstance(v, Tensor)), torch.device("cpu"))
         value = self._evaluated(given.to(device), result)
         value = value.double().clamp(min=HIDDEN)  # -inf would leave NaN in differences
-        return np.asarray(value.reshape(-1, TOKENS, value.shape[-1]).numpy(force=True))
+        return np.asarray(value.reshape(-1, self.tokens, value.shape[-1]).numpy(force=True))
 
     def _evaluated(self, products: Tensor, result: fx.Node) -> Tensor:
         """On products in float64, or, where they meet a tensor of the model that wants its own dtype, in the graph's."""
@@ -119,7 +122,7 @@ class _Region:
 
     def check_heads(self) -> None:
         """Change the products of the first head: the scores and weights of the others must not move."""
-        changed = self.sample.clone().view(-1, TOKENS, TOKENS)
+        changed = self.sample.clone().view(-1, self.tokens, self.tokens)
         changed[0] = -changed[0] + 1
         for result, what in ((self.scores.scores, "scores"), (self.scores.weights, "weights")):
             before, after = (self.run(products.view(self.sample.shape), result)[1:] for products in (self.sample, changed))
@@ -131,20 +134,20 @@ class _Region:
 
     def fit(self) -> ScoreFunction:
         still = self.run(torch.zeros_like(self.sample), self.scores.scores)
-        extra = still.shape[-1] - TOKENS
+        extra = still.shape[-1] - self.tokens
         if self.scores.lse is not None and (extra or np.diagonal(still, axis1=1, axis2=2).any()):
             raise self.refusal("the log-sum-exp of its scores is used, and its scores have a sink or are shifted row by row")
         if extra not in (0, 1):
             raise self.refusal(f"its softmax has {extra} columns besides the tokens'; known are none and one sink")
         first = self._first_column() if extra else 0
-        visible = still[:, :, first : first + TOKENS] > HIDES
-        products = self.sample.reshape(-1, TOKENS, TOKENS).numpy().copy()
-        products[:, np.arange(TOKENS), np.arange(TOKENS)] = 0.0
+        visible = still[:, :, first : first + self.tokens] > HIDES
+        products = self.sample.reshape(-1, self.tokens, self.tokens).numpy().copy()
+        products[:, np.arange(self.tokens), np.arange(self.tokens)] = 0.0
 
         def moved(by: float) -> FloatArray:
             """f(by * products) where visible."""
-            scores = self.run(self.sample * by, self.scores.scores)[:, :, first : first + TOKENS]
-            return np.asarray((_from_diagonal(scores) - _from_diagonal(still[:, :, first : first + TOKENS]))[visible])
+            scores = self.run(self.sample * by, self.scores.scores)[:, :, first : first + self.tokens]
+            return np.asarray((_from_diagonal(scores) - _from_diagonal(still[:, :, first : first + self.tokens]))[visible])
 
         seen = products[visible]
         softcap, scale = None, float((moved(1.0) * seen).sum() / (seen * seen).sum())
@@ -161,7 +164,7 @@ class _Region:
                 raise self.refusal("its scores are neither scale * q.k nor softcap * tanh(scale * q.k / softcap) plus a mask")
         if not extra:
             return ScoreFunction(scale, softcap)
-        logits = still[:, :, 0 if first else TOKENS] - np.diagonal(still[:, :, first : first + TOKENS], axis1=1, axis2=2)
+        logits = still[:, :, 0 if first else self.tokens] - np.diagonal(still[:, :, first : first + self.tokens], axis1=1, axis2=2)
         node, constant = self._sinks(logits)
         return ScoreFunction(scale, softcap, first, node, constant)
 
@@ -173,8 +176,20 @@ class _Region:
 
     def _softmax_gives_weights(self, first: int) -> bool:
         scores, weights = (self.run(self.sample, node) for node in (self.scores.scores, self.scores.weights))
-        expected = _softmax(scores)[:, :, first : first + TOKENS]
+        expected = _softmax(scores)[:, :, first : first + self.tokens]
         return weights.shape == expected.shape and _close(expected, weights, ROUNDED)
+
+    def check_numbers(self) -> None:
+        """What is made of the number of tokens, or changes at a distance, shows at lengths that nobody tries."""
+        for node in sorted(score_path(self.nodes, self.scores.products)):
+            if counts := counts_in_numbers(node, self.form):
+                raise self.refusal(f"{counts[0].name}, which is made from the number of tokens, goes into the numbers of {node.name}")
+        before = set(ancestors(self.scores.products, self.scores.output))
+        needed, _ = needed_for_values(self.scores.weights, self.scores.output, (self.scores.softmax,))
+        after = [node for node in needed if node not in before]
+        owned = {node: value for node in after if isinstance(value := self.given.get(node), Tensor)}
+        if numbers := [*hidden_numbers(after, owned), *map(str, scaled_numbers(after))]:
+            raise self.refusal(f"what is done to its weights after the softmax holds {', '.join(numbers)}, which may begin to matter later")
 
     def check_weights(self, first: int) -> None:
         if not self._softmax_gives_weights(first):

@@ -39,7 +39,7 @@ def refusal(suspect: Suspect, served: Served, original: Original, truth: Truth, 
             f"self-check failed: what Inductor compiled for {where} computes something else than the model: {seen}. The same pieces "
             "uncompiled agree with the model: inductor=False serves it. Please report this."
         )
-    step = next(step for step in steps_of(truth.prompts, served.is_causal) if step.name == suspect.step)
+    step = next(step for step in steps_of(truth.prompts, served.is_causal, truth.others) if step.name == suspect.step)
     if any(other.name == suspect.name for other in compare_rows_of_original(original, step, truth, noise)):
         return UnsupportedError(
             f"self-check failed: {where} gives a token other numbers beside the tokens of other requests than alone: {seen}. In a batch "

@@ -1,4 +1,4 @@
-"""The rewritten graph over small ragged batches, compared row by row with the original, at every boundary on its own."""
+"""The rewritten graph over ragged batches, compared row by row with the original, at every boundary on its own."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def compare_ragged(served: Served, truth: Truth, noise: Noise) -> list[Suspect]:
     Raises:
         UnsupportedError: the rewritten graph can not run such a batch, or no backend can.
     """
-    steps = Steps(served.specs, truth.prompts, served.kv_dtype, served.recurrent, served.settings)
+    steps = Steps(served.specs, truth.prompts, served.kv_dtype, served.recurrent, served.settings, truth.others)
     found: list[Suspect] = []
-    for step in steps_of(truth.prompts, served.is_causal):
+    for step in steps_of(truth.prompts, served.is_causal, truth.others):
         rows = RowsOfStep(step, truth, noise)
-        with steps.context(step) as context, must_run("the rewritten graph", f"a small ragged batch ({step.name})"):
+        with steps.context(step) as context, must_run("the rewritten graph", f"a ragged batch ({step.name})"):
             logits = served.run(context.batch, rows.visit)
-        rows.compare(LOGITS, logits, None)
+        rows.compare(LOGITS, logits[: len(rows.at)], None)
         found += rows.suspects
     return found
 
@@ -35,18 +35,22 @@ def compare_rows_of_original(original: Original, step: Step, truth: Truth, noise
     """The original on the rows of a step, one behind the other as if they were one prompt, with everything that mixes tokens replaced by
     the truth: what is off here is what the model itself does otherwise for a row in another place."""
     rows = RowsOfStep(step, truth, noise)
-    ids = torch.cat([truth.prompts[part.prompt][part.start : part.end] for part in step.parts])
+    ids = torch.cat([truth.all_prompts[part.prompt][part.start : part.end] for part in step.parts])
     positions = torch.cat([torch.arange(part.start, part.end, device=ids.device) for part in step.parts])
     original.run(ids, rows.visit_original, HowToRun(positions=positions))
     return rows.suspects
 
 
 class RowsOfStep:
-    """Compares the rows of one step with those of the prompts alone, and puts these in their place."""
+    """Compares the rows of one step with those of the prompts alone, and puts these in their place. Those of other requests stay."""
 
     def __init__(self, step: Step, truth: Truth, noise: Noise) -> None:
         self.step, self.truth, self.noise = step, truth, noise
-        self.identities = [(part.prompt, row) for part in step.parts for row in range(part.start, part.end)]
+        rows = [(part.prompt, row) for part in step.parts for row in range(part.start, part.end)]
+        at = [i for i, (prompt, _) in enumerate(rows) if prompt < len(truth.prompts)]
+        self.parts = [part for part in step.parts if part.prompt < len(truth.prompts)]
+        self.identities = [rows[i] for i in at]
+        self.num_rows, self.at = len(rows), torch.tensor(at, device=truth.prompts[0].device)
         self.suspects: list[Suspect] = []
 
     def visit(self, boundary: Boundary, value: Tensor) -> Tensor:
@@ -56,24 +60,28 @@ class RowsOfStep:
             return value
         copied = value.clone()
         rows = copied if boundary.is_of_op else self.truth.rows_of(name, copied)
-        rows[: len(self.identities)] = self.compare(name, rows, boundary).to(value.dtype)
+        at = self._at(rows)
+        rows[at] = self.compare(name, rows[at], boundary).to(value.dtype)
         return copied
 
     def visit_original(self, name: str, value: Tensor) -> Tensor:
         """Of the original graph."""
         if name not in self.truth.names:
             return value
-        self.compare(name, self.truth.written_of(name, value), None)
-        rows = [self.truth.rows(part.prompt, name)[part.start : part.end] for part in self.step.parts]
-        return self.truth.with_rows(name, value, torch.cat(rows))
+        self.compare(name, self.truth.written_of(name, value)[self.at], None)
+        rows = [self.truth.rows(part.prompt, name)[part.start : part.end] for part in self.parts]
+        return self.truth.with_rows(name, value, torch.cat(rows), self.at)
+
+    def _at(self, rows: Tensor) -> Tensor:
+        """Where the prompts' rows are: all of those whose logits are wanted, where the others were left out by then."""
+        return self.at if len(rows) >= self.num_rows else torch.arange(len(self.at), device=rows.device)
 
     def compare(self, name: str, rows: Tensor, boundary: Boundary | None) -> Tensor:
-        """What the rows [N, ...], padding behind them, should be: [N real, ...], in the same shape."""
-        parts = self.step.parts
-        expected = torch.cat([self.truth.served(part.prompt, name, boundary)[part.start : part.end] for part in parts])
-        got = rows[: len(expected)].reshape(expected.shape)
+        """What the prompts' rows [N, ...] should be, in the same shape."""
+        expected = torch.cat([self.truth.served(part.prompt, name, boundary)[part.start : part.end] for part in self.parts])
+        got = rows.reshape(expected.shape)
         usual = None if boundary is not None and boundary.operand is not None else self.truth.usual[name]
         errors = row_errors(expected, got, usual)
-        limits = torch.cat([self.noise.limits(name, part.prompt, part.start, part.end) for part in parts])
+        limits = torch.cat([self.noise.limits(name, part.prompt, part.start, part.end) for part in self.parts])
         self.suspects += suspects_in(name, errors, limits, self.identities, got, self.step.name, boundary)
-        return expected.reshape(rows[: len(expected)].shape)
+        return expected.reshape(rows.shape)

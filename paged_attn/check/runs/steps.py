@@ -1,4 +1,4 @@
-"""The small ragged batches of a check: a few prompts over several steps, on shuffled pages among NaN."""
+"""The ragged batches of a check: a few prompts over several steps, and once among many other tokens, on shuffled pages among NaN."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from paged_attn.parallel.ranks import Ranks
 
 LENGTHS = (5, 24, 13)
+OTHERS = {"cpu": 256, "cuda": 1024}  # tokens of another request in front of the first prompt
+BETWEEN = 64  # in front of the next one, and behind the last
 SHORTEST, LONGEST = 0, 1  # their indices
 PAGE_SIZE = 4
 ON_ANOTHER_RANK = "self-check failed on another rank of this sharded model, whose message says where. Nothing was generated."
@@ -80,12 +82,20 @@ def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None
     return [torch.randint(0, num_ids, (n,), generator=generator).to(device) for n in lengths]
 
 
-def steps_of(prompts: Sequence[Tensor], causal: bool) -> list[Step]:
-    """First chunks; then a decode row beside a chunk; then decode rows alone. Without causality, every prompt whole."""
-    lengths = [len(prompt) for prompt in prompts]
-    if not causal:
-        return [Step("whole prompts", tuple(Part(i, 0, n) for i, n in enumerate(lengths)))]
-    short, long, other = lengths
+def steps_of(prompts: Sequence[Tensor], causal: bool, others: Sequence[Tensor] = ()) -> list[Step]:
+    """First chunks; then a decode row beside a chunk; then decode rows alone; then every prompt whole, in turns with the others, if there
+    are any. Without causality, every prompt whole in each."""
+    whole = [Part(i, 0, len(prompt)) for i, prompt in enumerate((*prompts, *others))]
+    own, around = whole[: len(prompts)], whole[len(prompts) :]
+    steps = _in_parts(prompts) if causal else [Step("whole prompts", tuple(own))]
+    if around:
+        in_turns = (around[0], *(part for pair in zip(own, around[1:], strict=True) for part in pair))
+        steps.append(Step(f"{sum(map(len, others))} tokens of other requests", in_turns))
+    return steps
+
+
+def _in_parts(prompts: Sequence[Tensor]) -> list[Step]:
+    short, long, other = [len(prompt) for prompt in prompts]
     ends = [[max(short - 2, 0), short - 1, short], [long // 2 - 1, long - 1, long], [other - 1, other - 1, other]]
     names = ("first chunks", "a decode row beside a chunk", "decode rows")
     steps, starts = [], [0, 0, 0]
@@ -97,12 +107,26 @@ def steps_of(prompts: Sequence[Tensor], causal: bool) -> list[Step]:
     return steps
 
 
+def others_for(prompts: Sequence[Tensor], longest: int | None = None) -> list[Tensor]:
+    """Requests around the prompts, one in front and one behind each, [T] int64: whatever a model mixes over more tokens than a prompt has
+    takes in some of theirs. They are made of the prompts' own token ids, so that what adds up over the tokens of a batch has much to add.
+
+    Args:
+        longest: how many positions the model has.
+    """
+    ids = torch.cat(list(prompts))
+    generator = torch.Generator().manual_seed(21)
+    counts = [OTHERS[ids.device.type], *[BETWEEN] * len(prompts)]
+    return [ids[torch.randint(len(ids), (min(n, longest or n),), generator=generator).to(ids.device)] for n in counts]
+
+
 class Steps:
     """Runs steps of the prompts in turn on a pool of its own, of which all that no request uses holds NaN.
 
     Args:
         layers: of the pool.
         kv_dtype: of the pool.
+        others: requests whose logits nobody asks for; `Part.prompt` counts them behind the prompts.
     """
 
     def __init__(
@@ -112,8 +136,11 @@ class Steps:
         kv_dtype: torch.dtype,
         recurrent: Sequence[RecurrentLayer] = (),
         settings: ProbeSettings | None = None,
+        others: Sequence[Tensor] = (),
     ) -> None:
         settings = settings or ProbeSettings()
+        self.num_prompts = len(prompts)
+        prompts = [*prompts, *others]
         self.prompts, self.page_size = prompts, settings.page_size
         self.device = prompts[0].device
         counts = [-(-len(p) // self.page_size) for p in prompts]
@@ -125,11 +152,11 @@ class Steps:
         self.states = runner_of(recurrent, len(prompts), self.device)
 
     def context(self, step: Step) -> ForwardContext:
-        """Its batch wants the logits of every token."""
+        """Its batch wants the logits of every token of the prompts."""
         requests = [
             BatchRequest(
-                self.prompts[p.prompt][p.start : p.end].tolist(), self.tables[p.prompt], p.start, p.end - p.start, p.prompt + 1,
-                length=len(self.prompts[p.prompt]),
+                self.prompts[p.prompt][p.start : p.end].tolist(), self.tables[p.prompt], p.start,
+                p.end - p.start if p.prompt < self.num_prompts else 0, p.prompt + 1, length=len(self.prompts[p.prompt]),
             )
             for p in step.parts
         ]  # fmt: skip

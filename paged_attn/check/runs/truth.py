@@ -20,6 +20,7 @@ class Truth:
 
     Attributes:
         prompts: [T] int64 each.
+        others: requests that run beside them in what is served; nothing is known of them.
         logits: [T, vocabulary] of each prompt.
         names: the boundaries' nodes that have one row for each token: one axis of length T, whatever the prompt; and LOGITS.
         usual: by name, the usual length of such a row.
@@ -28,8 +29,10 @@ class Truth:
     `forget_other_orders`.
     """
 
-    def __init__(self, original: Original, boundaries: Sequence[Boundary], prompts: Sequence[Tensor]) -> None:
-        self.prompts = list(prompts)
+    def __init__(
+        self, original: Original, boundaries: Sequence[Boundary], prompts: Sequence[Tensor], others: Sequence[Tensor] = ()
+    ) -> None:
+        self.prompts, self.others = list(prompts), list(others)
         self._attention = {boundary.original: boundary for boundary in boundaries if boundary.layer is not None}
         seen: list[dict[str, Tensor]] = []
         self.logits: list[Tensor] = []
@@ -75,6 +78,11 @@ class Truth:
             self.names -= others
             self._axes = {name: axis for name, axis in self._axes.items() if name not in others}
 
+    @property
+    def all_prompts(self) -> list[Tensor]:
+        """As `Part.prompt` counts them."""
+        return self.prompts + self.others
+
     def has_rows(self, name: str) -> bool:
         return name in self._axes
 
@@ -99,10 +107,10 @@ class Truth:
         """A value of any run of the original as the paged op writes it: a view, or a copy."""
         return self._attention[name].as_written(value) if name in self._attention else self.rows_of(name, value)
 
-    def with_rows(self, name: str, value: Tensor, rows: Tensor) -> Tensor:
-        """A copy of a value, laid out like it, whose first rows are these."""
+    def with_rows(self, name: str, value: Tensor, rows: Tensor, at: Tensor | None = None) -> Tensor:
+        """A copy of a value, laid out like it, whose rows `at` [N], by default the first ones, are these."""
         copied = value.clone()
-        self.rows_of(name, copied)[: len(rows)] = rows.to(value.dtype)
+        self.rows_of(name, copied)[slice(len(rows)) if at is None else at] = rows.to(value.dtype)
         return copied
 
     def laid_out(self, name: str, rows: Tensor) -> Tensor:

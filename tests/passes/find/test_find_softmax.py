@@ -78,7 +78,20 @@ def bias_of_both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(scores(q, k) + torch.sin(index[:, None] * index * 0.1), -1) @ v
 
 
+def weights_that_fade(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows = torch.arange(q.shape[-2])
+    fading = 1 - ((rows[:, None] - rows).clamp(min=19) - 19) * 0.1  # no large number, and nothing on a dozen tokens
+    return (F.softmax(scores(q, k), -1) * fading) @ v
+
+
+def scale_by_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.transpose(-1, -2) * (q.shape[-2] // 20 + 1) + mask(q), -1) @ v
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "weights that end": (lambda q, k, v: (F.softmax(scores(q, k), -1) * visible(q).triu(-30)) @ v, "after the softmax holds 30"),
+    "weights that fade": (weights_that_fade, "something is done to them"),
+    "scale by length": (scale_by_length, "made from the number of tokens, goes into the numbers of"),
     "two products": (lambda q, k, v: F.softmax(scores(q, k) + k @ q.transpose(-1, -2), -1) @ v, "the sum of 2 products"),
     "no product": (lambda q, k, v: F.softmax((q[..., :1] + k[..., :1].transpose(-1, -2)) + mask(q), -1) @ v, "no matrix product"),
     "over queries": (lambda q, k, v: F.softmax(scores(q, k).transpose(-1, -2), -2).transpose(-1, -2) @ v, "over dim -2"),

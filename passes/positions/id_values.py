@@ -1,0 +1,119 @@
+"""Values that a model makes of token ids must be a row's own: a row may not see which ids other rows have, since in a ragged batch those
+belong to other requests.
+
+Which ids make a difference (an end of text that starts positions anew) no probe of a few tokens shows. So what is made of ids alone is
+evaluated on every id that the model has: on all of them in two orders, and on half of them. Each id must come out the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from paged_attn.attn_ops.errors import UnsupportedError
+from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
+from paged_attn.passes.find.attention_site import module_path
+from paged_attn.passes.fx.call_form import CallForm, Values
+from paged_attn.passes.fx.graph_tools import depends_on, value_of, written_values
+from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
+from paged_attn.passes.positions.row_probe import RowProbe
+
+WIDEST = 64  # numbers that an id becomes: its embedding, its column of ones and zeros are taken to be its own
+DEFAULT_IDS = 4096  # where no table of embeddings says how many there are
+
+
+def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
+    """See above.
+
+    Raises:
+        UnsupportedError: a row's value changes with the ids of other rows, named by its module.
+    """
+    if isinstance(form.num_tokens, int):
+        return
+    made = _made_of_ids(graph, form)
+    positions = [node for node in graph.nodes if form.roles.get(node) == "position_ids" or _is_batch_positions(node)]
+    count = _num_ids(graph, form.input_ids)
+    generator = torch.Generator().manual_seed(23)
+    one, two = (torch.randperm(count, generator=generator) for _ in range(2))
+    runs = (one, two, two[: count // 2])
+    for node in made:
+        if isinstance(value_of(node), (tuple, list)) or all(user in made for user in node.users):
+            continue  # what is read of it is looked at instead
+        seen = [_by_id(node, form, values, positions, run) for run in runs]
+        if not (_same(seen[0], seen[1]) and _same(seen[1], seen[2], two[: count // 2])):
+            raise UnsupportedError(
+                f"{module_path(node) or 'the model'}: {node.name} is made of token ids, and a row's value follows the ids of other rows, "
+                "too (positions or segments that are counted along input_ids, a token that changes those behind it). In a ragged batch "
+                "those are other requests'. Where it is positions, call the model with position_ids, if it takes them."
+            )
+
+
+def _by_id(node: fx.Node, form: CallForm, values: Values, positions: list[fx.Node], run: Tensor) -> Any:
+    """What a value is on a row of these ids, all at position 1: its rows in the order of the ids, or as it is if it has none; None if it
+    can not be evaluated alone, or not on so many tokens."""
+    ids = run[None].to(value_of(form.input_ids).device, value_of(form.input_ids).dtype)
+    given = {each: torch.ones_like(ids).view(*[1] * (value_of(each).dim() - 1), -1) for each in positions}
+    try:
+        value = RowProbe(form, values, node).at(node, len(run), {**given, form.input_ids: ids})
+    except (RuntimeError, IndexError, KeyError):
+        return None
+    axis = token_axis(node, form)
+    return value if axis is None or not isinstance(value, Tensor) else value.movedim(axis, 0)[torch.argsort(run).to(value.device)]
+
+
+def _made_of_ids(graph: fx.Graph, form: CallForm) -> set[fx.Node]:
+    """What is made of ids, positions and numbers alone, a few numbers for each token or for all of them."""
+    found = {form.input_ids}
+    others = {node for node, role in form.roles.items() if role not in ("owned", "tokens", "input_ids", "position_ids")}
+    for node in graph.nodes:
+        sources = set(read_inputs(node))
+        if node.op in ("placeholder", "output"):
+            continue
+        if sources & others or (sources & found and (any(map(_is_table, sources)) or not _is_narrow(value_of(node), form))):
+            others |= {node} | written_values(node)
+        elif sources & found:
+            found |= {node} | written_values(node)
+    return found - others - {form.input_ids}
+
+
+def _is_table(node: fx.Node) -> bool:
+    value = value_of(node)
+    return node.op in ("placeholder", "get_attr") and isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+def _is_narrow(value: Any, form: CallForm) -> bool:
+    """Whether a value, or each of several, has few numbers for each token, or few in all."""
+    if isinstance(value, (tuple, list)):
+        return all(_is_narrow(each, form) for each in value)
+    if not isinstance(value, Tensor):
+        return True
+    fixed = [size for size in value.shape if not depends_on(size, form.num_tokens)]
+    if value.dim() - len(fixed) > 1 or not all(isinstance(size, int) for size in fixed):
+        return False
+    return int(torch.Size(fixed).numel()) <= WIDEST
+
+
+def _is_batch_positions(node: fx.Node) -> bool:
+    return any(user.target is BATCH_POSITIONS for user in node.users)
+
+
+def _num_ids(graph: fx.Graph, ids: fx.Node) -> int:
+    """The rows of the smallest table that is looked up with them."""
+    tables = [found.rows for node in graph.nodes if (found := lookup_of(node)) is not None and found.at is ids]
+    tables += [node.all_input_nodes[1] for node in ids.users if node.target is F.embedding]  # also with more arguments
+    rows = [value_of(table).shape[0] for table in tables]
+    return min((size for size in rows if isinstance(size, int)), default=DEFAULT_IDS)
+
+
+def _same(one: Any, other: Any, only: Tensor | None = None) -> bool:
+    """Whether two values by id are equal, of `only` these ids in the first. Nothing is known of what could not be evaluated."""
+    if one is None or other is None:
+        return True
+    if not isinstance(one, Tensor):
+        return bool(one == other)
+    if only is not None and one.shape != other.shape:
+        one = one[only.sort().values.to(one.device)]
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
