@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 
+FEW_IDS = 6
 _EMPTY = inspect.Parameter.empty
 
 
@@ -54,6 +55,21 @@ def positions_are_optional(model: nn.Module) -> bool:
     """Whether forward may be called with position_ids and also without."""
     parameter = inspect.signature(model.forward).parameters.get("position_ids")
     return takes(model, "position_ids") if parameter is None else parameter.default is not _EMPTY
+
+
+def input_embeddings(model: Any) -> Any:
+    """None where there are none, or where transformers does not find them."""
+    try:
+        return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    except NotImplementedError:
+        return None
+
+
+def few_ids(model: nn.Module, count: int, device: torch.device) -> Tensor:
+    """Token ids [count] int64 for a call whose numbers do not matter, as far as the model has so many: 0, 1, ... 5, 0, ..."""
+    found = input_embeddings(model)
+    tables = [found] if isinstance(found, nn.Embedding) else [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    return torch.arange(count, device=device) % min((FEW_IDS, *(table.num_embeddings for table in tables)))
 
 
 def plain_inputs(model: nn.Module, prompt: Tensor, positions: bool = False) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampling.sampler import Sampler
-from paged_attn.engine.sampling.sampler_output import SampledToken
+from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SampledToken
 from paged_attn.engine.sampling.structured.guides import GuideError
 from paged_attn.engine.scheduling.scheduler import Scheduler
 from paged_attn.engine.steps.in_flight import InFlightStep
@@ -87,7 +87,7 @@ class OutputProcessor:
                 request.num_validated = end
                 if token_id < 0:
                     request.drop_pending_token()
-                    pending(self._fail(request))
+                    pending(self._fail(request, token_id))
                 elif goes_on and token_id not in request.stop_token_ids:
                     num_plain += 1
                     request.tokens.append(token_id)
@@ -127,14 +127,24 @@ class OutputProcessor:
             text += self._finish(request, reason).text
         return TokenEvent(request.id, token_id, text, reason, token.logprob, token.top_logprobs)
 
-    def _fail(self, request: Request) -> TokenEvent:
-        guide = request.sampling.guide
-        if guide is not None and guide.error is not None:
-            request.error = GuideError(f"request {request.id!r} ended after {len(request.tokens)} tokens, others go on: {guide.error}")
+    def _fail(self, request: Request, token_id: int = BAD_LOGITS) -> TokenEvent:
+        """End a request that got BAD_LOGITS or NONE_LEFT in place of a token."""
+        ended, guide, cause = (
+            f"request {request.id!r} ended after {len(request.tokens)} tokens",
+            request.sampling.guide,
+            request.sampling.error,
+        )
+        if cause is not None:
+            request.error = ValueError(f"{ended}, others go on: {cause}")
+            request.error.__cause__ = cause
+        elif guide is not None and guide.error is not None:
+            request.error = GuideError(f"{ended}, others go on: {guide.error}")
+        elif token_id == NONE_LEFT:
+            what = "bad_words, logit_bias and logits_processors" + ("" if guide is None else f", together with {guide.what},")
+            request.error = GuideError(f"{ended}, others go on: its own {what} leave no token that may come next")
         else:
-            whose = "the model, or a logits processor of the request," if request.params.logits_processors else "the model"
             request.error = ValueError(
-                f"{whose} gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
+                f"the model gave NaN or infinite logits for request {request.id!r} after {len(request.tokens)} tokens; the request ended, "
                 "others go on. Check the weights, or run the model in bfloat16 or float32 if it is in float16."
             )
         return self._finish(request, FinishReason.ERROR)

@@ -15,7 +15,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.kv.kv_pool import KVPool
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select
-from paged_attn.calling.call_signature import takes, token_argument
+from paged_attn.calling.call_signature import few_ids, takes, token_argument
 from paged_attn.calling.compiled_calls import CALL
 from paged_attn.calling.no_attention import NoAttention
 from paged_attn.compiled.options import CompileOptions
@@ -128,7 +128,7 @@ def _paged(model: nn.Module, graphs: Sequence[CompiledGraph]) -> list[CompiledGr
 def _trace(compiled: nn.Module, model: nn.Module) -> None:
     """Call it as `compiled(**batch.model_inputs())` is called later: any other form would be a second compile."""
     device, states = model_device(model), states_of(model)
-    batch = Batch.build([BatchRequest(range(1, 1 + TRACE_TOKENS), [1], state_slot=1)], PAGE_SIZE, device)
+    batch = Batch.build([BatchRequest(few_ids(model, TRACE_TOKENS, device).tolist(), [1], state_slot=1)], PAGE_SIZE, device)
     pool = KVPool((), 2, PAGE_SIZE, model_dtype(model), device)
     context = nullcontext() if states is None else ContextWithStates(batch, pool, NoAttention(), states, traced=True)
     token, given = token_argument(model), batch.model_inputs()

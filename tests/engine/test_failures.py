@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
 from paged_attn import LLM, SamplingParams
 from paged_attn.engine.engine import Engine
+from paged_attn.engine.sampling.structured.guides import GuideError
 from paged_attn.engine.steps.step_runner import StepOutput
 from tests.engine.models import (
     POISON,
@@ -127,6 +131,32 @@ def test_not_finite_logits_end_their_request_and_no_other(max_batch_tokens: int)
     assert "NaN or infinite logits for request 'bad one' after 14 tokens" in str(bad.error)
     assert [(e.token_id, e.finish_reason) for e in events if e.request_id == "bad one"] == [(None, "error")]
     assert_idle(engine)
+
+
+def test_what_a_logits_processor_raises_ends_its_request_and_no_other() -> None:
+    def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 8:
+            raise KeyError("nothing is known of so many")
+        return scores
+
+    engine = make_engine()
+    good = engine.add_request(PROMPTS[0], GREEDY)
+    bad = engine.add_request(PROMPTS[0], replace(GREEDY, logits_processors=(raising,)), request_id="bad one")
+    also_good = engine.add_request(PROMPTS[2], GREEDY)
+    run_all(engine)
+    assert [good.output_token_ids, also_good.output_token_ids] == [oracle(PROMPTS[0]), oracle(PROMPTS[2])]
+    assert bad.finish_reason == "error" and bad.output_token_ids == oracle(PROMPTS[0])[:3]
+    assert re.search(r"'bad one' ended after 9 tokens, others go on: the logits processor .*raising.* raised KeyError", str(bad.error))
+    assert isinstance(bad.error.__cause__.__cause__, KeyError)
+    assert_idle(engine)
+
+
+def test_an_answer_for_which_bad_words_leave_nothing_says_so() -> None:
+    engine = make_engine(tokenizer=tokenizer())
+    request = engine.add_request(PROMPTS[0], replace(GREEDY, regex="ab", bad_words=((tokenizer().encode("b")[0],),)))
+    run_all(engine)
+    assert request.finish_reason == "error" and isinstance(request.error, GuideError)
+    assert "its own bad_words, logit_bias and logits_processors, together with regex, leave no token" in str(request.error)
 
 
 def test_generate_raises_for_not_finite_logits_and_names_the_request() -> None:

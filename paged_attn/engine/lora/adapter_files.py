@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,15 +76,20 @@ def _from_folder(folder: Path) -> Adapter:
     if not isinstance(config, dict):
         raise ValueError(f"{folder / CONFIG} holds a {type(config).__name__}; allowed: the settings of one adapter")
     _check(config, str(folder))
-    if (folder / WEIGHTS).is_file():
-        from safetensors.torch import load_file
+    return _adapter(config, _weights(folder), str(folder))
 
-        weights = load_file(folder / WEIGHTS)
-    elif (folder / PICKLED).is_file():
-        weights = torch.load(folder / PICKLED, map_location="cpu", weights_only=True)
-    else:
+
+def _weights(folder: Path) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    found = next((folder / name for name in (WEIGHTS, PICKLED) if (folder / name).is_file()), None)
+    if found is None:
         raise ValueError(f"there is neither {WEIGHTS} nor {PICKLED} in {shown(str(folder))}; save the adapter anew")
-    return _adapter(config, weights, str(folder))
+    try:
+        return load_file(found) if found.name == WEIGHTS else torch.load(found, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{shown(str(found))} can not be read ({shown(str(error))}); copy or save the adapter anew") from error
 
 
 def _from_model(model: Any, name: str) -> Adapter:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from paged_attn.calling.body import Body
+from paged_attn.calling.call_signature import input_embeddings
 from paged_attn.passes.fx.model_facts import max_positions, text_config
 from paged_attn.shown import shown
 
@@ -31,7 +32,7 @@ class ModelLimits:
         if isinstance(model, Body):
             limits = [limit for limit in (model.longest, positions) if limit is not None]
             return cls(model.vocab_size, min(limits, default=None), frozenset(), borders)
-        vocab = getattr(_embeddings(model), "num_embeddings", None) or getattr(text, "vocab_size", None)
+        vocab = getattr(input_embeddings(model), "num_embeddings", None) or getattr(text, "vocab_size", None)
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         eos = eos if eos is not None else getattr(text, "eos_token_id", None)
         ids = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
@@ -89,11 +90,3 @@ class ModelLimits:
     def allowed_new_tokens(self, prompt: int, wanted: int) -> int:
         """`wanted`, cut so that no token lies past the model's positions (such a request ends with "length")."""
         return wanted if self.max_positions is None else max(min(wanted, self.max_positions - prompt + 1), 0)
-
-
-def _embeddings(model: Any) -> Any:
-    """None where there are none, or where transformers does not find them."""
-    try:
-        return model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    except NotImplementedError:
-        return None

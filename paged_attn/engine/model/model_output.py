@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import model_code
-from paged_attn.calling.call_signature import plain_inputs, takes
+from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.left_as_it_was import left_as_it_was
 from paged_attn.engine.model.auto_class import refuse_other_kinds
@@ -31,7 +31,8 @@ def check_output(model: nn.Module) -> int:
             tuning. Or the call replaces modules.
     """
     refuse_other_kinds(model)
-    ids = torch.arange(1, 1 + min(TOKENS, max_positions(model) or TOKENS), device=model_device(model)) % TOKENS
+    count = min(TOKENS, max_positions(model) or TOKENS)
+    ids = few_ids(model, 1 + count, model_device(model))[1:] % TOKENS  # in no order that positions have
     inputs = plain_inputs(model, ids) | ({"use_cache": False} if takes(model, "use_cache") else {})
     name = type(model).__name__
     tables = set[int]()

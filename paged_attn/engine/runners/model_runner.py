@@ -19,7 +19,7 @@ from paged_attn.attn_ops.model_code import model_code
 from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.attn_ops.specs.recompute import RecomputeSpec
 from paged_attn.calling.body import Body
-from paged_attn.calling.call_signature import plain_inputs, positions_are_optional, takes
+from paged_attn.calling.call_signature import few_ids, plain_inputs, positions_are_optional, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.capture.inductor.pdl import pdl
 from paged_attn.check.runs.steps import ProbeSettings
@@ -193,7 +193,8 @@ class ModelRunner:
 
     def _check(self, again: bool) -> None:
         rows = torch.arange(TRACE_TOKENS, device=self.device)
-        args, traced = (inputs.fill(rows, rows, rows) for inputs in (self.inputs, self._traced))
+        ids = few_ids(self.model, TRACE_TOKENS, self.device)
+        args, traced = (inputs.fill(ids, rows, rows) for inputs in (self.inputs, self._traced))
         with as_served(self.model):
             self.compiled.check(args, lambda prompt: self.logits_alone(prompt, self.follow_generate), self.probe, traced, again)
 
@@ -211,7 +212,7 @@ class ModelRunner:
         """
         if not positions_are_optional(self.model) or not takes(self.model, "position_ids"):
             return False
-        prompt = torch.arange(1, 5, device=self.device) % TRACE_TOKENS
+        prompt = few_ids(self.model, 5, self.device)[1:]
         with as_served(self.model):
             without = self.logits_alone(prompt)
             try:

@@ -11,14 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_attn.attn_ops.batch.packed_ints import PackedInts
+from paged_attn.attn_ops.model_code import model_code
 from paged_attn.backends.devices import has_triton
 from paged_attn.backends.sampling.sampling_tensors import SamplingTensors
 from paged_attn.engine.sampling.forbidden import forbid
 from paged_attn.engine.sampling.sample_tokens import sample_tokens
-from paged_attn.engine.sampling.sampler_output import SamplerOutput, logprobs_of
+from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SamplerOutput, logprobs_of
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling.structured.guides import forbid_others
 from paged_attn.engine.sampling.token_counts import TokenCounts, penalised
+from paged_attn.engine.sampling_params import LogitsProcessor
 from paged_attn.parallel.ranks import Ranks
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -98,7 +100,8 @@ class Sampler:
             assert self._counts is not None
             self._counts.add(numbers.count_rows, chosen.index_select(0, numbers.counting))
         finite = best.index_select(0, numbers.rows) >= 0
-        return best.index_copy(0, numbers.rows, torch.where(finite, chosen, -1))
+        chosen = torch.where(chosen < 0, NONE_LEFT, chosen)
+        return best.index_copy(0, numbers.rows, torch.where(finite, chosen, BAD_LOGITS))
 
     def _edited(self, logits: Tensor, states: Sequence[SamplingState], numbers: _Numbers) -> Tensor:
         """Scores [L, V] float32 of the rows with these states."""
@@ -112,8 +115,8 @@ class Sampler:
         if not_next := {number: found for number, state in enumerate(states) if (found := state.not_next) is not None}:
             forbid(scores, not_next, self._last, {number: self._last_rows.get(states[number], -1) for number in not_next})
         for number, state in enumerate(states):
-            for processor in state.params.logits_processors:
-                scores[number : number + 1] = _processed(processor, state, scores[number : number + 1])
+            if state.params.logits_processors:
+                _process(state, scores[number : number + 1])
         guided = {number: state.guide for number, state in enumerate(states) if state.guide is not None}
         if guided:
             forbid_others(scores, guided)
@@ -121,7 +124,7 @@ class Sampler:
 
 
 def greedy_sample(logits: Tensor) -> Tensor:
-    """logits [N, V] -> [N] int64: the most likely token of each row, -1 where the row is not finite. Nothing waits for the device."""
+    """logits [N, V] -> [N] int64: the most likely token of each row, BAD_LOGITS where it is not finite. Nothing waits for the device."""
     if logits.is_cuda and has_triton():
         from paged_attn.backends.sampling import greedy
 
@@ -215,11 +218,26 @@ def _kind(state: SamplingState) -> int:
     return 0 if state.params.is_greedy else 1 + state.params.has_limit
 
 
-def _processed(processor: object, state: SamplingState, scores: Tensor) -> Tensor:
-    """What a processor of transformers makes of scores [1, V]."""
-    assert callable(processor)
-    tokens = torch.tensor([state.tokens], dtype=torch.int64, device=scores.device)
-    result = processor(tokens, scores.clone())
+def _process(state: SamplingState, scores: Tensor) -> None:
+    """Scores [1, V], in place, by the processors of a request. What one of them raises is the request's own error (`SamplingState.error`):
+    its scores are NaN then, and other requests go on."""
+    state.error = None
+    try:
+        for processor in state.params.logits_processors:
+            scores.copy_(_processed(processor, state, scores))
+    except ValueError as error:
+        state.error = error
+        scores.fill_(torch.nan)
+
+
+def _processed(processor: LogitsProcessor, state: SamplingState, scores: Tensor) -> Tensor:
+    """Raises ValueError: it raised something, or returned no such scores."""
+
+    def raised(why: str) -> ValueError:
+        return ValueError(f"the logits processor {processor!r} raised {why}")
+
+    with model_code(raised):
+        result = processor(torch.tensor([state.tokens], dtype=torch.int64, device=scores.device), scores.clone())
     if not isinstance(result, Tensor) or result.shape != scores.shape:
         got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(type(result).__name__)
         raise ValueError(

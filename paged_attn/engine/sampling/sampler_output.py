@@ -24,7 +24,7 @@ class SampledToken(NamedTuple):
 
 
 class ChosenTokens(NamedTuple):
-    """Of each row of a step its token, -1 where logits were not finite, and what was asked about it, None where nothing was."""
+    """Of each row of a step its token, BAD_LOGITS or NONE_LEFT where there is none, and what was asked about it, None where nothing was."""
 
     ids: list[int]
     known: list[SampledToken | None]
@@ -57,8 +57,12 @@ class HostCopies:
         return self._copies
 
 
+BAD_LOGITS, NONE_LEFT = -1, -2  # in place of a token: the model's logits were not finite; what the request asked for leaves no token
+
+
 class SamplerOutput:
-    """Tokens [N] int64 of one step, -1 where logits were not finite, and log-probabilities. The copy to the host starts at once.
+    """Tokens [N] int64 of one step, BAD_LOGITS or NONE_LEFT where there is none, and log-probabilities. The copy to the host starts at
+    once.
 
     `tokens` may lie in memory that the next step overwrites.
     """

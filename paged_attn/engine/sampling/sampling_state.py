@@ -30,6 +30,7 @@ class SamplingState:
             random number depends on it and on the seed alone, so that a step which failed can be done again.
         is_argmax_only: the most likely token is always the one, and nobody asks for log-probabilities.
         counts_tokens: some penalty asks which tokens there were.
+        error: what a logits processor of the request raised in the last step, if it did.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SamplingState:
         self.num_prompt = len(self.tokens)
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.num_chosen = 0
+        self.error: ValueError | None = None
         self.counts_tokens = params.has_penalty
         self._always_edits = self.counts_tokens or bool(params.logit_bias) or params.needs_host
         self.is_argmax_only = params.is_greedy and not self._always_edits and forbidden is None and params.logprobs is None

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.model_code import MODEL_ERRORS
-from paged_attn.calling.call_signature import plain_inputs, takes
+from paged_attn.calling.call_signature import few_ids, plain_inputs, takes
 from paged_attn.calling.evaluating import as_served
 from paged_attn.calling.hf_configs import attention_implementation
 from paged_attn.calling.left_as_it_was import left_as_it_was
@@ -269,8 +269,7 @@ def _traced(
 def trace_inputs(model: nn.Module, length: int, positions: bool = True) -> dict[str, Any]:
     """Inputs of a call of `length` tokens with T marked; with position_ids where forward may take them and `positions` says so."""
     device = only_device(model)
-    rows = torch.arange(length, device=device)
-    inputs = plain_inputs(model, rows % TRACE_TOKENS, positions)
+    inputs = plain_inputs(model, few_ids(model, length, device), positions)
     for tensor in inputs.values():
         torch._dynamo.mark_dynamic(tensor, 1)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,16 @@ def test_weights_of_another_model(llm: LLM, tmp_path: Path) -> None:
     save_file({**weights, "base_model.model.model.embed_tokens.weight": llm.engine.runner.model.model.embed_tokens.weight.detach()}, file)
     llm.load_lora("a", tmp_path)  # what the model has anyway
     llm.unload_lora("a")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_weights_that_are_damaged(llm: LLM, tmp_path: Path, name: str) -> None:
+    adapted().save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    for content in (b"", b"\x80\x02not weights", b"{" * 400):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}.* can not be read .*copy or save the adapter anew"):
+            llm.load_lora("a", tmp_path)
 
 
 def test_no_adapter_there(llm: LLM, tmp_path: Path) -> None:

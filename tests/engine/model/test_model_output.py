@@ -107,3 +107,15 @@ class Failing(Returning):
 def test_a_model_that_can_not_be_called_itself_is_named(error: Exception) -> None:
     with pytest.raises(UnsupportedError, match=f"Failing itself can not be called on 5 token ids: {type(error).__name__}: "):
         LLM(Failing(error).eval(), num_pages=20)
+
+
+@pytest.mark.parametrize("ids", [2, 3, 5])
+def test_a_model_of_few_token_ids_is_served(ids: int) -> None:
+    """Four nucleotides and a gap, say."""
+    torch.manual_seed(0)
+    config = config_for("llama", vocab_size=ids, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    prompts = [[number % ids for number in prompt] for prompt in random_prompts((7, 1), seed=3)]
+    with LLM(model, num_pages=40) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6))
+    assert [output.token_ids for output in outputs] == [greedy_loop(model, prompt, 6) for prompt in prompts]

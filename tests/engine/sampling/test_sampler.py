@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ import torch
 from transformers.generation import logits_process as hf
 
 from paged_attn.engine.sampling import sample_tokens
-from paged_attn.engine.sampling.sampler_output import SampledToken
+from paged_attn.engine.sampling.sampler import Sampler
+from paged_attn.engine.sampling.sampler_output import BAD_LOGITS, NONE_LEFT, SampledToken
 from paged_attn.engine.sampling.sampling_state import SamplingState
 from paged_attn.engine.sampling_params import SamplingParams
 from tests.sample_once import Chooser, NonFiniteLogitsError, sample, sampled
@@ -368,13 +370,30 @@ def test_processors_of_transformers_plug_in():
     ]
 
 
-def test_what_a_processor_returns_is_checked():
-    with pytest.raises(ValueError, match=r"the logits processor .* returned a tensor of shape \(5,\); allowed: scores of shape \(1, 5\)"):
-        sample(torch.zeros(1, 5), [state_of(logits_processors=(lambda ids, scores: scores[0],))])
-    with pytest.raises(ValueError, match="returned 'NoneType'"):
-        sample(torch.zeros(1, 5), [state_of(logits_processors=(lambda ids, scores: None,))])
-    with pytest.raises(NonFiniteLogitsError):
-        sample(torch.zeros(1, 5), [state_of(logits_processors=(lambda ids, scores: scores - INF,))])
+def raising(ids, scores):
+    return scores[:, [10**6]]
+
+
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [
+        (lambda ids, scores: scores[0], r"the logits processor .* returned a tensor of shape \(5,\); allowed: scores of shape \(1, 5\)"),
+        (lambda ids, scores: None, "returned 'NoneType'"),
+        (raising, "the logits processor <function raising.* raised IndexError: index 1000000 is out of bounds"),
+    ],
+)
+def test_what_a_processor_does_wrong_is_its_requests_error(processor, words):
+    processors = (), (processor,), (lambda ids, scores: -scores,)
+    states = [state_of(temperature=0.0, logits_processors=each) for each in processors]
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0]]).expand(3, -1)
+    assert Sampler().choose(logits, dict(enumerate(states))).wait().ids == [4, NONE_LEFT, 0]
+    assert re.search(words, str(states[1].error)) and states[2].error is None
+
+
+def test_a_row_without_a_token_says_whose_fault_that_is():
+    states = [state_of(logits_processors=(lambda ids, scores: scores - INF,)), state_of(logits_processors=(lambda ids, scores: scores,))]
+    logits = torch.tensor([[0.0] * 5, [math.nan] * 5])
+    assert Sampler().choose(logits, dict(enumerate(states))).wait().ids == [NONE_LEFT, BAD_LOGITS]
 
 
 def test_a_row_draws_alike_whatever_the_others_ask_for():
