@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,8 @@ from transformers import CONFIG_MAPPING
 
 from paged_attn import LLM, SamplingParams, explain
 from tests.oracle import greedy, random_prompts
-from tests.recurrent_models import recurrent
+from tests.recurrent_models import RECURRENT, recurrent
+from tests.zoo.build import build
 
 NAMES = [
     pytest.param(name, marks=pytest.mark.skipif(name not in CONFIG_MAPPING, reason=f"this transformers has no {name}"))
@@ -21,8 +23,13 @@ NAMES = [
 PROMPTS = random_prompts((80, 3, 1, 21, 130), seed=5)
 
 
+@functools.cache
+def on_cpu(name: str) -> Any:
+    return recurrent(name) if name in RECURRENT else build(name)
+
+
 def on_gpu(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    return copy.deepcopy(recurrent(name)).to("cuda", dtype)
+    return copy.deepcopy(on_cpu(name)).to("cuda", dtype)
 
 
 def answers(llm: LLM, prompts: Sequence[list[int]], new: int = 12) -> list[list[int]]:
@@ -31,7 +38,7 @@ def answers(llm: LLM, prompts: Sequence[list[int]], new: int = 12) -> list[list[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_the_models_in_float32(name: str, full_float32: None) -> None:
-    expected = [greedy(recurrent(name), prompt, 12) for prompt in PROMPTS]
+    expected = [greedy(on_cpu(name), prompt, 12) for prompt in PROMPTS]
     with LLM(on_gpu(name), page_size=4, num_pages=400, max_batch_tokens=64, inductor=False) as llm:
         assert "by ops on the slots of its state" in explain(llm), explain(llm)
         assert answers(llm, PROMPTS) == expected
@@ -40,7 +47,7 @@ def test_tokens_are_the_models_in_float32(name: str, full_float32: None) -> None
 
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba"])
 def test_who_is_preempted_goes_on(name: str, full_float32: None) -> None:
-    expected = [greedy(recurrent(name), prompt, 12) for prompt in PROMPTS[:4]]
+    expected = [greedy(on_cpu(name), prompt, 12) for prompt in PROMPTS[:4]]
     with LLM(on_gpu(name), page_size=4, num_pages=32, max_batch_tokens=32, inductor=False) as llm:
         assert answers(llm, PROMPTS[:4]) == expected
 
@@ -69,10 +76,10 @@ def test_states_on_the_way_serve_whoever_starts_there(name: str, full_float32: N
         state_snapshots=128,
         snapshot_interval=16,
     ) as llm:
-        assert answers(llm, [stem]) == [greedy(recurrent(name), stem, 12)] and llm.engine.stats.steps == 12
+        assert answers(llm, [stem]) == [greedy(on_cpu(name), stem, 12)] and llm.engine.stats.steps == 12
         for cut in cuts:
             prompt = stem[:cut] + other[:20]
             (got,) = llm.generate([prompt], SamplingParams(max_new_tokens=12))
-            assert got.token_ids == greedy(recurrent(name), prompt, 12)
+            assert got.token_ids == greedy(on_cpu(name), prompt, 12)
             assert got.cached_tokens >= min(cut // 16 * 16, 128)
         assert llm.engine.stats.steps == 12 * (1 + len(cuts)), "no prompt takes two"
