@@ -37,12 +37,12 @@ from paged_attn.recurrent.layer import RecurrentLayer
 from paged_attn.recurrent.run import KernelsAlone, runner_of
 
 # Steps of requests with so many cached and new tokens: one for each way in which a backend's launches follow lengths.
-CHECKED: tuple[tuple[tuple[int, int], ...], ...] = (((0, 3), (0, 11), (0, 12)), ((3, 1), (11, 12)), ((11, 1), (12, 1)))  # comes first
-DECODED = (((100, 1),), ((16_000, 1),) * 8, ((16_000, 1),) * 16, ((100, 1),) * 20, ((16_000, 1),) * 20)
+Lengths = tuple[tuple[int, int], ...]
+DECODED: tuple[Lengths, ...] = (((100, 1),), ((16_000, 1),) * 8, ((16_000, 1),) * 16, ((100, 1),) * 20, ((16_000, 1),) * 20)
 PROMPTS = tuple(((0, new),) for new in (600, 4096))
 MIXED = tuple(decoded + prompt for decoded, prompt in itertools.product(DECODED, PROMPTS))
 SHORT = (*(((0, new),) for new in (2, 4, 8, 16, 32, 64)), ((50, 9),))
-STEPS = (*CHECKED, *DECODED, *PROMPTS, *MIXED, *SHORT)
+STEPS = (*DECODED, *PROMPTS, *MIXED, *SHORT)
 MOST = 21  # requests in one of them
 PAGES = 2  # of the pool, whatever ids the requests' pages have
 SOME = 7  # tokens, where any number of them does
@@ -57,12 +57,14 @@ class RunsWith:
     Attributes:
         backend: for attention, by name, or "auto".
         recurrent: the layers with recurrent state, by layer id.
+        checked: (cached, new) tokens of the requests of each step of the self-check, which comes first.
     """
 
     backend: str
     page_size: int
     deterministic: bool
     recurrent: tuple[RecurrentLayer, ...] = ()
+    checked: tuple[Lengths, ...] = ()
 
 
 def compile_steps_ahead(
@@ -83,7 +85,7 @@ def compile_steps_ahead(
     except UnsupportedError:
         return  # said by whoever runs a step
     ours = all(scans_backend(each.name).compiles_ahead for layer in runs_with.recurrent for each in layer.scans)
-    batches = [_batch(lengths, runs_with.page_size) for lengths in STEPS]
+    batches = [_batch(lengths, runs_with.page_size) for lengths in (*runs_with.checked, *STEPS)]
     with compiling_ahead(device):
         for op in (LINEAR, LINEAR_FLOAT32):
             for node in _distinct(graph, op, None):

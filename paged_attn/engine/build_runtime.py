@@ -24,7 +24,7 @@ from paged_attn.backends.selection.latents import serves_latents
 from paged_attn.backends.selection.select import Selection, select_for_pool
 from paged_attn.calling.body import Body
 from paged_attn.capture.graphs.recorder import CudaRecorder, Recorder
-from paged_attn.check.runs.steps import ProbeSettings
+from paged_attn.check.runs.steps import ProbeSettings, lengths_of_steps
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.steps_ahead import RunsWith
 from paged_attn.engine.config import EngineConfig
@@ -56,7 +56,10 @@ def make_runner(model: nn.Module, config: EngineConfig) -> Runner:
     options = CompileOptions(
         inductor=config.inductor, self_check=config.self_check, experts_backend=config.experts_backend,
         scans_backend=config.scans_backend, state_dtype=config.state_dtype,
-        runs_with=RunsWith(config.backend, config.page_size, config.deterministic),
+        runs_with=RunsWith(
+            config.backend, config.page_size, config.deterministic,
+            checked=lengths_of_steps(only_device(model)) if config.self_check else (),
+        ),
         max_loras=config.max_loras, max_lora_rank=config.max_lora_rank if config.max_loras else 0,
     )  # fmt: skip
     with served_locally(model) as ranks:

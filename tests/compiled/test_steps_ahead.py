@@ -19,6 +19,7 @@ from paged_attn.backends.attention.hybrid import hybrid_of
 from paged_attn.backends.attention.latent.fresh import FreshPrompts
 from paged_attn.backends.attention.reference import ReferenceBackend
 from paged_attn.backends.attention.triton.backend import TritonBackend
+from paged_attn.check.runs.steps import lengths_of_steps
 from paged_attn.compiled import steps_ahead
 from paged_attn.compiled.steps_ahead import STEPS, compile_steps_ahead
 from tests.backends.without_gpu import printed_by
@@ -94,11 +95,12 @@ def test_backends_that_do_not_compile_so_are_left_alone(monkeypatch: pytest.Monk
 
 
 def test_of_two_backends_the_steps_of_the_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    decodes = sum(all(new == 1 and cached for cached, new in step) for step in STEPS)
+    steps = (*STEPS, *lengths_of_steps(CPU))
+    decodes = sum(all(new == 1 and cached for cached, new in step) for step in steps)
     found = asked(build("llama"), monkeypatch, lambda: hybrid_of(ReferenceBackend(), TritonBackend()))
     assert found["attend"] + found["attend_together"] == decodes and not found["store_kernel"]
     found = asked(build("deepseek_v2"), monkeypatch, lambda: hybrid_of(TritonBackend(), ReferenceBackend()))
-    assert found["attend_latent"] == found["merge_latent"] > len(STEPS) - decodes
+    assert found["attend_latent"] == found["merge_latent"] > len(steps) - decodes
 
 
 def test_scans_are_compiled_whoever_attends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import nn
 
+from paged_attn.check.runs.steps import lengths_of_steps
 from paged_attn.compiled.options import CompileOptions
 from paged_attn.compiled.steps_ahead import RunsWith
 from paged_attn.engine.runners.model_runner import ModelRunner
@@ -23,4 +25,4 @@ def steps_of(runner: ModelRunner, page_size: int) -> RunsWith:
     layers = [
         replace(layer, scans=tuple(replace(each, name="triton", rest="triton") for each in layer.scans)) for layer in runner.recurrent
     ]
-    return RunsWith("triton", page_size, False, tuple(layers))
+    return RunsWith("triton", page_size, False, tuple(layers), lengths_of_steps(torch.device("cpu")))

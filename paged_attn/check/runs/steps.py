@@ -120,6 +120,12 @@ def others_for(prompts: Sequence[Tensor], longest: int | None = None) -> list[Te
     return [ids[torch.randint(len(ids), (min(n, longest or n),), generator=generator).to(ids.device)] for n in counts]
 
 
+def lengths_of_steps(device: torch.device) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """(cached, new) tokens of the requests of each step of a causal model, for whoever prepares them."""
+    prompts = [torch.zeros(n, dtype=torch.int64, device=device) for n in LENGTHS]
+    return tuple(tuple((part.start, part.end - part.start) for part in step.parts) for step in steps_of(prompts, True, others_for(prompts)))
+
+
 class Steps:
     """Runs steps of the prompts in turn on a pool of its own, of which all that no request uses holds NaN.
 
