@@ -77,16 +77,17 @@ def expand_kernel(y, inner, b, scales, slots, out, count, width, y_stride, slot_
                   TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Columns `start` to `end` of out [count, width]: those of y, and of rows with an adapter scales[slot, part] * b[slot] @ inner as well;
     b [slots, width, RANK], scales [slots, PARTS]. The columns are of `part`, from `second` on of the next one, from `third` on of the one
-    after it. Grid (cdiv(count, BLOCK_M), TILES = cdiv(end - start, BLOCK_N)), with EACH times the number of adapters: the first one's
-    programs write rows without an adapter, too."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    begin = start + tl.program_id(1) % TILES * BLOCK_N
+    after it. Grid cdiv(count, BLOCK_M) * TILES, TILES = cdiv(end - start, BLOCK_N), with EACH times the number of adapters, the last of
+    which count slowest: the first adapter's programs write rows without one, too."""
+    blocks = tl.cdiv(count, BLOCK_M)
+    rows, tile = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(0) // blocks
+    begin = start + tile % TILES * BLOCK_N
     part += (begin >= second).to(tl.int32) + (begin >= third).to(tl.int32)
     n = begin + tl.arange(0, BLOCK_N)
     slot = tl.load(slots + rows, mask=rows < count, other=-1)
     mine = rows < count
     if EACH:
-        first = tl.program_id(1) // TILES
+        first = tile // TILES
         last = first
         mine = mine & ((slot == first) | ((slot < 0) & (first == 0)))
         slot = tl.where(slot == first, slot, -1)

@@ -105,7 +105,7 @@ def lora_on_gpu(
             result, inner, b, scales, slots, out, count, width, result.stride(0), b.stride(0), start, start + outputs, part, second, third,
         )  # fmt: skip
         more = {"TILES": tiles, "BLOCK_N": tiling.outputs}
-        _fast_expand((*key, part, start, outputs), (blocks, tiles * adapters), arguments, {**constants, **more}, options, device)
+        _fast_expand((*key, part, start, outputs), (blocks * tiles * adapters, 1), arguments, {**constants, **more}, options, device)
         start += outputs
     return out
 

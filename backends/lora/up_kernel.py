@@ -19,8 +19,8 @@ def up_kernel(y, b, scales, slots, out, count, width, y_stride, slot_stride, sta
               TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Columns `start` to `end` of out [count, width]: those of y [count, width + ADAPTERS * PARTS * RANK], and of a row with an adapter
     scales[slot, part] * b[slot] @ what y has of that slot and part behind the outputs; b [ADAPTERS, width, RANK], scales [ADAPTERS, PARTS].
-    The columns are of `part`, from `second` on of the next one, from `third` on of the one after it. TOGETHER: BLOCK_K ranks of all
-    adapters at a time; else of one. Grid (cdiv(end - start, BLOCK_N), cdiv(count, BLOCK_M)).
+    The columns are of `part`, from `second` on of the next one, from `third` on of the one after it. BLOCK_K ranks at a time: of all
+    adapters (TOGETHER), or of one after the other. Grid (cdiv(end - start, BLOCK_N), cdiv(count, BLOCK_M)).
 
     EARLY: launched before the kernel in front has ended, which writes y; all else is older.
     """
@@ -36,28 +36,30 @@ def up_kernel(y, b, scales, slots, out, count, width, y_stride, slot_stride, sta
     factor, jump = b + n[None, :].to(tl.int64) * RANK, tl.cast(slot_stride, tl.int64)
     if TOGETHER:
         most: tl.constexpr = ADAPTERS * RANK
-        up = _factors(factor, k, most, jump, kept, RANK)
+        begin_at = factor
     else:
         most: tl.constexpr = RANK
-        up = _factors(factor + first * jump, k, most, jump, kept & (last >= 0), RANK)
+        begin_at = factor + first * jump
+        kept = kept & (last >= 0)
+    up = _factors(begin_at, k, most, jump, kept, RANK)
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = y + rows[:, None].to(tl.int64) * y_stride
-    inside = (rows < count)[:, None] & kept
+    inside = (rows < count)[:, None] & (n < end)[None, :]
     total = tl.load(row + n[None, :], mask=inside, other=0.0).to(tl.float32)
     if last >= 0:
         own = row + width + part * RANK
         added = tl.dot(_own(own, k, most, first, slot, RANK, PARTS, TOGETHER), up, input_precision=PRECISION)
-        if TOGETHER:
-            for start_k in tl.static_range(BLOCK_K, most, BLOCK_K):
-                up = _factors(factor, start_k + k, most, jump, kept, RANK)
-                added = tl.dot(_own(own, start_k + k, most, first, slot, RANK, PARTS, True), up, added, input_precision=PRECISION)
-        else:
+        for start_k in tl.static_range(BLOCK_K, most, BLOCK_K):
+            up = _factors(begin_at, start_k + k, most, jump, kept, RANK)
+            added = tl.dot(_own(own, start_k + k, most, first, slot, RANK, PARTS, TOGETHER), up, added, input_precision=PRECISION)
+        if not TOGETHER:
             for each in range(first + 1, last + 1):
                 if tl.max((slot == each).to(tl.int32), 0) > 0:
-                    up = _factors(factor + each * jump, k, most, jump, kept, RANK)
-                    added = tl.dot(_own(own, k, most, each, slot, RANK, PARTS, False), up, added, input_precision=PRECISION)
+                    for start_k in tl.static_range(0, most, BLOCK_K):
+                        up = _factors(factor + each * jump, start_k + k, most, jump, kept, RANK)
+                        added = tl.dot(_own(own, start_k + k, most, each, slot, RANK, PARTS, False), up, added, input_precision=PRECISION)
         total += tl.where((slot >= 0)[:, None], added * scale[:, None], 0.0)
     tl.store(out + rows[:, None].to(tl.int64) * width + n[None, :], total.to(out.dtype.element_ty), mask=inside)
 

@@ -22,6 +22,10 @@ MIB = 2**20
 IN_ANOTHER_PROCESS = "another process that runs this model can not capture it or has no room for it"
 
 
+class _InAnotherProcess(Exception):
+    """Raised in the others, where one of them fails."""
+
+
 class GraphKey(NamedTuple):
     """Full graphs hold decode steps of `size` requests, pieces any step of `size` rows; variant: which of a backend's kernels."""
 
@@ -70,8 +74,8 @@ class GraphSet:
 
     A shape that can not be captured is left out with its reason, which `refused` keeps; with `strict` that raises.
     `unsafe` are ops that were found not to be recordable, and why: they run between the graphs.
-    `agree` is asked, with what this process found, whether a shape is to be tried and whether it is kept: processes that run a model
-    together must capture the same shapes, as each recording is a run of all of them.
+    `agree` is asked, with what this process found, before each run of a shape, after it, and whether the shape is kept: processes that
+    run a model together must capture the same shapes, as each recording is a run of all of them.
     """
 
     recorder: Recorder
@@ -104,8 +108,12 @@ class GraphSet:
         started, mark = time.perf_counter(), self.recorder.mark()
         try:
             segments, state = self._record(key, prepare, mark)
+        except _InAnotherProcess:
+            self.recorder.rollback(mark)
+            self._refuse(key, IN_ANOTHER_PROCESS)
+            return self.recorder.bytes_in_use()
         except RuntimeError as error:
-            self.agree(False)
+            self.agree(False)  # where the others ask: before the run, or after it
             self.recorder.rollback(mark)
             self._refuse(key, _first_line(error), error)
             return self.recorder.bytes_in_use()
@@ -125,19 +133,35 @@ class GraphSet:
         return after
 
     def _record(self, key: GraphKey, prepare: Prepare, mark: int) -> tuple[Segments, Any]:
-        """An op that can not be recorded, and need not be, stays between the graphs from then on."""
+        """An op that can not be recorded, and need not be, stays between the graphs from then on, and all processes record anew.
+
+        Raises:
+            _InAnotherProcess: one of them can not go on.
+        """
         while True:
+            recorded: tuple[Segments, Any] | None = None
             try:
                 with prepare(key) as spec:
+                    self._all_go_on()
                     with self.recorder.session():
                         spec.run()  # what runs for the first time may compile, allocate or wait, which a recording must not
-                    return self._record_between(spec), spec.state
+                    recorded = self._record_between(spec), spec.state
             except OpNotRecorded as error:
                 if not may_break(error.op):
                     raise
-                self.recorder.rollback(mark)
                 self.unsafe[error.op] = _first_line(error.__cause__ or error)
                 logger.info("%s can not be captured and runs between the graphs: %s", error.op, self.unsafe[error.op])
+            self._all_go_on()
+            if self.agree(recorded is not None):
+                assert recorded is not None
+                return recorded
+            del recorded
+            self.recorder.rollback(mark)
+
+    def _all_go_on(self) -> None:
+        """Each run is one of all processes: none may begin, or begin again, that another will not take part in."""
+        if not self.agree(True):
+            raise _InAnotherProcess
 
     def _record_between(self, spec: CaptureSpec) -> Segments:
         return record(spec.run, self.recorder, lambda op: spec.breaks(op) or op in self.unsafe, spec.keep)

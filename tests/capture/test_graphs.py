@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -91,14 +94,14 @@ def keys(*sizes: int) -> list[GraphKey]:
     return [GraphKey("piecewise", size) for size in sizes]
 
 
-def captured(graphs: GraphSet, steps: Steps, *sizes: int) -> GraphSet:
-    assert list(graphs.capture(keys(*sizes), steps.prepare)) == keys(*sizes)
+def captured(graphs: GraphSet, prepare: Any, *sizes: int) -> GraphSet:
+    assert list(graphs.capture(keys(*sizes), prepare)) == keys(*sizes)
     return graphs
 
 
 def test_a_replay_computes_from_what_the_inputs_hold_now() -> None:
     steps = Steps()
-    graphs = captured(GraphSet(TapeRecorder(), budget=10**6), steps, 8, 4)
+    graphs = captured(GraphSet(TapeRecorder(), budget=10**6), steps.prepare, 8, 4)
     assert graphs.sizes("piecewise") == [4, 8] and graphs.sizes("full") == [] and not graphs.refused
     for size in (8, 4):
         found = graphs.captured[GraphKey("piecewise", size)]
@@ -110,7 +113,7 @@ def test_a_replay_computes_from_what_the_inputs_hold_now() -> None:
 
 def test_a_budget_leaves_out_what_does_not_fit_and_says_so() -> None:
     recorder = TapeRecorder(bytes_per_graph=1 << 20)
-    graphs = captured(GraphSet(recorder, budget=5 << 20), Steps(), 16, 8, 4)  # two graphs each
+    graphs = captured(GraphSet(recorder, budget=5 << 20), Steps().prepare, 16, 8, 4)  # two graphs each
     assert graphs.sizes("piecewise") == [8, 16] and graphs.nbytes == 4 << 20
     assert graphs.refused[GraphKey("piecewise", 4)] == "it would add 2 MiB to 4 MiB of graphs; 5 MiB are allowed"
     assert len(recorder.tapes) == 4, "what was refused was given back"
@@ -120,11 +123,11 @@ def test_a_budget_leaves_out_what_does_not_fit_and_says_so() -> None:
 
 def test_a_shape_that_fails_is_left_out_with_the_first_line_of_the_reason() -> None:
     recorder = TapeRecorder()
-    graphs = captured(GraphSet(recorder, budget=10**9), Steps(fail=8), 16, 8, 4)
+    graphs = captured(GraphSet(recorder, budget=10**9), Steps(fail=8).prepare, 16, 8, 4)
     assert graphs.refused == {GraphKey("piecewise", 8): "RuntimeError: no room on the device"}
     assert graphs.sizes("piecewise") == [4, 16] and recorder.open is None
     with pytest.raises(CaptureError, match=r"the graph piecewise 8 can not be captured: RuntimeError: no room on the device\. Without"):
-        captured(GraphSet(TapeRecorder(), budget=10**9, strict=True), Steps(fail=8), 16, 8)
+        captured(GraphSet(TapeRecorder(), budget=10**9, strict=True), Steps(fail=8).prepare, 16, 8)
 
 
 def test_an_op_that_can_not_be_recorded_runs_between_the_graphs_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +140,70 @@ def test_an_op_that_can_not_be_recorded_runs_between_the_graphs_from_then_on(mon
         return call(function, *args)
 
     monkeypatch.setattr(recorder, "call", failing)
-    graphs = captured(GraphSet(recorder, budget=10**9), Steps(), 8, 4)
+    graphs = captured(GraphSet(recorder, budget=10**9), Steps().prepare, 8, 4)
     assert graphs.unsafe == {torch.ops.aten.add.Tensor: "RuntimeError: not while capturing"} and not graphs.refused
     assert {found.segments.num_calls for found in graphs.captured.values()} == {2}
 
 
-def test_processes_capture_what_all_of_them_can() -> None:
-    answers = iter([True, True, False, True, False])  # the second shape another process does not try, the third it has no room for
-    graphs = captured(GraphSet(TapeRecorder(), budget=10**9, agree=lambda mine: mine and next(answers)), Steps(), 16, 8, 4)
+class Together:
+    """Two processes as threads: `agree` and `run` wait for each other, and for nothing else of the other."""
+
+    def __init__(self) -> None:
+        self._barrier, self._said = threading.Barrier(2, timeout=10), [True, True]
+        self.runs: list[list[GraphKey]] = [[], []]
+
+    def agree(self, rank: int, mine: bool) -> bool:
+        self._said[rank] = mine
+        self._barrier.wait()
+        answer = all(self._said)
+        self._barrier.wait()
+        return answer
+
+    def captured(self, rank: int, steps: Steps, recorder: TapeRecorder, fails: frozenset[int]) -> GraphSet:
+        @contextmanager
+        def prepare(key: GraphKey) -> Iterator[CaptureSpec]:
+            if key.size in fails:
+                raise CaptureError("not on this one")
+            with steps.prepare(key) as spec:
+
+                def run() -> Any:
+                    self.runs[rank].append(key)
+                    self._barrier.wait()  # as a sum over all ranks does
+                    return spec.run()
+
+                yield replace(spec, run=run)
+
+        return captured(GraphSet(recorder, budget=10**9, agree=lambda mine: self.agree(rank, mine)), prepare, 16, 8, 4)
+
+
+@pytest.mark.parametrize("case", ["one can not prepare a shape", "one can not record an op"])
+def test_processes_run_together_or_not_at_all(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, recorders = Together(), [TapeRecorder(), TapeRecorder()]
+    if case == "one can not record an op":
+        call = recorders[1].call
+
+        def failing(function: Any, *args: Any) -> Any:
+            if function is torch.ops.aten.add.Tensor:
+                raise RuntimeError("not while capturing")
+            return call(function, *args)
+
+        monkeypatch.setattr(recorders[1], "call", failing)
+        fails = [frozenset[int](), frozenset[int]()]
+    else:
+        fails = [frozenset[int](), frozenset({8})]
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda rank: together.captured(rank, Steps(), recorders[rank], fails[rank]), (0, 1))
+    assert together.runs[0] == together.runs[1] and one.sizes("piecewise") == two.sizes("piecewise")
+    if case == "one can not prepare a shape":
+        assert one.sizes("piecewise") == [4, 16] and "another process" in one.refused[GraphKey("piecewise", 8)]
+        assert "not on this one" in two.refused[GraphKey("piecewise", 8)]
+    else:
+        assert one.sizes("piecewise") == [4, 8, 16] and list(two.unsafe) == [torch.ops.aten.add.Tensor] and not one.unsafe
+
+
+def test_processes_capture_what_all_of_them_have_room_for() -> None:
+    tried = [True] * 5  # before and after the run, recorded, and kept
+    answers = iter([*tried, False, *tried[1:], False])  # the second shape another process does not try, the third it has no room for
+    graphs = captured(GraphSet(TapeRecorder(), budget=10**9, agree=lambda mine: mine and next(answers)), Steps().prepare, 16, 8, 4)
     assert graphs.sizes("piecewise") == [16]
     assert {key.size for key in graphs.refused} == {8, 4} and all("another process" in why for why in graphs.refused.values())

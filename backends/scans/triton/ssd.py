@@ -17,6 +17,7 @@ from paged_attn.backends.scans.triton.ssd_kernel import chunk_outputs, chunk_sta
 CHUNK = 64  # tokens
 WIDE_CHUNK = 32  # where products are of float32
 WHOLE = 256  # numbers of a channel's state
+TOO_SMALL = (torch.float16,)  # states have no bound, and the products with them none either
 TOGETHER = 16  # heads, at most, that share the products of their queries and keys
 
 
@@ -25,12 +26,12 @@ def mamba2(
 ) -> bool:
     """As `mamba2_extend`; always served."""
     _, heads, p_dim, n_dim = states.shape
-    repeats, narrow = heads // b.shape[1], NARROW.get(x.dtype)
+    repeats, narrow = heads // b.shape[1], None if x.dtype in TOO_SMALL else NARROW.get(x.dtype)
     sizes = Sizes.of(p_dim, n_dim, narrow)
     step = dt.clamp(low, high).float()
     decay = step * a.float()
     requests, chunks = extends.bounds(sizes.chunk)
-    before = torch.empty(len(chunks), heads, n_dim, p_dim, dtype=x.dtype, device=x.device)
+    before = torch.empty(len(chunks), heads, n_dim, p_dim, dtype=torch.float32 if narrow is None else x.dtype, device=x.device)
     constants = {"REPEATS": repeats, "HEADS": heads, "P": p_dim, "N": n_dim, "BLOCK_P": sizes.block_p, "NARROW": narrow}
     of_values = *x.stride(), *step.stride(), *decay.stride(), *b.stride()
     launch(

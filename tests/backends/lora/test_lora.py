@@ -10,6 +10,7 @@ import torch
 from paged_attn.attn_ops.ops.linears.lora import LORA, LORA_UP, lora_one_by_one, lora_up_one_by_one
 
 pytest.importorskip("triton")
+from paged_attn.backends.lora import on_gpu
 from paged_attn.backends.lora.on_gpu import NEVER, LoraTiling, UpTiling, _launches, _splits, lora_on_gpu, lora_up_on_gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,6 +144,27 @@ def test_products_with_a_behind_those_of_the_layer(count: int, rows: tuple[int, 
 def test_ranks_of_all_adapters_in_one_product_or_several(adapters: int, rank: int) -> None:
     given = operands(21, (16, 24), adapters=adapters, rank=rank)
     assert close(lora_up_on_gpu(*behind(*given)), by_row(*given))
+
+
+@pytest.mark.parametrize("count", [1, 2, 140])
+def test_ranks_of_one_adapter_in_several_products(count: int) -> None:
+    given = operands(count, (16, 24), rank=130, adapters=2)
+    for run, more in ((lora_up_on_gpu, behind(*given)), (lora_on_gpu, given)):
+        assert close(run(*more), by_row(*given))
+
+
+def test_many_adapters_of_a_large_vocabulary_fit_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA takes 65,535 in the second and third dimension."""
+    grids: list[tuple[int, ...]] = []
+    for name in ("_fast_shrink", "_fast_expand"):
+        monkeypatch.setattr(on_gpu, name, lambda _, grid, *__: grids.append(grid))
+    vocabulary, adapters, rank = 262_208, 64, 64
+    b = torch.empty(1).expand(adapters, vocabulary, rank)
+    lora_on_gpu(
+        torch.empty(2, vocabulary), torch.empty(2, 64), torch.empty(adapters, rank, 64), b, torch.empty(adapters, 1),
+        torch.zeros(2, dtype=torch.int32), [vocabulary],
+    )  # fmt: skip
+    assert len(grids) == 2 and all(size <= 65_535 for grid in grids for size in grid[1:])
 
 
 def test_products_of_others_reach_nobody() -> None:

@@ -122,6 +122,28 @@ def test_kda_of_any_decays(strongest: float, dtype: torch.dtype) -> None:
         assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < (1e-5 if dtype == torch.float32 else 3e-3)
 
 
+@pytest.fixture(autouse=True)
+def narrow_products_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 stands for bfloat16 there."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(ssd, "TOO_SMALL", ())
+
+
+def test_a_state_beyond_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model in float16 the state is in float32, and what a prompt reads of it, too."""
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    rows, lengths = 130, [130]
+    x, step = (torch.rand(rows, 1, 16) * 400).to(DEVICE, torch.float16), torch.ones(rows, 1, device=DEVICE, dtype=torch.float16)
+    b, c = ((torch.rand(rows, 1, 16) * size).to(DEVICE, torch.float16) for size in (10, 1e-3))
+    states, outputs = [torch.zeros(SLOTS, 1, 16, 16, device=DEVICE) for _ in range(2)], [torch.empty_like(x) for _ in range(2)]
+    rates, extends = torch.tensor([-1e-4], device=DEVICE), Extends([0], lengths, [1], [True], x.device)
+    assert ssd.mamba2(x, step, rates, b, c, outputs[0], 0.0, float("inf"), states[0], extends)
+    mamba2_extend(x, step, rates, b, c, outputs[1], 0.0, float("inf"), states[1], extends)
+    assert float(states[0].max()) > torch.finfo(torch.float16).max and bool(outputs[1].isfinite().all())
+    same(outputs[0], outputs[1], torch.float16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW])
 @pytest.mark.parametrize("heads, width, state, groups", [(6, 40, 72, 3), (4, 16, 272, 1)])
 def test_states_of_mamba2_in_several_parts(heads: int, width: int, state: int, groups: int, dtype: torch.dtype) -> None:
