@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,9 +58,22 @@ class KVPool:
             self.storage = torch.zeros(num_pages * self.page_elements, dtype=dtype, device=device)
         else:
             self.page_elements, self.storage = within.page_elements, within.storage
-        self.parts = tuple(KVPool(g.specs(self.layers), num_pages, page_size, dtype, device, within=self) for g in self.groups)
+        self._divide()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Views are made anew: a copy of each would hold all of the memory, and none would be that of the others."""
+        return {name: value for name, value in vars(self).items() if name not in ("parts", "_keys", "_values")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._divide()
+
+    def _divide(self) -> None:
+        """What lies where in the memory."""
+        about = self.num_pages, self.page_size, self.dtype, self.device
+        self.parts = tuple(KVPool(group.specs(self.layers), *about, within=self) for group in self.groups)
         if self.groups:
-            found = {layer: (part, index) for g, part in zip(groups, self.parts, strict=True) for index, layer in enumerate(g.layers)}
+            found = {layer: (part, index) for g, part in zip(self.groups, self.parts, strict=True) for index, layer in enumerate(g.layers)}
             where = [found[layer] for layer in range(len(self.layers))]
             self._keys, self._values = [part.key(i) for part, i in where], [part.value(i) for part, i in where]
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache
-from paged_attn.hf.compiled.call_rows import call_rows, more_than_tokens
+from paged_attn.hf.compiled.call_rows import CallRows, call_rows, more_than_tokens
 from paged_attn.hf.patch import Patched
 from paged_attn.hf.shared_table import SharedTable
 from paged_attn.passes.fx.model_facts import model_dtype
@@ -49,7 +50,7 @@ class InPlace:
         if patched not in _dispatching:
             _dispatching.add(patched)
             patched._undo.callback(_dispatching.discard, patched)
-            patched._undo.enter_context(replaced_forward(patched.model, _dispatch(patched.model.forward)))
+            patched._undo.enter_context(replaced_forward(patched.model, _Dispatch(patched.model.forward)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InPlace:
         return self
@@ -85,7 +86,12 @@ class InPlace:
         called = call_rows(inputs, length, np.zeros(rows, np.int64))
         if isinstance(called, str):
             return None
-        some = inputs.get("logits_to_keep") is not None
+        with cache.table.pages.lock:  # a pool that another thread made grow in the middle of a step would lack what this one writes
+            return self._step(cache, forward, called, rows, new, inputs.get("logits_to_keep") is not None)
+
+    def _step(self, cache: CacheInPages, forward: Any, called: CallRows, rows: int, new: int, some: bool) -> Any:
+        """`some`: the logits of the last tokens only."""
+        model, length = self.patched.model, cache.get_seq_length()
         cache.table.prepare(rows, length, length + new)
         pool = cache.table.pages.pool
         if self.backend is None:
@@ -105,17 +111,23 @@ class InPlace:
         return output
 
 
-def _dispatch(forward: Any) -> Any:
-    @functools.wraps(forward)
-    def dispatching(*args: Any, **inputs: Any) -> Any:
+class _Dispatch:
+    """The forward of a patched model that asks the cache first. A copy of the model computes its own forward."""
+
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
+        functools.update_wrapper(self, forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._forward, memo)
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
         if "past_key_values" in inputs:  # transformers' warning about the old name would name us, not the caller
             inputs[CACHE_NAME] = inputs.pop("past_key_values")
         cache: Any = given_cache(inputs)
         in_place = getattr(cache, "in_place", None)
         if not args and isinstance(in_place, InPlace):
-            output = in_place.run(cache, forward, inputs)
+            output = in_place.run(cache, self._forward, inputs)
             if output is not None:
                 return output
-        return forward(*args, **inputs)
-
-    return dispatching
+        return self._forward(*args, **inputs)

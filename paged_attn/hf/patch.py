@@ -6,6 +6,7 @@ layer's spec is proved on entry, the patched model is compared with the original
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
@@ -33,6 +34,10 @@ from paged_attn.passes.prove.mask_family import MaskFamily
 from paged_attn.recurrent.discover import refuse_recurrent
 
 NAME = "paged_attn"
+_NO_MASK = (
+    "this call under a forward context has an attention_mask that hides tokens, which a paged batch does not have: each request sees its "
+    "own tokens. Call the model as model(**batch.model_inputs())"
+)
 # Keywords that transformers passes on to attention and that say nothing about what it computes in a paged batch.
 _SILENT = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
            "output_router_logits", "position_embeddings", "num_items_in_batch", "logits_to_keep"}  # fmt: skip
@@ -81,6 +86,7 @@ class Patched:
             if prompts:
                 known = {id(prompt): logits for prompt, logits in zip(prompts, original, strict=True)}
                 check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
+            undo.callback(self.model.register_forward_pre_hook(_refuse_own_positions, with_kwargs=True).remove)
             self._undo = undo.pop_all()
         return self
 
@@ -169,6 +175,17 @@ def can_be_hooked(model: nn.Module) -> bool:
         return False
 
 
+def _refuse_own_positions(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """A model that is given no positions counts from 0, whatever its requests have in their pages."""
+    if current_context() is None or given.get("position_ids") is not None:
+        return
+    if len(args) < 2 or inspect.signature(model.forward).bind_partial(*args).arguments.get("position_ids") is None:
+        raise ContextError(
+            f"{type(model).__name__} is called under a forward context without position_ids, and would count from 0 over all requests; "
+            "call it as model(**batch.model_inputs())"
+        )
+
+
 def _is_switched(model: nn.Module) -> bool:
     return all(config._attn_implementation == NAME for config in attention_configs(model))
 
@@ -196,6 +213,9 @@ def _mask(**arguments: Any) -> Any:
     if getattr(_recording, "state", None) is not None:
         return ProvedMask(prove_mask_function(arguments["mask_function"], "a mask that the model builds"))
     if current_context() is not None:
+        given = arguments.get("attention_mask")
+        if isinstance(given, Tensor) and not bool(given.all()):
+            raise UnsupportedError(_NO_MASK)
         return None
     original = ALL_MASK_ATTENTION_FUNCTIONS.get(_implementation(arguments["config"]))
     return original(**arguments) if original is not None else None
@@ -225,6 +245,8 @@ def _attention(
         return result
     if module not in _patched:
         raise ContextError(f"{type(module).__name__} is not part of a patched model; enter paged_attn.patch(model) first")
+    if attention_mask is not None:
+        raise UnsupportedError(_NO_MASK)
     return _paged(module, query, key, value, keywords), None
 
 

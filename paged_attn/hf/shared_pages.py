@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,12 +33,16 @@ class SharedPages:
 
     Args:
         grows: the pool grows as needed, into a larger allocation to which it is copied.
+
+    Attributes:
+        lock: of whoever reads or changes pages, since caches of several threads may have the same pool.
     """
 
     def __init__(self, pool: KVPool, grows: bool = False) -> None:
         self.pool, self.page_size, self.grows = pool, pool.page_size, grows
         self._allocator = PageAllocator(pool.num_pages, pool.page_size)
         self._holders = np.zeros(pool.num_pages, np.int64)
+        self.lock, self._left = threading.RLock(), deque[Pages]()
 
     @classmethod
     def of_layers(
@@ -49,9 +55,28 @@ class SharedPages:
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedPages:
         return self  # copied caches hold the same pages
 
+    def __getstate__(self) -> dict[str, Any]:
+        with self.lock:
+            self._collect()
+            return {name: value for name, value in vars(self).items() if name not in ("lock", "_left")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock, self._left = threading.RLock(), deque[Pages]()
+
+    def drop_later(self, pages: Pages) -> None:
+        """`drop`, for finalizers: they run in any thread at any time, also in the midst of a change of ours."""
+        self._left.append(pages)
+
+    def _collect(self) -> None:
+        while self._left:
+            self.drop(self._left.popleft())
+
     @property
     def num_used(self) -> int:
         """Pages that somebody holds, each counted once."""
+        with self.lock:
+            self._collect()
         return self._allocator.num_usable - self._allocator.num_free
 
     def take(self, count: int) -> Pages:
@@ -60,6 +85,7 @@ class SharedPages:
         Raises:
             CacheFull: too few are free and the pool does not grow; none was taken.
         """
+        self._collect()
         if (missing := count - self._allocator.num_free) > 0:
             if not self.grows:
                 raise CacheFull(count, self._allocator.num_free)

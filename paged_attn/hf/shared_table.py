@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -12,7 +13,19 @@ from torch import Tensor
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.hf.shared_pages import Pages, SharedPages
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _alone(method: Method) -> Method:
+    """One method of all tables of a pool at a time."""
+
+    @functools.wraps(method)
+    def locked(table: SharedTable, *args: Any) -> Any:
+        with table.pages.lock:
+            return method(table, *args)
+
+    return cast(Method, locked)
 
 
 class SharedTable:
@@ -35,8 +48,9 @@ class SharedTable:
         self._indices: dict[tuple[str, int, int], Any] = {}  # of this step, for all layers
 
     def __del__(self) -> None:
-        self.clear()
+        self.pages.drop_later(self._table)
 
+    @_alone
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedTable:
         other = SharedTable(self.pages, self.window)
         other.recording, other.kept_from = self.recording, self.kept_from
@@ -59,6 +73,7 @@ class SharedTable:
         """Each row's pages in order."""
         return list(self._table)
 
+    @_alone
     def prepare(self, rows: int, start: int, end: int) -> None:
         """Makes tokens `start` to `end - 1` of all rows writable: new pages, and own copies of those that others hold, too.
 
@@ -90,6 +105,7 @@ class SharedTable:
             self._changed()
         self._writable, self._unshared = (start, end), rows > 1 and end - start >= size
 
+    @_alone
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Stores K [rows, heads, n, dim] and V of tokens `start`, ...; they must be writable."""
         size = self.pages.page_size
@@ -102,6 +118,7 @@ class SharedTable:
         self.pages.pool.key(layer)[where] = keys.transpose(1, 2)
         self.pages.pool.value(layer)[where] = values.transpose(1, 2)
 
+    @_alone
     def gather(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """K [rows, heads, end - start, dim] and V of tokens `start` to `end - 1`, contiguous (some models take views of it)."""
         size, pool = self.pages.page_size, self.pages.pool
@@ -113,10 +130,12 @@ class SharedTable:
         key, value = (t.view(self.rows, -1, *t.shape[2:])[:, part].transpose(1, 2).contiguous() for t in (key, value))
         return key, value
 
+    @_alone
     def select(self, rows: Pages) -> None:
         """Row i becomes what row `rows[i]` was: pages gain and lose holders, and nothing is copied."""
         self._replace(self._table[rows])
 
+    @_alone
     def truncate(self, length: int) -> None:
         """Forgets tokens at and past `length`."""
         columns = -(-length // self.pages.page_size)
@@ -124,6 +143,7 @@ class SharedTable:
         if self.window is not None:
             self._let_go_before(length - self.window + 1)
 
+    @_alone
     def clear(self) -> None:
         """Lets go of all pages."""
         self._replace(self._table[:0, :0])

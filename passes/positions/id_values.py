@@ -22,6 +22,7 @@ from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe
 
 WIDEST = 64  # numbers that an id becomes: its embedding, its column of ones and zeros are taken to be its own
+FLAGS = 4  # numbers of an id that a table of the model may say of it
 DEFAULT_IDS = 4096  # where no table of embeddings says how many there are
 
 
@@ -35,7 +36,7 @@ def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
         return
     made = _made_of_ids(graph, form)
     positions = [node for node in graph.nodes if form.roles.get(node) == "position_ids" or _is_batch_positions(node)]
-    count = _num_ids(graph, form.input_ids)
+    count = _num_ids(graph, form.input_ids, made)
     generator = torch.Generator().manual_seed(23)
     one, two = (torch.randperm(count, generator=generator) for _ in range(2))
     runs = (one, two, two[: count // 2])
@@ -80,8 +81,11 @@ def _made_of_ids(graph: fx.Graph, form: CallForm) -> set[fx.Node]:
 
 
 def _is_table(node: fx.Node) -> bool:
+    """Whether its rows are more than flags of ids."""
     value = value_of(node)
-    return node.op in ("placeholder", "get_attr") and isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+    if node.op not in ("placeholder", "get_attr") or not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return False
+    return int(value.numel()) > FLAGS * int(value.shape[0])
 
 
 def _is_narrow(value: Any, form: CallForm) -> bool:
@@ -100,12 +104,13 @@ def _is_batch_positions(node: fx.Node) -> bool:
     return any(user.target is BATCH_POSITIONS for user in node.users)
 
 
-def _num_ids(graph: fx.Graph, ids: fx.Node) -> int:
-    """The rows of the smallest table that is looked up with them."""
-    tables = [found.rows for node in graph.nodes if (found := lookup_of(node)) is not None and found.at is ids]
-    tables += [node.all_input_nodes[1] for node in ids.users if node.target is F.embedding]  # also with more arguments
-    rows = [value_of(table).shape[0] for table in tables]
-    return min((size for size in rows if isinstance(size, int)), default=DEFAULT_IDS)
+def _num_ids(graph: fx.Graph, ids: fx.Node, made: set[fx.Node]) -> int:
+    """The rows of the smallest table that is looked up with them; else of the largest one that is with what is made of them."""
+    found = [(lookup.at, lookup.rows) for node in graph.nodes if (lookup := lookup_of(node)) is not None]
+    found += [(node.all_input_nodes[0], node.all_input_nodes[1]) for node in graph.nodes if node.target is F.embedding]  # any arguments
+    rows = [(at, size) for at, table in found if isinstance(size := value_of(table).shape[0], int)]
+    own, further = [size for at, size in rows if at is ids], [size for at, size in rows if at in made]
+    return min(own) if own else max(further, default=DEFAULT_IDS)
 
 
 def _same(one: Any, other: Any, only: Tensor | None = None) -> bool:

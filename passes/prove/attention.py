@@ -20,7 +20,7 @@ from paged_attn.passes.prove.dual_chunk import DualChunkProbe, DualChunkProof, p
 from paged_attn.passes.prove.mask_family import MaskFamily, match_family
 from paged_attn.passes.prove.mask_probe import MaskProbe, as_seen
 from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
-from paged_attn.passes.prove.score_function import ScoreFunction, mixed_heads, prove_score_function
+from paged_attn.passes.prove.score_function import ScoreFunction, ScoresFurther, mixed_heads, prove_score_function
 from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, MixesTokens, Recomputable
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
@@ -49,6 +49,7 @@ class Prover:
         self.form, self.values, self.model = form, values, model
         self._proved: dict[Hashable, MaskProof] = {}
         self._dual_chunks: dict[Hashable, DualChunkProof] = {}
+        self._seen_further: set[Hashable] = set()
         self._owned: list[Tensor] = []
 
     def prove(self, site: AttentionSite) -> AttentionProof | DualChunkProof:
@@ -71,6 +72,7 @@ class Prover:
             function = prove_score_function(site, self.form, self.values)
             probe.first_column = function.first_column
             mask, has_mask = self._cached(probe, function.sinks), True
+            self._check_further(site, function, mask.max_tokens)
             mask = replace(mask, evidence=f"scores evaluated: {function.describe()}; {mask.evidence}")
         declared = check_declared(self.model, site.module, mask.family, has_mask)
         query = value_of(site.query)
@@ -107,7 +109,15 @@ class Prover:
             self._proved[key] = prove(probe, max_positions(self.model))
         return self._proved[key]
 
-    def _key(self, probe: SubgraphProbe, sinks: fx.Node | None) -> Hashable:
+    def _check_further(self, site: AttentionSite, function: ScoreFunction, longest: int | None) -> None:
+        limits = [limit for limit in (longest, self.form.max_tokens, max_positions(self.model)) if limit is not None]
+        further = ScoresFurther(site, self.form, self.values, function, min(limits, default=None))
+        key = (self._key(further, function.sinks), function.scale, function.softcap, function.first_column)
+        if key not in self._seen_further:
+            further.check()
+            self._seen_further.add(key)
+
+    def _key(self, probe: SubgraphProbe | ScoresFurther, sinks: fx.Node | None) -> Hashable:
         """The same for probes that compute the same from equal inputs; sinks are not among a mask's inputs."""
         index = {node: number for number, node in enumerate(probe.nodes)}
         parts: list[Hashable] = []

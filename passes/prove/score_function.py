@@ -17,14 +17,15 @@ from torch import Tensor, fx
 from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.passes.find.attention_site import AttentionSite, WrittenScores
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import shape_at, value_of
+from paged_attn.passes.fx.graph_tools import argument_of, name_of, shape_at, value_of
 from paged_attn.passes.fx.mask_literals import HIDES, hidden_numbers, scaled_numbers
 from paged_attn.passes.fx.slicing import ancestors, evaluate
 from paged_attn.passes.fx.token_data import counts_in_numbers
 from paged_attn.passes.prove.bias_family import FloatArray
 from paged_attn.passes.prove.score_subgraph import MixesHeads, needed_for_values, placeholder_value, score_path, zeros_for
 
-TOKENS, MORE_TOKENS = 11, 97
+TOKENS, MORE_TOKENS = 11, 609
+MOST_SCORES = 1 << 23  # numbers
 EXACT, ROUNDED = 2e-5, 2e-2  # of the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
 HIDDEN = -1e30
@@ -68,9 +69,28 @@ def prove_score_function(site: AttentionSite, form: CallForm, values: Values) ->
     region.check_heads()
     function = region.fit()
     region.check_numbers()
-    for checked in (region, _Region(site, form, values, MORE_TOKENS)):
-        checked.check_weights(function.first_column)
+    region.check_weights(function.first_column)
     return function
+
+
+class ScoresFurther:
+    """The same on as many tokens as show what changes with a distance, a row or a column.
+
+    Attributes:
+        nodes, shapes, stops, result: as of a `SubgraphProbe`: layers that are alike in these need one look.
+    """
+
+    def __init__(self, site: AttentionSite, form: CallForm, values: Values, function: ScoreFunction, longest: int | None) -> None:
+        scores, heads = site.scores, int(value_of(site.query).shape[1])
+        assert isinstance(scores, WrittenScores)
+        tokens = min(longest or MORE_TOKENS, MORE_TOKENS, math.isqrt(MOST_SCORES // heads))
+        self._region, self._function = _Region(site, form, values, max(tokens, TOKENS)), function
+        self.nodes, self.shapes, self.stops, self.result = self._region.nodes, self._region.shapes, {scores.products}, scores.weights
+
+    def check(self) -> None:
+        """Raises UnsupportedError, as `prove_score_function`."""
+        self._region.check_scores(self._function)
+        self._region.check_weights(self._function.first_column)
 
 
 def mixed_heads(site: AttentionSite, form: CallForm, values: Values) -> MixesHeads | None:
@@ -89,8 +109,8 @@ class _Region:
         scores = site.scores
         assert isinstance(scores, WrittenScores)
         self.site, self.scores, self.form, self.tokens = site, scores, form, tokens
-        self.nodes, shapes = needed_for_values(scores.weights, scores.output, (scores.products,))
-        self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, tokens) for node in shapes}
+        self.nodes, self.shapes = needed_for_values(scores.weights, scores.output, (scores.products,))
+        self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, tokens) for node in self.shapes}
         for node in self.nodes:
             if node.op == "placeholder":
                 self.given[node] = placeholder_value(form.roles.get(node, ""), values[node], (tokens,), torch.arange(tokens) % TOKENS + 2)
@@ -179,6 +199,20 @@ class _Region:
         expected = _softmax(scores)[:, :, first : first + self.tokens]
         return weights.shape == expected.shape and _close(expected, weights, ROUNDED)
 
+    def check_scores(self, function: ScoreFunction) -> None:
+        """That they are the same function of q.k at any distance, as far as these tokens show it."""
+        columns = slice(function.first_column, function.first_column + self.tokens)
+        still, scores = (self.run(self.sample * by, self.scores.scores)[:, :, columns] for by in (0.0, 1.0))
+        visible = still > HIDES
+        products = self.sample.reshape(-1, self.tokens, self.tokens).numpy().copy()
+        products[:, np.arange(self.tokens), np.arange(self.tokens)] = 0.0
+        x, cap = function.scale * products, function.softcap
+        expected = cap * np.tanh(x / cap) if cap is not None else x
+        if not _close(expected[visible], (_from_diagonal(scores) - _from_diagonal(still))[visible]):
+            raise self.refusal(
+                f"its scores are another function of q.k on {self.tokens} tokens than on {TOKENS}, as with a distance or a row"
+            )
+
     def check_numbers(self) -> None:
         """What is made of the number of tokens, or changes at a distance, shows at lengths that nobody tries."""
         for node in sorted(score_path(self.nodes, self.scores.products)):
@@ -186,7 +220,7 @@ class _Region:
                 raise self.refusal(f"{counts[0].name}, which is made from the number of tokens, goes into the numbers of {node.name}")
         before = set(ancestors(self.scores.products, self.scores.output))
         needed, _ = needed_for_values(self.scores.weights, self.scores.output, (self.scores.softmax,))
-        after = [node for node in needed if node not in before]
+        after = [node for node in needed if node not in before and not _is_inactive_dropout(node)]
         owned = {node: value for node in after if isinstance(value := self.given.get(node), Tensor)}
         if numbers := [*hidden_numbers(after, owned), *map(str, scaled_numbers(after))]:
             raise self.refusal(f"what is done to its weights after the softmax holds {', '.join(numbers)}, which may begin to matter later")
@@ -217,6 +251,10 @@ class _Region:
             f"{self.site.where}: attention that is written out as a softmax can not be proved: {why}. "
             "Run this model uncompiled, or report it."
         )
+
+
+def _is_inactive_dropout(node: fx.Node) -> bool:
+    return name_of(node) == "dropout" and argument_of(node, 2, "training") is False
 
 
 def _from_diagonal(scores: FloatArray) -> FloatArray:

@@ -110,6 +110,24 @@ def test_the_first_call_of_all_is_on_pages_but_for_its_prompt() -> None:
     assert again._compiled_call_impl is None and generate(again, _prompts()).equal(generate(models[0], _prompts()))
 
 
+@pytest.mark.parametrize("changed", ["reordered", "assisted"])
+def test_the_first_call_of_all_begins_anew_only_where_its_own_generate_goes_on(changed: str) -> None:
+    plain, compiled = build("llama"), build("llama")
+    compiled.compile(backend="paged_attn")
+    given = _prompts((0,) * (3 if changed == "reordered" else 1))
+    if changed == "assisted":  # takes back what it guessed between two calls
+        assert generate(compiled, given, prompt_lookup_num_tokens=3).equal(generate(plain, given, prompt_lookup_num_tokens=3))
+        return
+    answers = []
+    for model in (plain, compiled):
+        first = generate(model, given, max_new_tokens=1, return_dict_in_generate=True)
+        order = torch.tensor([1, 2, 0])
+        first[CACHE_NAME].reorder_cache(order)
+        more = torch.cat([first.sequences[order], torch.tensor([[7], [8], [9]])], 1)
+        answers.append(generate(model, {"input_ids": more, "attention_mask": torch.ones_like(more), CACHE_NAME: first[CACHE_NAME]}))
+    assert answers[1].equal(answers[0])
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_anew")
 def test_a_second_model_of_the_same_class_finds_its_own_pages() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from paged_attn import UnsupportedError, patch
+from paged_attn import Batch, BatchRequest, KVPool, PagedCache, UnsupportedError, forward_context, patch
 from paged_attn.attn_ops.errors import ContextError
 from paged_attn.hf.mask import prove_mask_function
 from paged_attn.passes.prove.mask_family import MaskFamily
@@ -48,6 +50,36 @@ def test_patching_twice_is_an_error() -> None:
             first.__enter__()
         assert model.config._attn_implementation == "paged_attn"
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_a_paged_batch_does_not_have_is_refused_under_a_context() -> None:
+    model, ids = build("llama"), torch.tensor([[5, 6, 7, 8, 9]])
+    batch = Batch.build([BatchRequest(ids[0].tolist(), [1, 2])], 4)
+    with torch.no_grad(), patch(model) as patched:
+        pool = KVPool(patched.layers, 4, 4, torch.float32)
+        for hole in (torch.tensor([[1, 1, 0, 1, 1]]), torch.zeros(1, 1, 5, 5)):
+            with pytest.raises(UnsupportedError, match="has an attention_mask"), forward_context(batch, pool):
+                model(**batch.model_inputs(), attention_mask=hole)
+        with pytest.raises(ContextError, match=r"without position_ids.*batch\.model_inputs"), forward_context(batch, pool):
+            model(input_ids=ids)
+        with pytest.raises(ContextError, match="has page 7; allowed are 1 to 3"):
+            forward_context(Batch.build([BatchRequest(ids[0].tolist(), [1, 7])], 4), pool)
+        with forward_context(batch, pool):
+            logits = model(**batch.model_inputs(), attention_mask=torch.ones_like(ids)).logits
+        assert torch.allclose(logits[:, :5], model(ids).logits, atol=1e-5)
+
+
+def test_a_copy_that_was_made_inside_a_patch_has_weights_of_its_own() -> None:
+    model, ids = build("llama"), torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad(), patch(model) as patched:
+        PagedCache(patched)  # asks the cache first, from now on
+        other = copy.deepcopy(model)
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    other.set_attn_implementation("sdpa")
+    clean = build("llama")
+    clean.load_state_dict(other.state_dict())
+    assert torch.equal(other(ids).logits, clean(ids).logits) and not torch.equal(other(ids).logits, model(ids).logits)
 
 
 def test_an_unknown_keyword_is_never_dropped() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -140,3 +142,39 @@ def test_a_fork_in_the_middle_of_a_step_is_not_written_into() -> None:
     fork = copy.deepcopy(table)
     table.prepare(1, 0, 3)
     assert not set(table.held) & set(fork.held)
+
+
+def test_a_pickled_table_goes_on_by_itself() -> None:
+    table = SharedTable(_pages(), None)
+    past = _append(table, [], 9, 2)
+    other = pickle.loads(pickle.dumps(table))
+    assert other.pages.pool.key(1).untyped_storage().data_ptr() == other.pages.pool.storage.untyped_storage().data_ptr()
+    more = _append(other, past, 30, 2)  # grows
+    _check(other, more)
+    _check(table, past)
+    before = other.pages.num_used
+    del other
+    assert table.pages.num_used == 2 * -(-9 // SIZE) < before
+
+
+def test_tables_of_several_threads_share_a_pool_that_grows() -> None:
+    pages, wrong = _pages(), list[Exception]()
+
+    def work(rows: int) -> None:
+        try:
+            for _ in range(20):
+                table, past = SharedTable(pages, None), list[torch.Tensor]()
+                for new in (7, 1, 13, 30):
+                    past = _append(table, past, new, rows)
+                    _check(table, past)
+                table.select(np.arange(rows)[::-1].copy())
+                _check(table, [each.flip(0) for each in past])
+        except (AssertionError, IndexError, ValueError, RuntimeError) as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(rows,)) for rows in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not pages.num_used

@@ -28,9 +28,10 @@ def check_output(model: nn.Module) -> int:
     Raises:
         UnsupportedError: it is no model that continues a text. Or there are no logits, they are not [1, T, width] for [1, T] token ids, or
             they are not over the ids that the model reads: a model without a language-model head, a classifier, a reward model, prompt
-            tuning. Or the call replaces modules.
+            tuning. Or the call replaces modules, or writes weights.
     """
     refuse_other_kinds(model)
+    _refuse_renormalised(model)
     count = min(TOKENS, max_positions(model) or TOKENS)
     ids = few_ids(model, 1 + count, model_device(model))[1:] % TOKENS  # in no order that positions have
     inputs = plain_inputs(model, ids) | ({"use_cache": False} if takes(model, "use_cache") else {})
@@ -71,6 +72,17 @@ def logits_in(output: Any) -> Any:
     if isinstance(output, Mapping) or hasattr(output, "logits"):
         return output.get("logits") if isinstance(output, Mapping) else output.logits
     return output[0] if isinstance(output, (tuple, list)) and output else None
+
+
+def _refuse_renormalised(model: nn.Module) -> None:
+    """Weights that are written whenever they are read would make whatever was computed before out of date."""
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise UnsupportedError(
+                f"{path} writes its weights whenever it is called (max_norm={module.max_norm:g}), so that they are other weights for every "
+                "step. Renormalise them once, which gives the same tokens: with torch.no_grad(), "
+                "torch.embedding_renorm_(m.weight, torch.arange(m.num_embeddings), m.max_norm, m.norm_type); then m.max_norm = None"
+            )
 
 
 def _note_lookups(model: nn.Module, ids: Tensor, sizes: set[int]) -> None:

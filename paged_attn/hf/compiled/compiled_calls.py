@@ -70,7 +70,7 @@ class PagedCalls:
         if getattr(cache, _MOVED, False):
             raise UnsupportedError("this DynamicCache went over into pages; go on with the cache of the last output")
         if type(cache) is DynamicCache and not self.refused:
-            if first is not None and first[0]() is cache:
+            if first is not None and first[0]() is cache and self._is_as_it_was(cache, first[1]):
                 before = self._start(cache, (), first[1])
                 if before is not None:
                     return self._go_on(before[CACHE_NAME], args, given)
@@ -91,6 +91,10 @@ class PagedCalls:
         cache = given_cache(given)
         if type(cache) is DynamicCache and self._is_of_generate(cache):
             self._first = (weakref.ref(cache), {**without_cache(given), "logits_to_keep": 1})
+
+    def _is_as_it_was(self, cache: DynamicCache, given: dict[str, Any]) -> bool:
+        """Whether the `generate` that made the cache goes on where its first call ended: nobody has cropped it, or been given it."""
+        return self._is_of_generate(cache) and cache.get_seq_length() == given["input_ids"].shape[1]
 
     def _is_of_generate(self, cache: Any) -> bool:
         """Whether `generate`, which called us, has made it."""

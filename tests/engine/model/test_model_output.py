@@ -119,3 +119,17 @@ def test_a_model_of_few_token_ids_is_served(ids: int) -> None:
     with LLM(model, num_pages=40) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_new_tokens=6))
     assert [output.token_ids for output in outputs] == [greedy_loop(model, prompt, 6) for prompt in prompts]
+
+
+def test_embeddings_that_are_renormalised_whenever_they_are_read() -> None:
+    model = Decoder(PLACES["none"][0]).eval()
+    model.embed.max_norm = 3.0
+    with pytest.raises(UnsupportedError, match=r"embed writes its weights whenever it is called \(max_norm=3\).*embedding_renorm_"):
+        LLM(model, num_pages=40)
+    prompt = list(range(2, 42))
+    expected = greedy_loop(model, prompt, 6)
+    with torch.no_grad():
+        torch.embedding_renorm_(model.embed.weight, torch.arange(VOCAB), model.embed.max_norm, model.embed.norm_type)
+    model.embed.max_norm = None
+    with LLM(model, num_pages=40, max_batch_tokens=16) as llm:
+        assert llm.generate([prompt], SamplingParams(max_new_tokens=6))[0].token_ids == expected

@@ -88,7 +88,32 @@ def scale_by_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.softmax(q @ k.transpose(-1, -2) * (q.shape[-2] // 20 + 1) + mask(q), -1) @ v
 
 
+def weaker_blocks_away(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A block of 16 and the one before it in full; no number is large."""
+    blocks = torch.arange(q.shape[-2]) // 16
+    products = q @ k.transpose(-1, -2) * SCALE
+    return F.softmax(torch.where(blocks[:, None] - blocks >= 2, products * 0.3, products) + mask(q), -1) @ v
+
+
+DECAY = torch.where(torch.arange(700)[:, None] - torch.arange(700) < 150, 1.0, 0.3)
+
+
+def weaker_by_a_table(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(q @ k.transpose(-1, -2) * DECAY[: q.shape[-2], : q.shape[-2]] + mask(q), -1) @ v
+
+
+def weights_that_end_by_a_table(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (F.softmax(scores(q, k), -1) * (DECAY[: q.shape[-2], : q.shape[-2]] == 1)) @ v
+
+
+def test_a_dropout_that_is_off_changes_nothing() -> None:
+    assert rewrite_of(toy(lambda q, k, v: F.dropout(F.softmax(scores(q, k), -1), 0.01, training=False) @ v)).layers
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "weaker blocks away": (weaker_blocks_away, r"another function of q\.k on \d+ tokens"),
+    "weaker by a table": (weaker_by_a_table, r"another function of q\.k on \d+ tokens"),
+    "weights that end by a table": (weights_that_end_by_a_table, "something is done to them"),
     "weights that end": (lambda q, k, v: (F.softmax(scores(q, k), -1) * visible(q).triu(-30)) @ v, "after the softmax holds 30"),
     "weights that fade": (weights_that_fade, "something is done to them"),
     "scale by length": (scale_by_length, "made from the number of tokens, goes into the numbers of"),

@@ -41,6 +41,8 @@ FOLLOWING: dict[str, Change] = {
     "the largest": lambda q, ids: q * ids.max(),
     "as numbers": lambda q, ids: q * torch.sigmoid((ids == RARE).float().cumsum(1))[:, None, :, None],
 }
+FLAG = (torch.arange(VOCAB) == RARE).float()[:, None]
+FOLLOWING["by a table of flags"] = lambda q, ids: q + F.embedding(ids, FLAG).squeeze(-1).cumsum(1)[:, None, :, None]
 OWN: dict[str, Change] = {
     "whether it is the rare one": lambda q, ids: torch.where((ids == RARE)[:, None, :, None], -q, q),
     "its row": lambda q, ids: q + F.embedding(ids, TABLE)[:, None],
@@ -59,3 +61,21 @@ def test_a_row_that_follows_other_rows_ids_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_a_row_that_follows_its_own_is_served(name: str) -> None:
     assert_ragged_equals_alone(changing(OWN[name]))
+
+
+class Clamped(Toy):
+    """Placeholders below 0 count as 0, and the last of more ids than are tried by default begins a segment."""
+
+    def __init__(self, num_ids: int) -> None:
+        super().__init__(lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+        self.embed = torch.nn.Embedding(num_ids, 32)
+        self.last = num_ids - 1
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        segments = (input_ids == self.last).cumsum(1)
+        return super().forward(input_ids.clamp(min=0), position_ids + segments)
+
+
+def test_as_many_ids_are_tried_as_a_table_has_that_is_looked_up_with_what_is_made_of_them() -> None:
+    with pytest.raises(UnsupportedError, match="is made of token ids"):
+        rewrite_of(Clamped(5000))
