@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,6 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS = 1024  # of the first kernel at least, so that few rows are read by enough of them
 FEW_ROWS = 128  # up to so many, each adapter has programs of its own
 NEVER = 2**31 - 1
+BLOCK_BYTES = 1 << 16  # of a block of factors in shared memory
 PRODUCTS = 1024  # of the first kernel that programs may share
 LONGEST_PRODUCT = 128  # of ranks of all adapters that a program of the third kernel takes at a time
 _fast_shrink, _fast_expand, _fast_up = FastKernel(shrink_kernel), FastKernel(expand_kernel), FastKernel(up_kernel)
@@ -43,14 +44,20 @@ class LoraTiling:
     each: bool = True
 
     @classmethod
-    def of(cls, count: int) -> LoraTiling:
+    def of(cls, count: int, rank: int, itemsize: int) -> LoraTiling:
+        """For so many rows, with blocks that a program's shared memory holds: `itemsize` of a factor, and float32 for what is summed."""
         if count == 1:
-            return cls(rows=16, each=False)
-        if count <= 16:
-            return cls(rows=16, columns=256)
-        if count <= FEW_ROWS:
-            return cls(rows=min(triton.next_power_of_2(count), 64), splits=8)
-        return cls(rows=64, outputs=64, each=False)
+            found = cls(rows=16, each=False)
+        elif count <= 16:
+            found = cls(rows=16, columns=256)
+        elif count <= FEW_ROWS:
+            found = cls(rows=min(triton.next_power_of_2(count), 64), splits=8)
+        else:
+            found = cls(rows=64, outputs=64, each=False)
+        sums = BLOCK_BYTES // 4 // _block(rank)
+        columns = BLOCK_BYTES // itemsize // _block(rank)
+        rows, outputs = (max(min(each, sums), 16) for each in (found.rows, found.outputs))
+        return replace(found, rows=rows, outputs=outputs, columns=max(min(found.columns, columns), 16))
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ def lora_on_gpu(
     given, result = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     given, result = (each if each.stride(1) == 1 else each.contiguous() for each in (given, result))
     (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
-    tiling = tiling or LoraTiling.of(count)
+    tiling = tiling or LoraTiling.of(count, rank, y.element_size())
     blocks, adapters = triton.cdiv(count, tiling.rows), len(a) if tiling.each else 1
     products = blocks * parts * adapters
     splits = _splits(products, min(triton.cdiv(length, tiling.columns), tiling.splits))
@@ -90,9 +97,9 @@ def lora_on_gpu(
     early, device = machine_of(y.device).early, device_index(y.device)
     constants = {
         "RANK": rank, "PARTS": parts, "PRECISION": _precision(y.dtype), "EACH": tiling.each, "EARLY": early,
-        "BLOCK_M": tiling.rows, "BLOCK_R": max(triton.next_power_of_2(rank), 16),
+        "BLOCK_M": tiling.rows, "BLOCK_R": _block(rank),
     }  # fmt: skip
-    options = {"num_warps": 4, "launch_pdl": early}
+    options = {"num_warps": 4, "launch_pdl": early, "num_stages": stages_of(rank)}
     sizes = (length, width, given.stride(0), result.stride(0), a.stride(0), b.stride(0))
     key = (y.dtype, tiling, splits, tuple(rows), rank, adapters, sizes)
     first = (given, a, slots, inner, _arrived(y.device, a.data_ptr()), count, length, given.stride(0), a.stride(0))
@@ -127,7 +134,7 @@ def lora_up_on_gpu(
         "BLOCK_K": max(min(triton.next_power_of_2(adapters * rank if tiling.together else rank), LONGEST_PRODUCT), 16),
     }  # fmt: skip
     key = (y.dtype, tiling, tuple(rows), adapters, rank, width, result.stride(0), b.stride(0))
-    options, start = {"num_warps": 4, "launch_pdl": early}, 0
+    options, start = {"num_warps": 4, "launch_pdl": early, "num_stages": stages_of(rank)}, 0
     for part, outputs, second, third in _launches(rows, tiling.outputs):
         grid = (triton.cdiv(outputs, tiling.outputs), triton.cdiv(count, tiling.rows))
         arguments = (
@@ -136,6 +143,15 @@ def lora_up_on_gpu(
         _fast_up((*key, part, start, outputs), grid, arguments, constants, options, device_index(y.device))
         start += outputs
     return out
+
+
+def stages_of(rank: int) -> int:
+    """How many blocks of factors are on their way at once: those of long ranks leave no room for a second one."""
+    return 3 if rank <= LONGEST_PRODUCT else 1
+
+
+def _block(rank: int) -> int:
+    return max(int(triton.next_power_of_2(rank)), 16)
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@ Run by test_compile in a process of its own, because a process of the tests runs
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -11,14 +12,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
-from paged_attn.backends.lora.on_gpu import LONGEST_PRODUCT, LoraTiling, UpTiling
+from paged_attn.backends.lora.on_gpu import LONGEST_PRODUCT, LoraTiling, UpTiling, stages_of
 from paged_attn.backends.lora.up_kernel import up_kernel
 
 POINTERS = {"inner": "*fp32", "scales": "*fp32", "slots": "*i32", "arrived": "*i32"}
 FACTORS = ("x", "a", "y", "b", "out")
 
 
-def compiled(kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any]:
+def compiled(kernel: Any, kind: str, constants: dict[str, Any], stages: int) -> dict[str, Any]:
     types = POINTERS | dict.fromkeys(FACTORS, f"*{kind}")
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     divisible = [
@@ -26,30 +27,30 @@ def compiled(kernel: Any, kind: str, constants: dict[str, Any]) -> dict[str, Any
     ]
     attributes = {(index,): [["tt.divisibility", 16]] for index in divisible}
     named = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    result = triton.compile(ASTSource(kernel, signature, named, attributes), target=GPUTarget("cuda", 90, 32))
+    source = ASTSource(kernel, signature, named, attributes)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": stages})
     return {"shared": result.metadata.shared, "waits": "griddepcontrol.wait" in result.asm["ptx"], "has_dot": "mma" in result.asm["ptx"]}
 
 
 def main() -> None:
-    for count in (1, 64, 8192):
-        for kind in ("bf16", "fp16", "fp32"):
-            tiling = LoraTiling.of(count)
-            common = {"RANK": 16, "PARTS": 3, "PRECISION": "ieee" if kind == "fp32" else "tf32"}
-            common |= {"BLOCK_M": tiling.rows, "BLOCK_R": 16, "EACH": tiling.each, "EARLY": True}
+    for rank, counts in ((16, (1, 64, 8192)), (128, (8, 8192)), (256, (1, 8, 64, 8192)), (1024, (8, 8192))):
+        for count, kind in itertools.product(counts, ("bf16", "fp32") if rank > 16 else ("bf16", "fp16", "fp32")):
+            tiling, up, block = LoraTiling.of(count, rank, 4 if kind == "fp32" else 2), UpTiling.of(count), max(rank, 16)
+            common = {"RANK": rank, "PARTS": 3, "PRECISION": "ieee" if kind == "fp32" else "tf32"}
+            common |= {"BLOCK_M": tiling.rows, "BLOCK_R": block, "EACH": tiling.each, "EARLY": True}
             tiles = {"BLOCK_N": tiling.outputs, "TILES": 48}
             down = {"BLOCK_K": tiling.columns, "SPLITS": 1 if count == 8192 else 16}
-            up = UpTiling.of(count)
             alone = {
-                "ADAPTERS": 8,
+                "ADAPTERS": 8 if rank <= 128 else 2,
                 "BLOCK_M": up.rows,
                 "BLOCK_N": up.outputs,
                 "TOGETHER": up.together,
-                "BLOCK_K": LONGEST_PRODUCT if up.together else 16,
+                "BLOCK_K": LONGEST_PRODUCT if up.together else min(block, LONGEST_PRODUCT),
             }
             alone |= {name: common[name] for name in ("RANK", "PARTS", "PRECISION", "EARLY")}
             for kernel, constants in ((shrink_kernel, common | down), (expand_kernel, common | tiles), (up_kernel, alone)):
-                found = compiled(kernel, kind, constants)
-                print(json.dumps({"kernel": kernel.__name__, "count": count, "kind": kind, **found}), flush=True)
+                found = compiled(kernel, kind, constants, stages_of(rank))
+                print(json.dumps({"kernel": kernel.__name__, "rank": rank, "count": count, "kind": kind, **found}), flush=True)
 
 
 if __name__ == "__main__":

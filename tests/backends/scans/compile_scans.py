@@ -76,6 +76,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "chunk_states of float32": (chunk_states, {**BEFORE, "CHUNK": 32, "BLOCK_P": 32, "NARROW": None}),
     "chunk_outputs": (chunk_outputs, READ),
     "chunk_outputs of Falcon-H1": (chunk_outputs, READ | FALCON | {"BLOCK_N": 256, "TOGETHER": 8}),
+    "chunk_outputs of longer states": (chunk_outputs, READ | {"P": 16, "N": 272, "BLOCK_N": 256, "TOGETHER": 4, "HEADS": 4, "REPEATS": 4}),
     "chunk_outputs of float32": (chunk_outputs, READ | FALCON | {"BLOCK_N": 32, "TOGETHER": 8, "CHUNK": 32, "BLOCK_P": 32, "NARROW": None}),
     "scan_channels": (scan_channels, CHANNELS),
 }  # fmt: skip
@@ -89,7 +90,7 @@ def compiled(kernel: Any, constants: dict[str, Any]) -> dict[str, int]:
     attributes = {(index,): [["tt.divisibility", 16]] for index, _ in named}
     options = {"num_stages": 1, "num_warps": 8} if kernel in (scan_chunks, scan_by_channel) else {}
     if kernel is chunk_outputs:
-        options = {"num_stages": 2 if constants["BLOCK_N"] == 256 else 3}
+        options = {"num_stages": 3 if constants["BLOCK_N"] < 256 else 2 if constants["N"] <= 256 else 1}
     result = triton.compile(ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(result.asm["cubin"]), "shared": result.metadata.shared, "spilled": spilled(result.asm["ptx"])}
 

@@ -161,7 +161,8 @@ def test_states_of_mamba2_in_several_parts(heads: int, width: int, state: int, g
     assert ssd.mamba2(x, step, rates, b, c, outputs[0], 0.0, float("inf"), states[0], extends)
     mamba2_extend(x, step, rates, b, c, outputs[1], 0.0, float("inf"), states[1], extends)
     for ours, truth in zip((outputs[0], states[0]), (outputs[1], states[1]), strict=True):
-        assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < (2e-6 if dtype == torch.float32 else 2e-3)
+        limit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}[dtype]
+        assert float((ours.float() - truth.float()).norm() / truth.float().norm()) < limit
 
 
 @pytest.mark.parametrize("first", [0, 8])
