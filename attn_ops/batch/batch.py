@@ -119,6 +119,8 @@ class Batch:
                 logits than it has tokens; tokens or pages that are not integers; a shape or buffers too small, or no decode steps
                 where the shape asks for them.
         """
+        if page_size < 1:
+            raise ValueError(f"page_size is {page_size}; allowed are 1 and above, as the pool has")
         columns = RequestColumns.of(requests)
         cached, new, logits, counts = columns.num_cached, columns.num_new, columns.num_logits, columns.num_pages
         num_real, num_tokens, num_logits = len(columns), len(columns.tokens), int(logits.sum())

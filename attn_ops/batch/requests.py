@@ -76,12 +76,17 @@ class RequestColumns:
         """`requests` itself, if it is one.
 
         Raises:
+            TypeError: something else than BatchRequests, or one whose tokens or pages are no sequence.
             ValueError: something that is no integer, or does not fit.
         """
         if isinstance(requests, RequestColumns):
             return requests
-        tokens, pages, cached, logits, slots, kept, lengths = zip(*requests, strict=True) if requests else ((),) * 7
-        num_new, num_pages = list(map(len, tokens)), list(map(len, pages))
+        try:
+            tokens, pages, cached, logits, slots, kept, lengths = zip(*requests, strict=True) if requests else ((),) * 7
+            num_new, num_pages = list(map(len, tokens)), list(map(len, pages))
+        except (TypeError, ValueError):
+            _refuse_others(requests)
+            raise
         num_cached, num_logits, state_slots, length, new, counts = _integers(cached, logits, slots, lengths, num_new, num_pages)
         joined, table = np.empty(sum(num_new), np.int64), np.empty((len(pages), max(num_pages, default=1)), np.int32)
         write_joined(joined, tokens, "tokens")
@@ -124,3 +129,16 @@ def _integers(*rows: Sequence[Any]) -> NDArray[np.int64]:
         names = "num_cached, num_logits, state_slot and length"
         raise ValueError(f"{names} must be integers; got {rows[0]}, {rows[1]}, {rows[2]} and {rows[3]}") from None
     return np.frombuffer(packed, np.int64).reshape(len(rows), -1)
+
+
+def _refuse_others(requests: Any) -> None:
+    """Raises TypeError for the first that is no request; for tests of shapes that have failed already."""
+    if isinstance(requests, BatchRequest) or not isinstance(requests, Sequence):
+        raise TypeError(f"the requests of a batch are a {type(requests).__name__}; allowed: a list of BatchRequest(tokens, pages, ...)")
+    for index, request in enumerate(requests):
+        if not isinstance(request, BatchRequest):
+            raise TypeError(f"request {index} of the batch is a {type(request).__name__}; allowed: BatchRequest(tokens, pages, ...)")
+        for name in ("tokens", "pages"):
+            if not hasattr(getattr(request, name), "__len__"):
+                got = type(getattr(request, name)).__name__
+                raise TypeError(f"request {index} of the batch has {name} that are a {got}; allowed: a sequence of integers")

@@ -38,6 +38,7 @@ class PagedCache(Cache):
     Raises:
         UnsupportedError: the model's layers keep something that pages can not hold; the message names it.
         ValueError: sizes that no pool has, or sizes next to `shared_with`.
+        TypeError: sizes that are no ints, or something else than a PagedCache in `shared_with`.
         CacheFull (while generating): a pool of fixed size is too small; nothing was written in that step.
     """
 
@@ -53,6 +54,11 @@ class PagedCache(Cache):
         num_pages: int | None = None,
         shared_with: PagedCache | None = None,
     ) -> None:
+        if shared_with is not None and not isinstance(shared_with, PagedCache):
+            raise TypeError(f"shared_with is a {type(shared_with).__name__}; allowed: a PagedCache of the same model")
+        for name, size in (("page_size", page_size), ("num_pages", num_pages)):
+            if size is not None and not isinstance(size, int):
+                raise TypeError(f"{name} is {size!r}; allowed: an int")
         self.in_place = InPlace(model) if isinstance(model, Patched) else None
         model = model.model if isinstance(model, Patched) else model
         seen = probe(model)

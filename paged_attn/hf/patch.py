@@ -68,7 +68,10 @@ class Patched:
     def __enter__(self) -> Patched:
         register_attention()
         if any(config._attn_implementation_internal == NAME for config in attention_configs(self.model)):
-            raise ContextError("this model is patched already; leave the first patch before entering another")
+            raise ContextError(
+                "this model is patched already, or one that has the same config object is; leave that patch first. A copy that was made "
+                "inside a patch becomes a model of its own by its set_attn_implementation('sdpa')"
+            )
         with ExitStack() as undo:
             undo.callback(self._forget)
             prompts = self._probe() if self.self_check else []
@@ -202,7 +205,10 @@ def register_attention() -> None:
 def _implementation(config: Any) -> str:
     """What the patched model used before, for calls outside forward contexts."""
     if id(config) not in _implementations:
-        raise ContextError(f"a {type(config).__name__} is set to {NAME!r}, but belongs to no patched model; enter paged_attn.patch(model)")
+        raise ContextError(
+            f"a {type(config).__name__} is set to {NAME!r}, but belongs to no patched model (a copy of one, or one whose patch ended?): "
+            "call the model's set_attn_implementation('sdpa'), or another one, and then paged_attn.patch(model) if it shall be patched"
+        )
     return _implementations[id(config)]
 
 

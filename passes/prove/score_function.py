@@ -25,7 +25,7 @@ from paged_attn.passes.prove.bias_family import FloatArray
 from paged_attn.passes.prove.score_subgraph import MixesHeads, needed_for_values, placeholder_value, score_path, zeros_for
 
 TOKENS, MORE_TOKENS = 11, 609
-MOST_SCORES = 1 << 23  # numbers
+MOST_SCORES = 1 << 22  # numbers
 EXACT, ROUNDED = 2e-5, 2e-2  # of the largest value; ROUNDED where the graph computes scores or weights in 16 bits
 SATURATED = 1e7
 HIDDEN = -1e30

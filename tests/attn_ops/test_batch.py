@@ -248,3 +248,22 @@ def test_model_inputs_are_one_row_with_a_dynamic_token_dimension():
     assert inputs["position_ids"].tolist() == [[2, 3, 4, 0]]
     for name in ("input_ids", "position_ids"):
         assert inputs[name]._dynamo_dynamic_indices == {1}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (BatchRequest([5], [1]), "requests of a batch are a BatchRequest; allowed: a list"),
+        (7, "requests of a batch are a int"),
+        ([([5], [1])], "request 0 of the batch is a tuple; allowed: BatchRequest"),
+        ([BatchRequest([5], [1]), BatchRequest(5, [1])], "request 1 of the batch has tokens that are a int; allowed: a sequence"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_request_is_refused(bad, message):
+    with pytest.raises(TypeError, match=message):
+        Batch.build(bad, 4)
+
+
+def test_a_page_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="page_size is 0; allowed are 1 and above"):
+        Batch.build([BatchRequest([5], [1])], 0)

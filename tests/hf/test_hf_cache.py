@@ -279,3 +279,11 @@ def test_misuse_is_named() -> None:
             model(**prompts, **{CACHE_NAME: cache})
     with pytest.raises(NotImplementedError, match="of the PagedCache"):
         cache.layers[0].crop(-1)
+
+
+def test_what_a_cache_is_made_of_is_checked() -> None:
+    model = build("llama")
+    with pytest.raises(TypeError, match="shared_with is a DynamicCache; allowed: a PagedCache"):
+        PagedCache(model, shared_with=DynamicCache())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"page_size is 1\.5; allowed: an int"):
+        PagedCache(model, page_size=1.5)  # type: ignore[arg-type]
