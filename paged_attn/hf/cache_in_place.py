@@ -17,7 +17,7 @@ from paged_attn.attn_ops.specs.attention import AttentionSpec
 from paged_attn.backends.selection.select import select_for_pool
 from paged_attn.calling.replaced_forward import replaced_forward
 from paged_attn.hf.cache_name import CACHE_NAME, given_cache
-from paged_attn.hf.compiled.call_rows import CallRows, call_rows, more_than_tokens
+from paged_attn.hf.compiled.call_rows import CallRows, autocasts, call_rows, more_than_tokens
 from paged_attn.hf.patch import Patched
 from paged_attn.hf.shared_table import SharedTable
 from paged_attn.passes.fx.model_facts import model_dtype
@@ -38,8 +38,8 @@ class CacheInPages(Protocol):
 class InPlace:
     """Runs a patched model's calls that have a PagedCache of this object as one ragged row, where that is the same computation.
 
-    That is: all inputs by keyword; one new token per row, or one row; a past; no padding, positions that count on, no gradients, and
-    no output but logits. Any other call runs as it is, on gathered K and V.
+    That is: all inputs by keyword; one new token per row, or one row; a past; no padding, positions that count on, no gradients, no
+    autocast, and no output but logits. Any other call runs as it is, on gathered K and V.
     """
 
     def __init__(self, patched: Patched) -> None:
@@ -80,7 +80,7 @@ class InPlace:
         length = cache.get_seq_length()
         if not length or not self.patched._modules or torch.is_grad_enabled() or not model.config.return_dict:
             return None
-        if more_than_tokens(model, inputs) or 1 not in inputs["input_ids"].shape:
+        if more_than_tokens(model, inputs) or autocasts() or 1 not in inputs["input_ids"].shape:
             return None
         rows, new = inputs["input_ids"].shape
         called = call_rows(inputs, length, np.zeros(rows, np.int64))

@@ -25,11 +25,16 @@ class CallRows(NamedTuple):
     wanted: int
 
 
+def autocasts() -> bool:
+    """Whether the model would compute in other dtypes than its own."""
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
 def why_not(model: nn.Module, given: dict[str, Any]) -> str:
     """Why a call with these keywords can not be a step of an engine; "" if it can, as far as the keywords tell."""
     if torch.is_grad_enabled() or model.training:
         return "gradients are on, or the model is in training mode"
-    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+    if autocasts():
         return "autocast is on"
     return more_than_tokens(model, given)
 
