@@ -273,7 +273,7 @@ def test_misuse_is_named() -> None:
             model(prompts["input_ids"][:1], **{CACHE_NAME: cache})
         cache.reset()
         with (
-            pytest.raises(UnsupportedError, match=r"layer 0 gave K and V .*bfloat16.*same autocast"),
+            pytest.raises(UnsupportedError, match=r"layer 0 gave K and V .*bfloat16.*without torch.autocast"),
             torch.autocast("cpu", torch.bfloat16),
         ):
             model(**prompts, **{CACHE_NAME: cache})
