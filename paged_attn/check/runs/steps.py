@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from paged_attn.parallel.ranks import Ranks
 
 LENGTHS = (5, 24, 13)
-OTHERS = {"cpu": 256, "cuda": 1024}  # tokens of another request in front of the first prompt
-BETWEEN = 64  # in front of the next one, and behind the last
+IN_FRONT, IN_FRONT_ON_GPU = 256, 1024  # tokens of another request before the first prompt
+BETWEEN = 64  # before the next one, and behind the last
 SHORTEST, LONGEST = 0, 1  # their indices
 PAGE_SIZE = 4
 ON_ANOTHER_RANK = "self-check failed on another rank of this sharded model, whose message says where. Nothing was generated."
@@ -116,7 +116,7 @@ def others_for(prompts: Sequence[Tensor], longest: int | None = None) -> list[Te
     """
     ids = torch.cat(list(prompts))
     generator = torch.Generator().manual_seed(21)
-    counts = [OTHERS[ids.device.type], *[BETWEEN] * len(prompts)]
+    counts = [IN_FRONT_ON_GPU if ids.is_cuda else IN_FRONT, *[BETWEEN] * len(prompts)]
     return [ids[torch.randint(len(ids), (min(n, longest or n),), generator=generator).to(ids.device)] for n in counts]
 
 
