@@ -81,16 +81,18 @@ class ScoresFurther:
     """
 
     def __init__(self, site: AttentionSite, form: CallForm, values: Values, function: ScoreFunction, longest: int | None) -> None:
-        scores, heads = site.scores, int(value_of(site.query).shape[1])
+        scores = site.scores
         assert isinstance(scores, WrittenScores)
-        tokens = min(longest or MORE_TOKENS, MORE_TOKENS, math.isqrt(MOST_SCORES // heads))
-        self._region, self._function = _Region(site, form, values, max(tokens, TOKENS)), function
-        self.nodes, self.shapes, self.stops, self.result = self._region.nodes, self._region.shapes, {scores.products}, scores.weights
+        self._of, self._function, self._longest = (site, form, values), function, min(longest or MORE_TOKENS, MORE_TOKENS)
+        self.stops, self.result = {scores.products}, scores.weights
+        self.nodes, self.shapes = needed_for_values(scores.weights, scores.output, self.stops)
 
     def check(self) -> None:
         """Raises UnsupportedError, as `prove_score_function`."""
-        self._region.check_scores(self._function)
-        self._region.check_weights(self._function.first_column)
+        tokens = min(self._longest, math.isqrt(MOST_SCORES // int(value_of(self._of[0].query).shape[1])))
+        region = _Region(*self._of, max(tokens, TOKENS))
+        region.check_scores(self._function)
+        region.check_weights(self._function.first_column)
 
 
 def mixed_heads(site: AttentionSite, form: CallForm, values: Values) -> MixesHeads | None:
