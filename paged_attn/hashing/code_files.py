@@ -18,6 +18,7 @@ from paged_attn.hashing.stable_hasher import Indescribable, StableHasher
 # model that this process has made can record, which the class's own file says.
 _NOT_EVIDENCE = frozenset({"PACKAGE_DISTRIBUTION_MAPPING", "_CAN_RECORD_REGISTRY"})
 _GENERATED = "<string>"  # a dataclass's methods: made from the class, which lies in one of the files
+OURS = "paged_attn"  # hashed as sources
 _ENVIRONMENT = "<environment>"  # in place of a file
 _READS_ENVIRONMENT = frozenset({"environ", "getenv"})
 _besides: ContextVar[tuple[frozenset[str], frozenset[str]]] = ContextVar("_besides", default=(frozenset(), frozenset()))
@@ -64,12 +65,13 @@ def _read_files(codes: Iterable[types.CodeType]) -> set[str]:
     Not of what is installed, nor for code that is: a package's version says what it holds."""
     by_file, found = _imported(), set[str]()
     for code in codes:
-        if versioned(code.co_filename) or installed(code.co_filename) or code.co_filename not in by_file:
+        home = by_file.get(code.co_filename)
+        if home is None or home.partition(".")[0] == OURS or versioned(code.co_filename) or installed(code.co_filename):
             continue
         names = frozenset(code.co_names)
         if names & _READS_ENVIRONMENT:
             found.add(_ENVIRONMENT)
-        pending, seen = [sys.modules[by_file[code.co_filename]]], set[int]()
+        pending, seen = [sys.modules[home]], set[int]()
         while pending:
             owner = pending.pop()
             seen.add(id(owner))
@@ -106,7 +108,7 @@ def modules_of(files: Iterable[str]) -> list[str]:
         raise Indescribable("code that reads the environment")
     if homeless := sorted(set(files) - found.keys()):
         raise Indescribable(f"code in {homeless[0]}, which is no imported module")
-    return sorted(found[file] for file in files if found[file].partition(".")[0] != "paged_attn")  # ours are hashed as sources
+    return sorted(found[file] for file in files if found[file].partition(".")[0] != OURS)
 
 
 def module_digest(name: str) -> str | None:

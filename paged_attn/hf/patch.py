@@ -6,7 +6,6 @@ layer's spec is proved on entry, the patched model is compared with the original
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import weakref
@@ -89,7 +88,6 @@ class Patched:
             if prompts:
                 known = {id(prompt): logits for prompt, logits in zip(prompts, original, strict=True)}
                 check_hooked(self, lambda prompt: known[id(prompt)], prompts, self.settings)
-            undo.callback(self.model.register_forward_pre_hook(_refuse_own_positions, with_kwargs=True).remove)
             self._undo = undo.pop_all()
         return self
 
@@ -176,17 +174,6 @@ def can_be_hooked(model: nn.Module) -> bool:
             return _is_switched(model)
     except (ValueError, ImportError):
         return False
-
-
-def _refuse_own_positions(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """A model that is given no positions counts from 0, whatever its requests have in their pages."""
-    if current_context() is None or given.get("position_ids") is not None:
-        return
-    if len(args) < 2 or inspect.signature(model.forward).bind_partial(*args).arguments.get("position_ids") is None:
-        raise ContextError(
-            f"{type(model).__name__} is called under a forward context without position_ids, and would count from 0 over all requests; "
-            "call it as model(**batch.model_inputs())"
-        )
 
 
 def _is_switched(model: nn.Module) -> bool:

@@ -60,8 +60,6 @@ def test_what_a_paged_batch_does_not_have_is_refused_under_a_context() -> None:
         for hole in (torch.tensor([[1, 1, 0, 1, 1]]), torch.zeros(1, 1, 5, 5)):
             with pytest.raises(UnsupportedError, match="has an attention_mask"), forward_context(batch, pool):
                 model(**batch.model_inputs(), attention_mask=hole)
-        with pytest.raises(ContextError, match=r"without position_ids.*batch\.model_inputs"), forward_context(batch, pool):
-            model(input_ids=ids)
         with pytest.raises(ContextError, match="has page 7; allowed are 1 to 3"):
             forward_context(Batch.build([BatchRequest(ids[0].tolist(), [1, 7])], 4), pool)
         with forward_context(batch, pool):
