@@ -129,11 +129,8 @@ class OutputProcessor:
 
     def _fail(self, request: Request, token_id: int = BAD_LOGITS) -> TokenEvent:
         """End a request that got BAD_LOGITS or NONE_LEFT in place of a token."""
-        ended, guide, cause = (
-            f"request {request.id!r} ended after {len(request.tokens)} tokens",
-            request.sampling.guide,
-            request.sampling.error,
-        )
+        guide, cause = request.sampling.guide, request.sampling.error
+        ended = f"request {request.id!r} ended after {len(request.tokens)} tokens"
         if cause is not None:
             request.error = ValueError(f"{ended}, others go on: {cause}")
             request.error.__cause__ = cause

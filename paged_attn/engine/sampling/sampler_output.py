@@ -61,10 +61,9 @@ BAD_LOGITS, NONE_LEFT = -1, -2  # in place of a token: the model's logits were n
 
 
 class SamplerOutput:
-    """Tokens [N] int64 of one step, BAD_LOGITS or NONE_LEFT where there is none, and log-probabilities. The copy to the host starts at
-    once.
+    """Tokens [N] int64 of one step, BAD_LOGITS or NONE_LEFT where there is none, and log-probabilities.
 
-    `tokens` may lie in memory that the next step overwrites.
+    The copy to the host starts at once. `tokens` may lie in memory that the next step overwrites.
     """
 
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:

@@ -94,7 +94,8 @@ class PagedCalls:
 
     def _is_as_it_was(self, cache: DynamicCache, given: dict[str, Any]) -> bool:
         """Whether the `generate` that made the cache goes on where its first call ended: nobody has cropped it, or been given it."""
-        return self._is_of_generate(cache) and cache.get_seq_length() == given["input_ids"].shape[1]
+        ids = given.get("input_ids")
+        return self._is_of_generate(cache) and ids is not None and cache.get_seq_length() == ids.shape[1]
 
     def _is_of_generate(self, cache: Any) -> bool:
         """Whether `generate`, which called us, has made it."""
