@@ -50,6 +50,8 @@ PACKAGES = (
     OptionalPackage("matplotlib", ("matplotlib",), "plots of the benchmarks", install_line("bench")),
     OptionalPackage("fastapi", ("fastapi",), "the HTTP server", install_line("serve")),
     OptionalPackage("uvicorn", ("uvicorn",), "the HTTP server", install_line("serve")),
+    OptionalPackage("prometheus_client", ("prometheus-client",), "the HTTP server's metrics", install_line("serve")),
+    OptionalPackage("jinja2", ("jinja2",), "chat templates, and the HTTP server", install_line("serve")),
     OptionalPackage("llguidance", ("llguidance",), "answers that follow a schema or grammar", install_line("structured")),
 )
 

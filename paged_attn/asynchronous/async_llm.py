@@ -342,7 +342,7 @@ class AsyncLLM:
                     return await one(index)
             except (ValueError, TypeError) as error:
                 if count > 1:
-                    error.add_note(f"({what} {index} of {count})")
+                    error.add_note(f"({what} {index + 1} of {count})")
                 raise
 
         found = await together([limited(index) for index in range(count)]) if count != 1 else [await limited(0)]

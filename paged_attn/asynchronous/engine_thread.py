@@ -257,7 +257,7 @@ class EngineThread:
                 job.requests.append(request)
         except (ValueError, TypeError) as error:  # UnsupportedError is a ValueError
             if len(job.prompts) > 1:
-                error.add_note(f"(prompt {len(job.requests) // len(job.answers)} of {len(job.prompts)})")
+                error.add_note(f"(prompt {len(job.requests) // len(job.answers) + 1} of {len(job.prompts)})")
             self._drop(engine, job, None)
             return job, error
         self._waiting.add(job)

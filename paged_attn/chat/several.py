@@ -42,7 +42,7 @@ class Chats(NamedTuple):
                 prompt = ChatRequest(conversation, **settings).prompt(tokenizer, params.guide)
             except ChatError as error:
                 if len(conversations) > 1:
-                    error.add_note(f"(conversation {i} of {len(conversations)})")
+                    error.add_note(f"(conversation {i + 1} of {len(conversations)})")
                 raise
             made.texts.append(prompt.text)
             made.params.append(prompt.form.enforced(params))

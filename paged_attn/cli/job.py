@@ -132,7 +132,15 @@ def run_prompts(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_
             raise request.error
     stats, pool, first = engine.stats, engine.pool, statistics.median(waits.values()) if waits else None
     numbers = Numbers(
-        seconds, stats.steps, stats.new_tokens, sum(map(len, ids)), stats.cached_tokens, first, pool.nbytes, pool.num_pages, pool.page_size
+        seconds,
+        stats.steps,
+        stats.new_tokens,
+        sum(map(len, ids)),
+        stats.cached_tokens,
+        first,
+        pool.nbytes,
+        engine.kv.num_usable,
+        pool.page_size,
     )
     run = Run([Completion.of(request) for request in requests], numbers)
     if interrupted:

@@ -16,7 +16,12 @@ DEFAULTS = {setting.name: setting.default for setting in fields(ServerSettings)}
 # Flag, type, metavar, help.
 LIMITS = (
     ("--max-queue", int, "N", "requests that may wait beyond those that run; keys share them equally when they are taken"),
-    ("--max-requests-per-key", int, "N", "requests of one API key (without keys: address) that run or wait at the same time"),
+    (
+        "--max-requests-per-key",
+        int,
+        "N",
+        "HTTP requests of one API key (without keys: address) that run or wait at the same time, each with as many prompts as it has",
+    ),
     ("--requests-per-minute-per-key", int, "N", "of one API key (without keys: address)"),
     ("--queue-seconds", float, "S", "how long a request may wait before it begins; then 503"),
     ("--request-seconds", float, "S", "how long a request may take in all; then 504. Requests may ask for less (timeout_seconds)"),

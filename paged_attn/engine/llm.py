@@ -391,7 +391,7 @@ class LLM(PoolingCalls):
                         added.index, added.answer = index, number
                         requests.append(added)
             except (ValueError, TypeError) as error:
-                error.add_note(f"(prompt {index} of {len(asked)})")
+                error.add_note(f"(prompt {index + 1} of {len(asked)})")
                 raise
             if streamed:
                 self._inboxes.update({request.id: deque() for request in requests})

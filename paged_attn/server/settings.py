@@ -24,7 +24,7 @@ class ServerSettings:
             server each address is.
         share_prefixes: cached prefixes are shared between API keys.
         max_queue: requests (prompts) that may wait beyond those that run; more get 429. Tenants share it equally when it is full.
-        max_requests_per_key: requests of one tenant that run or wait at the same time.
+        max_requests_per_key: HTTP requests of one tenant that run or wait at the same time, each with as many prompts as it has.
         requests_per_minute_per_key: of one tenant, as many at once and then one after the other.
         queue_seconds: how long a request may wait before it begins to run; then 503.
         request_seconds: how long it may take in all; then 504. Requests may ask for less.

@@ -229,7 +229,7 @@ def test_an_error_of_one_call_harms_no_other() -> None:
         good = asyncio.create_task(llm.generate(PROMPTS, GREEDY))
         with pytest.raises(ValueError, match="token id") as told:
             await llm.generate([PROMPTS[0], [5, 10**6]], LONG)
-        assert "(prompt 1 of 2)" in told.value.__notes__
+        assert "(prompt 2 of 2)" in told.value.__notes__
         with pytest.raises(ValueError, match="2 SamplingParams for 1 prompts"):
             await llm.generate(PROMPTS[0], [GREEDY, GREEDY])
         with pytest.raises(TypeError, match="prompts is a int"):

@@ -282,7 +282,7 @@ def test_several_conversations_have_their_own_params_and_errors_say_which(llm: L
     assert first.token_ids == llm.chat(HELLO, SamplingParams(max_tokens=2))[0].token_ids
     with pytest.raises(ChatError) as raised:
         llm.chat([HELLO, [{"role": "user"}]])
-    assert raised.value.__notes__ == ["(conversation 1 of 2)"]
+    assert raised.value.__notes__ == ["(conversation 2 of 2)"]
     for bad in ("Hello", [], [HELLO, []], [HELLO, HELLO[0]]):
         with pytest.raises(ChatError, match="messages"):
             llm.chat(bad)

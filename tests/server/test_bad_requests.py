@@ -24,7 +24,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ""}, "prompt", "the prompt is empty"),
     ({"prompt": [[1], []]}, "prompt", "the prompt is empty; give at least one token"),
     ({"prompt": [5, 96]}, "prompt", "token id 96 at position 1 of the prompt is out of range; this model has ids 0 to 95"),
-    ({"prompt": [[5], [-1]]}, "prompt", "(prompt 1 of 2)"),
+    ({"prompt": [[5], [-1]]}, "prompt", "(prompt 2 of 2)"),
     ({"prompt": [10**30]}, "prompt", "out of range"),
     ({"prompt": [1] * 257}, "prompt", "the prompt has 257 tokens, but the model has 256 positions; shorten it by 1"),
     ({"prompt": "\ud800"}, "prompt", "half of a surrogate pair"),
@@ -132,7 +132,9 @@ def test_other_models_routes_and_methods(running: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'a/b'"):
         running.client.models.retrieve("a/b")
     assert post(running, "/v1/completions", {"model": "\ud800", "prompt": "a"})[0] == 404
-    assert post(running, "/v1/images", {"model": MODEL})[0] == 404
+    status, error = post(running, "/chat/completions", {"model": MODEL})
+    assert status == 404 and "begins with /v1, which belongs to a client's base URL" in error["message"]
+    assert running.http.head("/health").status_code == 200  # as load balancers ask
     status, error = post(running, "/v1/embeddings", {"input": "a"})
     assert status == 400 and "generates and has no embeddings; serve it with --task embed" in error["message"]
     reply = running.http.get("/v1/completions")

@@ -46,7 +46,7 @@ def test_a_prompt_with_several_answers_counts_once(running: Running, stream: boo
 
 def test_what_is_said_of_a_prompt_counts_the_clients_prompts(running: Running) -> None:
     _, error = post(running, "/v1/completions", {"prompt": [[5], [6], [-1]], "n": 4})
-    assert error["message"].endswith("(prompt 2 of 3)")
+    assert error["message"].endswith("(prompt 3 of 3)")
     assert "prompt 0" not in post(running, "/v1/completions", {"prompt": [-1], "n": 4})[1]["message"]
 
 

@@ -108,7 +108,9 @@ def _pooler_of(engine: OwnEngine, call: str, heads: bool | None) -> Pooler:
     pooler = engine.pooler
     if pooler is None:
         name = type(engine.runner.model).__name__
-        raise UnsupportedError(f"{call} needs a model that embeds or classifies, and this LLM of {name} generates: LLM(..., task='embed')")
+        raise UnsupportedError(
+            f"{call} needs a model that embeds or classifies, and this LLM of {name} generates: LLM(..., task='embed' or 'classify')"
+        )
     if heads is not None and heads is not (pooler.head is not None):
         other = "it embeds: use embed, or load a checkpoint with a head of classes" if heads else "it classifies: use classify or score"
         raise UnsupportedError(f"{call} is not for this LLM of {pooler.body.name}: {other}; see the task of LLM")

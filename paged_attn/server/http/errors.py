@@ -83,7 +83,7 @@ class ApiError(Exception):
 
 def bad_request(error: Exception, param: str | None = None) -> ApiError:
     """400 with the engine's own words."""
-    return ApiError(400, "\n".join([str(error), *getattr(error, "__notes__", ())]), param=param)
+    return ApiError(400, " ".join([str(error), *getattr(error, "__notes__", ())]), param=param)
 
 
 def api_error(error: Exception) -> ApiError:
@@ -102,6 +102,9 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+WAY = "; what this server answers begins with /v1, which belongs to a client's base URL (http://host:port/v1), and is listed at /docs"
+
+
 def add_handlers(app: FastAPI) -> None:
     """Every error that the app can end in gets OpenAI's form."""
     for kind in (ApiError, ServingError, PromptError, ChatError, RequestValidationError, HTTPException):
@@ -112,7 +115,8 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return told(request.scope, _first_complaint(error))
     if isinstance(error, HTTPException):
-        return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}"))
+        hint = WAY if error.status_code == 404 else ""
+        return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}{hint}"))
     return told(request.scope, api_error(error))
 
 

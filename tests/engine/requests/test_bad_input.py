@@ -112,7 +112,7 @@ def test_an_empty_text_is_an_empty_prompt() -> None:
 def test_the_note_tells_which_prompt_it_was(llm: LLM) -> None:
     with pytest.raises(ValueError, match="out of range") as raised:
         llm.generate([GOOD[0], GOOD[1], [VOCAB]], GREEDY)
-    assert raised.value.__notes__ == ["(prompt 2 of 3)"]
+    assert raised.value.__notes__ == ["(prompt 3 of 3)"]
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_prompts_are_checked_at_the_call_and_none_is_queued_if_one_is_bad() -> N
     llm = make_llm()
     with pytest.raises(ValueError, match="the prompt is empty") as raised:
         llm.stream([PROMPTS[0], []], GREEDY)
-    assert raised.value.__notes__ == ["(prompt 1 of 2)"]
+    assert raised.value.__notes__ == ["(prompt 2 of 2)"]
     assert_nothing_left(llm)
 
 
