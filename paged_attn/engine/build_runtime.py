@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from paged_attn.attn_ops.batch.step_buffers import MIN_ROWS
@@ -184,7 +185,13 @@ def ready_to_step(
     def make_pool(pages: int) -> KVPool:
         if config.kv_memory_gib is not None and config.kv_memory_gib > (most := memory_of(runner.device) / 2**30):
             raise ValueError(f"kv_memory_gib is {config.kv_memory_gib:g}, and {runner.device} has {most:.1f} GiB in all; lower it")
-        return KVPool(runner.layers, pages, config.page_size, runner.dtype, runner.device, groups)
+        try:
+            return KVPool(runner.layers, pages, config.page_size, runner.dtype, runner.device, groups)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # so a CPU says that it has no memory
+            what = f"{pages} pages of {config.page_size} tokens of KV can not be allocated on {runner.device}"
+            raise ValueError(f"{what}; lower kv_memory_gib or num_pages. PyTorch says: {error}") from error
 
     max_pages = _max_pages(runner, config, num_pages, groups)
     longest = runner.max_positions or max_pages * config.page_size

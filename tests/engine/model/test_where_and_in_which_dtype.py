@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paged_attn import LLM, SamplingParams
+from paged_attn.engine import build_runtime
 from paged_attn.engine.model.load_options import DEMO
 from paged_attn.engine.model.loading import checked_dtype
 
@@ -26,6 +27,17 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 def test_what_there_is_not(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LLM(DEMO, **given)
+
+
+def test_a_pool_for_which_a_cpu_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(build_runtime, "KVPool", no_memory)
+    with pytest.raises(
+        ValueError, match=r"64 pages of 16 tokens of KV can not be allocated on cpu; lower kv_memory_gib or num_pages.*Default"
+    ):
+        LLM(DEMO, num_pages=64, layer_groups=False)
 
 
 def test_names_of_dtypes() -> None:
