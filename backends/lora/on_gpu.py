@@ -44,6 +44,7 @@ class LoraTiling:
     each: bool = True
 
     @classmethod
+    @functools.lru_cache(1024)  # asked for by every layer
     def of(cls, count: int, rank: int, itemsize: int) -> LoraTiling:
         """For so many rows, with blocks that a program's shared memory holds: `itemsize` of a factor, and float32 for what is summed."""
         if count == 1:
@@ -131,7 +132,7 @@ def lora_up_on_gpu(
     constants = {
         "ADAPTERS": adapters, "RANK": rank, "PARTS": len(rows), "PRECISION": _precision(y.dtype), "EARLY": early, "BLOCK_M": tiling.rows,
         "BLOCK_N": tiling.outputs, "TOGETHER": tiling.together,
-        "BLOCK_K": max(min(triton.next_power_of_2(adapters * rank if tiling.together else rank), LONGEST_PRODUCT), 16),
+        "BLOCK_K": min(_block(adapters * rank if tiling.together else rank), LONGEST_PRODUCT),
     }  # fmt: skip
     key = (y.dtype, tiling, tuple(rows), adapters, rank, width, result.stride(0), b.stride(0))
     options, start = {"num_warps": 4, "launch_pdl": early, "num_stages": stages_of(rank)}, 0

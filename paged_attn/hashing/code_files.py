@@ -63,10 +63,11 @@ def traced_files() -> frozenset[str] | None:
 def _read_files(codes: Iterable[types.CodeType]) -> set[str]:
     """Of the modules whose values these codes read by name (`settings.WINDOW`, `package.settings.WINDOW`, a class taken from one).
     Not of what is installed, nor for code that is: a package's version says what it holds."""
-    by_file, found = _imported(), set[str]()
-    for code in codes:
+    found, theirs = set[str](), [code for code in codes if not versioned(code.co_filename) and not installed(code.co_filename)]
+    by_file = _imported() if theirs else {}
+    for code in theirs:
         home = by_file.get(code.co_filename)
-        if home is None or home.partition(".")[0] == OURS or versioned(code.co_filename) or installed(code.co_filename):
+        if home is None or home.partition(".")[0] == OURS:
             continue
         names = frozenset(code.co_names)
         if names & _READS_ENVIRONMENT:

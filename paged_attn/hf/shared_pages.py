@@ -111,6 +111,7 @@ class SharedPages:
         Raises:
             CacheFull: as `take`; nothing has changed.
         """
+        self._collect()
         surplus = self._surplus(pages)
         fresh = self.take(int(surplus.sum()) + more)
         copies, added = np.split(fresh, [int(surplus.sum())])

@@ -17,7 +17,7 @@ from paged_attn.attn_ops.errors import UnsupportedError
 from paged_attn.attn_ops.ops.positions import BATCH_POSITIONS
 from paged_attn.passes.find.attention_site import module_path
 from paged_attn.passes.fx.call_form import CallForm, Values
-from paged_attn.passes.fx.graph_tools import depends_on, value_of, written_values
+from paged_attn.passes.fx.graph_tools import depends_on, value_of, writers_of, written_values
 from paged_attn.passes.fx.token_data import lookup_of, read_inputs, token_axis
 from paged_attn.passes.positions.row_probe import RowProbe
 
@@ -39,11 +39,12 @@ def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
     count = _num_ids(graph, form.input_ids, made)
     generator = torch.Generator().manual_seed(23)
     one, two = (torch.randperm(count, generator=generator) for _ in range(2))
-    runs = (one, two, two[: count // 2])
+    runs, writers = (one, two, two[: count // 2]), writers_of(graph.nodes)
     for node in made:
         if isinstance(value_of(node), (tuple, list)) or all(user in made for user in node.users):
             continue  # what is read of it is looked at instead
-        seen = [_by_id(node, form, values, positions, run) for run in runs]
+        probe = RowProbe(form, values, node, writers)
+        seen = [_by_id(node, probe, positions, run) for run in runs]
         if not (_same(seen[0], seen[1]) and _same(seen[1], seen[2], two[: count // 2])):
             raise UnsupportedError(
                 f"{module_path(node) or 'the model'}: {node.name} is made of token ids, and a row's value follows the ids of other rows, "
@@ -52,13 +53,14 @@ def check_id_values(graph: fx.Graph, form: CallForm, values: Values) -> None:
             )
 
 
-def _by_id(node: fx.Node, form: CallForm, values: Values, positions: list[fx.Node], run: Tensor) -> Any:
+def _by_id(node: fx.Node, probe: RowProbe, positions: list[fx.Node], run: Tensor) -> Any:
     """What a value is on a row of these ids, all at position 1: its rows in the order of the ids, or as it is if it has none; None if it
     can not be evaluated alone, or not on so many tokens."""
+    form = probe.form
     ids = run[None].to(value_of(form.input_ids).device, value_of(form.input_ids).dtype)
     given = {each: torch.ones_like(ids).view(*[1] * (value_of(each).dim() - 1), -1) for each in positions}
     try:
-        value = RowProbe(form, values, node).at(node, len(run), {**given, form.input_ids: ids})
+        value = probe.at(node, len(run), {**given, form.input_ids: ids})
     except (RuntimeError, IndexError, KeyError):
         return None
     axis = token_axis(node, form)

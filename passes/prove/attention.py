@@ -20,7 +20,7 @@ from paged_attn.passes.prove.dual_chunk import DualChunkProbe, DualChunkProof, p
 from paged_attn.passes.prove.mask_family import MaskFamily, match_family
 from paged_attn.passes.prove.mask_probe import MaskProbe, as_seen
 from paged_attn.passes.prove.mask_proof import MaskProof, prove, unproved
-from paged_attn.passes.prove.score_function import ScoreFunction, ScoresFurther, mixed_heads, prove_score_function
+from paged_attn.passes.prove.score_function import ScoreFunction, ScoreRegion, mixed_heads
 from paged_attn.passes.prove.score_subgraph import DependsOnHiddenStates, MixesTokens, Recomputable
 from paged_attn.passes.prove.subgraph_probe import SubgraphProbe
 
@@ -69,10 +69,11 @@ class Prover:
             has_mask = scores.mask is not None
         else:
             probe = self._probe_of(site, scores)
-            function = prove_score_function(site, self.form, self.values)
+            region = ScoreRegion(site, self.form, self.values)
+            function = region.prove()
             probe.first_column = function.first_column
             mask, has_mask = self._cached(probe, function.sinks), True
-            self._check_further(site, function, mask.max_tokens)
+            self._check_further(region, function, mask.max_tokens)
             mask = replace(mask, evidence=f"scores evaluated: {function.describe()}; {mask.evidence}")
         declared = check_declared(self.model, site.module, mask.family, has_mask)
         query = value_of(site.query)
@@ -109,15 +110,14 @@ class Prover:
             self._proved[key] = prove(probe, max_positions(self.model))
         return self._proved[key]
 
-    def _check_further(self, site: AttentionSite, function: ScoreFunction, longest: int | None) -> None:
-        limits = [limit for limit in (longest, self.form.max_tokens, max_positions(self.model)) if limit is not None]
-        further = ScoresFurther(site, self.form, self.values, function, min(limits, default=None))
-        key = (self._key(further, function.sinks), function.scale, function.softcap, function.first_column)
+    def _check_further(self, region: ScoreRegion, function: ScoreFunction, longest: int | None) -> None:
+        key = (self._key(region, function.sinks), function.scale, function.softcap, function.first_column)
         if key not in self._seen_further:
-            further.check()
+            limits = [limit for limit in (longest, self.form.max_tokens, max_positions(self.model)) if limit is not None]
+            region.check_further(function, min(limits, default=None))
             self._seen_further.add(key)
 
-    def _key(self, probe: SubgraphProbe | ScoresFurther, sinks: fx.Node | None) -> Hashable:
+    def _key(self, probe: SubgraphProbe | ScoreRegion, sinks: fx.Node | None) -> Hashable:
         """The same for probes that compute the same from equal inputs; sinks are not among a mask's inputs."""
         index = {node: number for number, node in enumerate(probe.nodes)}
         parts: list[Hashable] = []

@@ -7,6 +7,7 @@ their diagonal, where q.k is set to 0, give f itself; it must be linear or c * t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,11 @@ class ScoreFunction:
     def has_sinks(self) -> bool:
         return self.sinks is not None or self.constant_sinks is not None
 
+    def of(self, products: FloatArray) -> FloatArray:
+        """The scores of q.k, without mask and sinks."""
+        scaled = self.scale * products
+        return scaled if self.softcap is None else np.asarray(self.softcap * np.tanh(scaled / self.softcap))
+
     def describe(self) -> str:
         words = [f"scale {self.scale:.4g}"]
         words += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
@@ -58,66 +64,58 @@ class ScoreFunction:
         return ", ".join(words)
 
 
-def prove_score_function(site: AttentionSite, form: CallForm, values: Values) -> ScoreFunction:
-    """Read scale, softcap and sinks off the values of a written-out attention.
-
-    Raises:
-        MixesHeads: those of one head are made from products of others.
-        UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit a head.
-    """
-    region = _Region(site, form, values, TOKENS)
-    region.check_heads()
-    function = region.fit()
-    region.check_numbers()
-    region.check_weights(function.first_column)
-    return function
-
-
-class ScoresFurther:
-    """The same on as many tokens as show what changes with a distance, a row or a column.
-
-    Attributes:
-        nodes, shapes, stops, result: as of a `SubgraphProbe`: layers that are alike in these need one look.
-    """
-
-    def __init__(self, site: AttentionSite, form: CallForm, values: Values, function: ScoreFunction, longest: int | None) -> None:
-        scores = site.scores
-        assert isinstance(scores, WrittenScores)
-        self._of, self._function, self._longest = (site, form, values), function, min(longest or MORE_TOKENS, MORE_TOKENS)
-        self.stops, self.result = {scores.products}, scores.weights
-        self.nodes, self.shapes = needed_for_values(scores.weights, scores.output, self.stops)
-
-    def check(self) -> None:
-        """Raises UnsupportedError, as `prove_score_function`."""
-        tokens = min(self._longest, math.isqrt(MOST_SCORES // int(value_of(self._of[0].query).shape[1])))
-        region = _Region(*self._of, max(tokens, TOKENS))
-        region.check_scores(self._function)
-        region.check_weights(self._function.first_column)
-
-
 def mixed_heads(site: AttentionSite, form: CallForm, values: Values) -> MixesHeads | None:
     """The refusal of an attention that makes the scores or weights of one head from products of others; None for any other."""
     try:
-        _Region(site, form, values, TOKENS).check_heads()
+        ScoreRegion(site, form, values).check_heads()
     except UnsupportedError as reason:  # where it is another, nothing of it can be evaluated alone
         return reason if isinstance(reason, MixesHeads) else None
     return None
 
 
-class _Region:
-    """What is between the products and the weights on a row of tokens, and `sample`, random products in float64."""
+class ScoreRegion:
+    """What is between the products and the weights of a written-out attention, evaluated on a row of tokens.
 
-    def __init__(self, site: AttentionSite, form: CallForm, values: Values, tokens: int) -> None:
+    Attributes:
+        nodes, shapes, stops, result: as of a `SubgraphProbe`.
+        sample, products: random products [.., T, T] in float64, and as they are evaluated [heads, T, T]: zero on the diagonal.
+    """
+
+    def __init__(self, site: AttentionSite, form: CallForm, values: Values, tokens: int = TOKENS) -> None:
         scores = site.scores
         assert isinstance(scores, WrittenScores)
-        self.site, self.scores, self.form, self.tokens = site, scores, form, tokens
-        self.nodes, self.shapes = needed_for_values(scores.weights, scores.output, (scores.products,))
+        self.site, self.scores, self.form, self.values, self.tokens = site, scores, form, values, tokens
+        self.stops, self.result = {scores.products}, scores.weights
+        self.nodes, self.shapes = needed_for_values(scores.weights, scores.output, self.stops)
         self.given: dict[fx.Node, Any] = {node: zeros_for(node, form, tokens) for node in self.shapes}
         for node in self.nodes:
             if node.op == "placeholder":
                 self.given[node] = placeholder_value(form.roles.get(node, ""), values[node], (tokens,), torch.arange(tokens) % TOKENS + 2)
         shape = shape_at(scores.products, form.num_tokens, tokens)
         self.sample = torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64) * 2
+        self.products = self.sample.reshape(-1, tokens, tokens).numpy().copy()
+        self.products[:, np.arange(tokens), np.arange(tokens)] = 0.0
+
+    def prove(self) -> ScoreFunction:
+        """Read scale, softcap and sinks off the values.
+
+        Raises:
+            MixesHeads: those of one head are made from products of others.
+            UnsupportedError: the scores are no such function of q.k, the weights are not their softmax, or the sinks are not one logit a
+                head.
+        """
+        self.check_heads()
+        function = self.fit()
+        self.check_numbers()
+        self.check_weights(function.first_column)
+        return function
+
+    def check_further(self, function: ScoreFunction, longest: int | None) -> None:
+        """The same on as many tokens, up to `longest`, as show what changes with a distance, a row or a column. Raises as `prove`."""
+        tokens = min(longest or MORE_TOKENS, MORE_TOKENS, math.isqrt(MOST_SCORES // len(self.products)))
+        further = ScoreRegion(self.site, self.form, self.values, max(tokens, TOKENS))
+        further.check_scores(function)
+        further.check_weights(function.first_column)
 
     def run(self, products: Tensor, result: fx.Node) -> FloatArray:
         """The value [heads, T, columns] of a node for these products, whose diagonals are set to zero."""
@@ -162,16 +160,7 @@ class _Region:
         if extra not in (0, 1):
             raise self.refusal(f"its softmax has {extra} columns besides the tokens'; known are none and one sink")
         first = self._first_column() if extra else 0
-        visible = still[:, :, first : first + self.tokens] > HIDES
-        products = self.sample.reshape(-1, self.tokens, self.tokens).numpy().copy()
-        products[:, np.arange(self.tokens), np.arange(self.tokens)] = 0.0
-
-        def moved(by: float) -> FloatArray:
-            """f(by * products) where visible."""
-            scores = self.run(self.sample * by, self.scores.scores)[:, :, first : first + self.tokens]
-            return np.asarray((_from_diagonal(scores) - _from_diagonal(still[:, :, first : first + self.tokens]))[visible])
-
-        seen = products[visible]
+        seen, moved = self._seen_and_moved(still, first)
         softcap, scale = None, float((moved(1.0) * seen).sum() / (seen * seen).sum())
         if not _close(scale * seen * 50, moved(50.0)):
             softcap = float(np.abs(moved(SATURATED)).max())
@@ -180,12 +169,11 @@ class _Region:
             inner = np.arctanh(np.clip(moved(0.5) / softcap, -0.999, 0.999)) * softcap
             scale = float((inner * seen).sum() / (0.5 * seen * seen).sum())
         scale, softcap = _rounded(scale), softcap and _rounded(softcap)
-        for by in (0.1, 1.0, 20.0):
-            x = scale * seen * by
-            if not _close(softcap * np.tanh(x / softcap) if softcap is not None else x, moved(by)):
-                raise self.refusal("its scores are neither scale * q.k nor softcap * tanh(scale * q.k / softcap) plus a mask")
+        function = ScoreFunction(scale, softcap)
+        if not all(_close(function.of(seen * by), moved(by)) for by in (0.1, 1.0, 20.0)):
+            raise self.refusal("its scores are neither scale * q.k nor softcap * tanh(scale * q.k / softcap) plus a mask")
         if not extra:
-            return ScoreFunction(scale, softcap)
+            return function
         logits = still[:, :, 0 if first else self.tokens] - np.diagonal(still[:, :, first : first + self.tokens], axis1=1, axis2=2)
         node, constant = self._sinks(logits)
         return ScoreFunction(scale, softcap, first, node, constant)
@@ -201,16 +189,22 @@ class _Region:
         expected = _softmax(scores)[:, :, first : first + self.tokens]
         return weights.shape == expected.shape and _close(expected, weights, ROUNDED)
 
-    def check_scores(self, function: ScoreFunction) -> None:
-        """That they are the same function of q.k at any distance, as far as these tokens show it."""
-        columns = slice(function.first_column, function.first_column + self.tokens)
-        still, scores = (self.run(self.sample * by, self.scores.scores)[:, :, columns] for by in (0.0, 1.0))
+    def _seen_and_moved(self, still: FloatArray, first: int) -> tuple[FloatArray, Callable[[float], FloatArray]]:
+        """The products that no mask hides, and, of a number, what the scores make of them times it; `still`: the scores of zeros."""
+        still = still[:, :, first : first + self.tokens]
         visible = still > HIDES
-        products = self.sample.reshape(-1, self.tokens, self.tokens).numpy().copy()
-        products[:, np.arange(self.tokens), np.arange(self.tokens)] = 0.0
-        x, cap = function.scale * products, function.softcap
-        expected = cap * np.tanh(x / cap) if cap is not None else x
-        if not _close(expected[visible], (_from_diagonal(scores) - _from_diagonal(still))[visible]):
+
+        def moved(by: float) -> FloatArray:
+            scores = self.run(self.sample * by, self.scores.scores)[:, :, first : first + self.tokens]
+            return np.asarray((_from_diagonal(scores) - _from_diagonal(still))[visible])
+
+        return self.products[visible], moved
+
+    def check_scores(self, function: ScoreFunction) -> None:
+        """That they are this function of q.k at any distance, as far as these tokens show it."""
+        still = self.run(torch.zeros_like(self.sample), self.scores.scores)
+        seen, moved = self._seen_and_moved(still, function.first_column)
+        if not _close(function.of(seen), moved(1.0)):
             raise self.refusal(
                 f"its scores are another function of q.k on {self.tokens} tokens than on {TOKENS}, as with a distance or a row"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,9 +82,9 @@ def probe_prompts(device: torch.device, num_ids: int, longest: int | None = None
     return [torch.randint(0, num_ids, (n,), generator=generator).to(device) for n in lengths]
 
 
-def steps_of(prompts: Sequence[Tensor], causal: bool, others: Sequence[Tensor] = ()) -> list[Step]:
-    """First chunks; then a decode row beside a chunk; then decode rows alone; then every prompt whole, in turns with the others, if there
-    are any. Without causality, every prompt whole in each."""
+def steps_of(prompts: Sequence[Sized], causal: bool, others: Sequence[Sized] = ()) -> list[Step]:
+    """Of prompts of these lengths: first chunks; then a decode row beside a chunk; then decode rows alone; then every prompt whole, in
+    turns with the others, if there are any. Without causality, every prompt whole in each."""
     whole = [Part(i, 0, len(prompt)) for i, prompt in enumerate((*prompts, *others))]
     own, around = whole[: len(prompts)], whole[len(prompts) :]
     steps = _in_parts(prompts) if causal else [Step("whole prompts", tuple(own))]
@@ -94,7 +94,7 @@ def steps_of(prompts: Sequence[Tensor], causal: bool, others: Sequence[Tensor] =
     return steps
 
 
-def _in_parts(prompts: Sequence[Tensor]) -> list[Step]:
+def _in_parts(prompts: Sequence[Sized]) -> list[Step]:
     short, long, other = [len(prompt) for prompt in prompts]
     ends = [[max(short - 2, 0), short - 1, short], [long // 2 - 1, long - 1, long], [other - 1, other - 1, other]]
     names = ("first chunks", "a decode row beside a chunk", "decode rows")
@@ -116,14 +116,18 @@ def others_for(prompts: Sequence[Tensor], longest: int | None = None) -> list[Te
     """
     ids = torch.cat(list(prompts))
     generator = torch.Generator().manual_seed(21)
-    counts = [IN_FRONT_ON_GPU if ids.is_cuda else IN_FRONT, *[BETWEEN] * len(prompts)]
-    return [ids[torch.randint(len(ids), (min(n, longest or n),), generator=generator).to(ids.device)] for n in counts]
+    counts = [min(n, longest or n) for n in _other_lengths(ids.device)]
+    return [ids[torch.randint(len(ids), (n,), generator=generator).to(ids.device)] for n in counts]
+
+
+def _other_lengths(device: torch.device) -> list[int]:
+    return [IN_FRONT_ON_GPU if device.type == "cuda" else IN_FRONT, *[BETWEEN] * len(LENGTHS)]
 
 
 def lengths_of_steps(device: torch.device) -> tuple[tuple[tuple[int, int], ...], ...]:
     """(cached, new) tokens of the requests of each step of a causal model, for whoever prepares them."""
-    prompts = [torch.zeros(n, dtype=torch.int64, device=device) for n in LENGTHS]
-    return tuple(tuple((part.start, part.end - part.start) for part in step.parts) for step in steps_of(prompts, True, others_for(prompts)))
+    run = steps_of([range(n) for n in LENGTHS], True, [range(n) for n in _other_lengths(device)])
+    return tuple(tuple((part.start, part.end - part.start) for part in step.parts) for step in run)
 
 
 class Steps:

@@ -100,7 +100,8 @@ class Sampler:
             assert self._counts is not None
             self._counts.add(numbers.count_rows, chosen.index_select(0, numbers.counting))
         finite = best.index_select(0, numbers.rows) >= 0
-        chosen = torch.where(chosen < 0, NONE_LEFT, chosen)
+        if edited:
+            chosen = torch.where(chosen < 0, NONE_LEFT, chosen)
         return best.index_copy(0, numbers.rows, torch.where(finite, chosen, BAD_LOGITS))
 
     def _edited(self, logits: Tensor, states: Sequence[SamplingState], numbers: _Numbers) -> Tensor:

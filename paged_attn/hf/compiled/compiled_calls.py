@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +55,6 @@ class PagedCalls:
         self.num_steps = 0
         self._lock = threading.RLock()
         self._pages: SharedPages | None = None
-        self._dropped: deque[RaggedTable] = deque()
         self._first: tuple[weakref.ref[DynamicCache], dict[str, Any]] | None = None
         self._said: set[str] = set()
 
@@ -125,7 +123,7 @@ class PagedCalls:
                 table.select(order)
                 logits = logits[torch.from_numpy(order).to(logits.device)]
             length = given["input_ids"].shape[1]
-            moved = RaggedCache(table, called.padding, length, self._lock, self._dropped)
+            moved = RaggedCache(table, called.padding, length, self._lock)
         setattr(cache, _MOVED, True)
         return output_with_cache(logits, moved)
 
@@ -164,8 +162,6 @@ class PagedCalls:
         """Logits [rows, wanted, vocabulary] of the last tokens that each row is given."""
         engine, before = self.engine, table.lengths.copy()
         assert engine is not None
-        while self._dropped:
-            self._dropped.popleft().clear()
         counts = [len(row) for row in tokens]
         self._make_room(engine, table, np.array(counts, np.int64))
         found: list[list[Tensor]] = [[] for _ in tokens]

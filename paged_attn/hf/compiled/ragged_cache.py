@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,25 +19,24 @@ class RaggedCache(Cache):
     Args:
         table: of its rows.
         padding: [rows] int64, how much of each row is padding on its left.
-        lock: of the pages.
-        dropped: where its table goes when the cache is dropped, by whatever thread; whoever owns the pages frees it.
+        lock: of whoever runs steps on the pages.
 
     Attributes:
         length: tokens of every row, padding included, which is what transformers counts.
     """
 
-    def __init__(self, table: RaggedTable, padding: Lengths, length: int, lock: Any, dropped: deque[RaggedTable]) -> None:
+    def __init__(self, table: RaggedTable, padding: Lengths, length: int, lock: Any) -> None:
         super().__init__(layers=[])
         self.table, self.padding, self.length = table, padding, length
-        self._lock, self._dropped = lock, dropped
+        self._lock = lock
 
     def __del__(self) -> None:
         if (table := self.__dict__.get("table")) is not None:
-            self._dropped.append(table)
+            table.shared.drop_later(table.pages)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedCache:
         with self._lock:
-            other = RaggedCache(self.table.copied(), self.padding.copy(), self.length, self._lock, self._dropped)
+            other = RaggedCache(self.table.copied(), self.padding.copy(), self.length, self._lock)
         memo[id(self)] = other
         return other
 
