@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from paged_attn.chat.answers.reasoning import REASONING_PARSERS
 from paged_attn.chat.formats.choose import TOOL_PARSERS
 
 AT_LEAST = {"max_queue": 0, "max_connections": 1, "max_requests_per_key": 1, "requests_per_minute_per_key": 1, "drain_seconds": 0}
 ABOVE_0 = ("max_body_mib", "max_bodies_mib", "queue_seconds", "request_seconds", "header_seconds", "body_seconds", "write_seconds")
+
+ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+")  # pages of apps and extensions have schemes of their own
+HOST = re.compile(r"(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?|\[[0-9A-Fa-f:.]+\]")
 
 
 @dataclass(frozen=True)
@@ -88,5 +93,22 @@ class ServerSettings:
         if self.max_bodies_mib < 2 * self.max_body_mib:  # a client holds as much as it leaves free
             allowed = f"allowed are values of at least twice max_body_mib ({self.max_body_mib:g}), {2 * self.max_body_mib:g}"
             raise ValueError(f"max_bodies_mib is {self.max_bodies_mib:g}; {allowed}")
+        if self.otlp_endpoint is not None and not _is_web(self.otlp_endpoint):
+            raise ValueError(f"otlp_endpoint is {self.otlp_endpoint!r}; allowed is a URL such as http://localhost:4318/v1/traces")
+        for origin in self.allow_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(f"allow_origins has {origin!r}; allowed are origins as browsers send them, https://example.com, or *")
+        for host in self.allow_hosts:
+            if not HOST.fullmatch(host):
+                raise ValueError(f"allow_hosts has {host!r}; allowed are names without scheme and port, example.com or *.example.com")
         if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("an API key is empty or holds spaces or characters other than printable ASCII, so that no header can carry it")
+
+
+def _is_web(url: str) -> bool:
+    """Whether this is an http or https URL with a host, and a port that can be one."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not any(c.isspace() for c in url)
+    except ValueError:
+        return False

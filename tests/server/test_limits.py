@@ -132,6 +132,12 @@ def test_a_queue_of_0_lets_in_what_can_run() -> None:
         ({"max_body_mib": 0}, "max_body_mib is 0"),
         ({"max_body_mib": float("nan")}, "max_body_mib is nan"),
         ({"drain_seconds": -1}, "drain_seconds is -1"),
+        ({"otlp_endpoint": "localhost:4318"}, "otlp_endpoint is 'localhost:4318'; allowed is a URL"),
+        ({"otlp_endpoint": "http://host:http/v1/traces"}, "otlp_endpoint is"),
+        ({"allow_origins": ("*", "example.com")}, "allow_origins has 'example.com'; allowed are origins"),
+        ({"allow_origins": ("https://example.com/",)}, "allow_origins has"),
+        ({"allow_hosts": ("https://example.com",)}, "allow_hosts has 'https://example.com'; allowed are names"),
+        ({"allow_hosts": ("example.com:8000",)}, "allow_hosts has"),
         ({"api_keys": ("",)}, "an API key is empty"),
         ({"api_keys": ("a b",)}, "an API key"),
         ({"api_keys": ("ä",)}, "printable ASCII"),
@@ -140,3 +146,10 @@ def test_a_queue_of_0_lets_in_what_can_run() -> None:
 def test_settings_out_of_range_are_named(bad: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ServerSettings(**{"model_name": "m", **bad})
+
+
+def test_origins_and_hosts_as_browsers_send_them() -> None:
+    origins = ("*", "null", "https://example.com", "http://[::1]:3000", "chrome-extension://abcdefgh", "tauri://localhost")
+    hosts = ("example.com", "*.example.com", "localhost", "127.0.0.1", "[::1]", "my_service")
+    settings = ServerSettings("m", allow_origins=origins, allow_hosts=hosts, otlp_endpoint="http://localhost:4318/v1/traces")
+    assert settings.allow_origins == origins and settings.allow_hosts == hosts

@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a setting out of range, or a model that can not be loaded or can not chat.
     """
     params, config = sampling_params(args), engine_config(args)
+    print(f"loading {args.model}", file=sys.stderr, flush=True)
     set_verbosity(args.verbose)
     from paged_attn.chat.template import template_text
     from paged_attn.cli.job import load, where_it_runs

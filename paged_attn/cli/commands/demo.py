@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     folder = embedded_model()
     if folder is None:
         raise ValueError("this installation lacks the embedded model; reinstall paged-attn, or use `paged-attn generate --model ...`")
+    print("loading the model that comes with paged_attn", file=sys.stderr, flush=True)
     set_verbosity(args.verbose)
     from paged_attn.cli.check import check
     from paged_attn.cli.job import load, run_prompts

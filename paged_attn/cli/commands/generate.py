@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     params, config, prompts = sampling_params(args), engine_config(args), read_prompts(args)
     if not prompts:
         raise ValueError("no prompt; give --prompt TEXT, --prompt-ids N,..., or --prompt-file FILE (- reads standard input)")
+    print(f"loading {args.model}", file=sys.stderr, flush=True)
     set_verbosity(args.verbose)
     from paged_attn.cli.check import check
     from paged_attn.cli.job import RunInterruptedError, load, run_prompts, where_it_runs
