@@ -400,9 +400,9 @@ class EngineThread:
                     self._cancels += [job for job, _ in listed]
 
 
-def too_many_prompts(count: int, max_requests: int, max_queue: int) -> PromptError:
+def too_many_prompts(count: int, max_requests: int, max_queue: int, param: str = "prompt") -> PromptError:
     limit = f"{max_requests + max_queue}: {max_requests} that run and {max_queue} that wait"
-    return PromptError(f"{count} prompts in one request; this server takes at most {limit}", "prompt")
+    return PromptError(f"{count} prompts in one request; this server takes at most {limit}", param)
 
 
 def _step_failed(why: str) -> StepFailedError:

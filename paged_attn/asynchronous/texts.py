@@ -58,14 +58,16 @@ class Texts:
         length = sum(map(len, given))
         return await self._in_thread(client, length, lambda own: [self._prompt(own, each, add_special_tokens, param) for each in given])
 
-    async def pairs(self, pairs: Sequence[tuple[str, str]], client: Hashable) -> list[Prompt]:
-        """Two texts each, as the model's tokenizer joins them.
+    async def pairs(
+        self, pairs: Sequence[tuple[str, str]], client: Hashable, *, params: tuple[str, str] = ("text_1", "text_2")
+    ) -> list[Prompt]:
+        """Two texts each, as the model's tokenizer joins them; `params` is what errors call them.
 
         Raises:
             PromptError: texts that can not be tokenized or are too long, or no tokenizer.
         """
         length = sum(len(text) for pair in pairs for text in pair)
-        return await self._in_thread(client, length, lambda own: [self._pair(own, *pair) for pair in pairs])
+        return await self._in_thread(client, length, lambda own: [self._pair(own, *pair, params) for pair in pairs])
 
     async def chat(self, make_request: Callable[[], ChatRequest], length: int, guide: tuple[str, str] | None, client: Hashable) -> Prompt:
         """Messages in the tokenizer's chat template, with the beginning of the answer, and how answers are read.
@@ -119,13 +121,13 @@ class Texts:
         """The tokenizer's own names of the tokens, made in a thread."""
         return await self._in_thread(client, len(token_ids), lambda own: list(map(str, own.convert_ids_to_tokens(token_ids))))
 
-    def _pair(self, own: Any, first: str, second: str) -> Prompt:
-        for text in (first, second):
-            self._check_text(text, "text")
+    def _pair(self, own: Any, first: str, second: str, params: tuple[str, str]) -> Prompt:
+        for text, param in zip((first, second), params, strict=True):
+            self._check_text(text, param)
         try:
             tokens = pair_tokens(own, first, second)
         except ValueError as error:
-            raise PromptError(str(error), "text") from error
+            raise PromptError(str(error), params[0]) from error
         return Prompt(tokens.ids, None, token_types=tokens.token_types)
 
     def _prompt(self, own: Any, given: str | Sequence[int], add_special_tokens: bool, param: str) -> Prompt:

@@ -40,8 +40,9 @@ def calls_grammar(
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A function has the parameters that it lists, unless its schema says otherwise."""
-    return {**parameters, "additionalProperties": False} if parameters.keys() <= _PLAIN else parameters
+    """Arguments are an object, also where the schema leaves that out; it has what it lists, unless the schema says otherwise."""
+    object_only = {**parameters, "type": "object"}
+    return {**object_only, "additionalProperties": False} if parameters.keys() <= _PLAIN else object_only
 
 
 def _schema_text(schema: dict[str, Any], options: Any) -> str:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paged_attn.chat.answers.answer_form import AnswerForm
 from paged_attn.chat.answers.reasoning import TAGS
 from paged_attn.chat.formats.choose import FORMATS
+from paged_attn.chat.formats.tool_format import as_text
 from paged_attn.chat.parts import ChatMessage
 from paged_attn.chat.tools import checked_tools
 
@@ -145,6 +146,15 @@ def test_only_so_many_calls_as_may_be_and_the_rest_as_content() -> None:
     call = f"<tool_call>{WEATHER}</tool_call>"
     assert plain(form("hermes", most=1).read(call * 2)) == (call, [PARIS])
     assert plain(form("mistral", most=1).read(f"[TOOL_CALLS][{WEATHER}, {WEATHER}]"))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [('{"a": "x\ny"}', {"a": "x\ny"}), ('{"a": "\\ud83d"}', {"a": "\ud83d"}), ('{"a": NaN}', None), ("[1]", None), ("null", None)],
+)
+def test_arguments_written_as_a_string_are_json_for_everybody_or_no_call(arguments: str, expected: dict[str, Any] | None) -> None:
+    text = as_text(arguments)
+    assert (None if text is None else json.loads(text.encode())) == expected
 
 
 def test_ids_differ_and_mistrals_are_of_nine_letters() -> None:

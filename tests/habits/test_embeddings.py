@@ -25,6 +25,7 @@ from tests.server.serving import Running, serving
 
 DEMO = Path(paged_attn.__file__).parent / "demo_model"
 TEXTS = ["It was a dark night", "She had never", "A", "It was a dark night, and she had never seen it so dark. " * 3]
+JSON = {"Content-Type": "application/json"}
 TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 
@@ -136,6 +137,12 @@ def test_a_cross_encoder_scores_and_ranks(cross_encoder: Path) -> None:
             assert [each["relevance_score"] for each in results] == pytest.approx(sorted(expected, reverse=True), abs=1e-5)
             refused = running.http.post("/v1/score", json={"text_1": ["a", "b"], "text_2": ["c", "d", "e"]})
             assert refused.status_code == 400 and "score got 2 and 3 texts" in refused.json()["error"]["message"]
+            refused = running.http.post("/v1/score", content=b'{"text_1": "a", "text_2": "\\ud800"}', headers=JSON)
+            assert refused.json()["error"]["param"] == "text_2" and "text_2 holds half of a surrogate pair" in refused.text
+            refused = running.http.post("/v1/score", json={"text_1": [], "text_2": "b"})
+            assert "score: got [] as the first side; allowed: a text, or a list of texts" in refused.text
+            refused = running.http.post("/v1/rerank", json={"query": "", "documents": "b"})
+            assert "documents: got 'b'; allowed: a list of texts" in refused.text
             refused = running.http.post("/v1/embeddings", json={"input": "She"})
             assert refused.status_code == 400 and "classifies and does not embed" in refused.json()["error"]["message"]
             running.wait_idle()

@@ -58,6 +58,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"presence_penalty": float("nan")}, "presence_penalty", "presence_penalty: got nan"),
     ({"response_format": {"type": "json_object"}}, "response_format", "is not supported; only chats have it"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "allowed only with stream=true"),
+    ({"bad_words": ["a", "\ud800"]}, "bad_words", "which holds half of a surrogate pair; allowed: text"),
     ({"best": 1}, "best", "unknown field 'best'"),
     ({"max_token": 1}, "max_token", "unknown field 'max_token'; did you mean 'max_tokens'?"),
     ({"guided_json": {}}, "guided_json", "unknown field 'guided_json'; use json_schema"),
@@ -116,9 +117,9 @@ def test_two_limits_that_differ_are_refused(running: Running) -> None:
         (b"{", "the body is not JSON"),
         (b"[1]", "the body is not a JSON object"),
         (b"", "the body is not a JSON object"),
-        (b"\xff\xfe{", "body"),
+        (b'{"prompt": "\xff"}', "can't decode byte 0xff in position 12"),
         (b"[" * 100_000, "body"),
-        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "body"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "5000 digits"),
     ],
 )
 def test_a_body_that_is_no_json_object_gets_400(running: Running, body: bytes, words: str) -> None:
@@ -137,7 +138,10 @@ def test_other_models_routes_and_methods(running: Running) -> None:
     assert running.http.head("/health").status_code == 200  # as load balancers ask
     status, error = post(running, "/v1/embeddings", {"input": "a"})
     assert status == 400 and "generates and has no embeddings; serve it with --task embed" in error["message"]
+    packed = running.http.post("/v1/completions", content=b"\x1f\x8b\0", headers={"Content-Encoding": "gzip"})
+    assert packed.status_code == 415 and "the header Content-Encoding is 'gzip'; bodies are read as they are" in packed.text
     reply = running.http.get("/v1/completions")
+    assert reply.headers["Allow"] == "POST" and "Method Not Allowed; allowed: POST" in reply.text
     assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -55,6 +56,15 @@ def test_headers_that_do_not_come_end_the_connection(strict: Running, sent: byte
         answer = read_all(raw)
         assert 0.4 < time.monotonic() - started < 5
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b'"code": "headers_too_slow"' in answer
+
+
+@pytest.mark.parametrize("sent", [b"hello\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n", HEAD + b"Content-Length: -1\r\n\r\n"])
+def test_what_is_no_http_is_told_in_the_form_of_all_errors(strict: Running, sent: bytes) -> None:
+    with closing(connect(strict)) as raw:
+        raw.send(sent)
+        head, _, body = read_all(raw).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json")
+    assert "no HTTP request that the server can read" in json.loads(body)["error"]["message"]
 
 
 def test_bytes_that_drip_are_not_enough(strict: Running) -> None:

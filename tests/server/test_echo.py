@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from paged_attn.server.api import bodies
 from paged_attn.server.api.completion_reply import _finite
@@ -119,6 +122,22 @@ def test_scores_are_counted_before_they_are_made(running: Running, monkeypatch: 
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt")
         assert "allowed: at most 360; send fewer prompts at a time, or lower logprobs" in reply.json()["error"]["message"]
     assert running.http.post("/v1/completions", json={**body, "n": 5, "echo": False}).status_code == 200
+
+
+def test_offsets_count_no_space_that_a_decoder_drops() -> None:
+    """As Llama 2's and Mistral's does: the text of a prompt or an answer does not begin with the space of its first token."""
+    vocab = {"<unk>": 0, "▁": 1, **{chr(code): code - 31 for code in range(33, 127)}}
+    made = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    own = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    with serving(lambda: make_engine(tokenizer=own)) as running:
+        regex = {"regex": " yes no"}
+        choice = complete(running, "a b", echo=True, logprobs=0, max_tokens=9, extra_body=regex).choices[0]
+        assert choice.text == "a byes no"
+        tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+        assert tokens == [" ", "a", " ", "b", " ", "y", "e", "s", " ", "n", "o"] and offsets == [0, 0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
+        running.wait_idle()
 
 
 def test_without_a_tokenizer_tokens_have_numbers() -> None:

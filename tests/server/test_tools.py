@@ -69,6 +69,8 @@ BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"
         (ROME, None, [("weather", {"city": "Rome"})]),
         (f"Let me see. {ROME} {NOW}", "Let me see.", [("weather", {"city": "Rome"}), ("now", {})]),
         ("It is warm.", "It is warm.", []),
+        (ROME.replace("Rome", "\\ud83d"), None, [("weather", {"city": "\ud83d"})]),  # half an emoji, which UTF-8 can not carry
+        (ROME.replace("weather", "\\ud83d"), ROME.replace("weather", "\\ud83d"), []),
         ("<tool_call>{bad}</tool_call>", "<tool_call>{bad}</tool_call>", []),
         (f"{NOW}<tool_call>{{bad", "<tool_call>{bad", [("now", {})]),
     ],
@@ -108,6 +110,12 @@ def test_a_named_tool_and_any_tool_are_enforced(tooled: Running, stream: bool) -
     assert name == "weather" and arguments["city"] in ("Rome", "Oslo") and reason == "tool_calls"
     message, reason = ask(tooled, None, stream, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     assert len(calls_of(message)) == 1 and reason == "tool_calls"
+    untyped = {name: CITY[name] for name in ("properties", "required")}
+    for schema in (untyped, {"$ref": "#/$defs/Where", "$defs": {"Where": untyped}}):
+        said_less = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+        message, _ = ask(tooled, None, stream, tools=said_less, tool_choice="required", parallel_tool_calls=False)
+        ((_, arguments),) = calls_of(message)
+        assert arguments["city"] in ("Rome", "Oslo")
 
 
 @BOTH

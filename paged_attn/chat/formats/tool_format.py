@@ -133,22 +133,30 @@ def calls_of(value: Any) -> list[Call]:
 def _call_of(value: Any) -> Call | None:
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
+    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name or not is_utf8(name):
         return None
     arguments = as_text(value.get("arguments", value.get("parameters")))
     return None if arguments is None else Call(name, arguments)
 
 
 def as_text(arguments: Any) -> str | None:
-    """The text of a JSON object; None for what is none."""
+    """The text of a JSON object, which UTF-8 can carry; None for what is none."""
     try:
-        if isinstance(arguments, str) and arguments.strip():
-            return arguments if isinstance(load_json(arguments), dict) else None
         if arguments is None or arguments == "":
             return "{}"
-        return json.dumps(arguments, ensure_ascii=False, allow_nan=False) if isinstance(arguments, Mapping) else None
+        if isinstance(arguments, str) and arguments.strip():
+            arguments = load_json(arguments)
+        if not isinstance(arguments, Mapping):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return text if is_utf8(text) else json.dumps(arguments)
     except (ValueError, RecursionError):
         return None
+
+
+def is_utf8(text: str) -> bool:
+    """Whether there is no half of a surrogate pair in it, which JSON may write as an escape."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def json_calls_grammar(tools: Sequence[Tool], key: str) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from paged_attn.shown import shown
+
 Text = str | Sequence[int]
 
 
@@ -34,9 +36,9 @@ def paired(first: Any, second: Any) -> list[tuple[str, str]]:
         ValueError: two lists of different lengths. TypeError: no texts.
     """
     lists = [[given] if isinstance(given, str) else given for given in (first, second)]
-    for given in lists:
-        if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
-            raise TypeError("score takes a text, or a list of texts, of each of both sides")
+    for which, given, texts in zip(("first", "second"), (first, second), lists, strict=True):
+        if not isinstance(texts, Sequence) or not texts or not all(isinstance(each, str) for each in texts):
+            raise TypeError(f"score: got {shown(given)} as the {which} side; allowed: a text, or a list of texts")
     left, right = list(lists[0]), list(lists[1])
     if len(left) == 1:
         left *= len(right)

@@ -22,6 +22,7 @@ class CompletionReply(Reply):
         self.body: CompletionBody = body
         self._offsets = [0] * job.size
         self._parts: list[list[int]] = [[] for _ in range(job.size)]  # tokens of a character that is not complete yet
+        self._begun: set[int] = set()
         self._not_echoed = set(range(job.size)) if body.echo else set()
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -66,9 +67,10 @@ class CompletionReply(Reply):
         return top
 
     def _num_characters(self, index: int, token: int) -> int:
-        """That the next token of an answer adds: 0 if it is a part of one, and not its last."""
-        parts, text = [*self._parts[index], token], self.texts.of_token(token)
-        if len(parts) > 1 or not is_text(text, token):
+        """That the next token of an answer adds: 0 if it is a part of one, and not its last. Some decoders drop the first one's space."""
+        parts, text, is_first = [*self._parts[index], token], self.texts.of_token(token), index not in self._begun
+        self._begun.add(index)
+        if len(parts) > 1 or is_first or not is_text(text, token):
             text = self.texts.of_tokens(parts)
             if text.endswith("\ufffd") and len(parts) < MOST_BYTES:
                 self._parts[index] = parts
@@ -89,6 +91,7 @@ class CompletionReply(Reply):
             heads = {"tokens": self.texts.of_token(first), "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
             logprobs = {name: [head, *rest[name]] for name, head in heads.items()}
         self._offsets[index], self._parts[index] = len(text), []
+        self._begun.discard(index)
         return {"text": text, "logprobs": logprobs}
 
     def _by_id(self, index: int, count: int) -> list[dict[str, dict[str, Any]] | None]:

@@ -60,10 +60,10 @@ def check_model(state: ServerState, name: str) -> None:
         raise ApiError(404, f"there is no model {shown(name)}; this server has {listed}", param="model", code="model_not_found")
 
 
-def check_count(count: int, engine: Engine, state: ServerState) -> None:
+def check_count(count: int, engine: Engine, state: ServerState, param: str = "prompt") -> None:
     """Raises PromptError for more prompts than may run and wait, before any of them is tokenized."""
     if count > engine.config.max_requests + state.settings.max_queue:
-        raise too_many_prompts(count, engine.config.max_requests, state.settings.max_queue)
+        raise too_many_prompts(count, engine.config.max_requests, state.settings.max_queue, param)
 
 
 def check_priority(priority: int | None, state: ServerState) -> None:

@@ -19,7 +19,8 @@ from paged_attn.shown import shown
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 CODES = {
-    401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large", 429: "queue_full",
+    401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "body_too_slow", 413: "body_too_large",
+    415: "body_compressed", 429: "queue_full",
 }  # fmt: skip
 CLIENT_GONE = 499
 STATUSES = {NotServingError: 503, QueueFullError: 429, QueueTimeoutError: 503}  # of other errors of the engine: 500
@@ -42,8 +43,8 @@ class ErrorReply(BaseModel):
 _DESCRIPTIONS: dict[int | str, str] = {
     400: "the request can not be served as it is; the message says what to change", 401: "no API key, or an unknown one",
     404: "no such model or request", 405: "another method", 408: "the body was too slow",
-    409: "requests use what was to go", 413: "the body is too large", 429: "too many requests; see Retry-After",
-    499: "the request was cancelled by its id",
+    409: "requests use what was to go", 413: "the body is too large", 415: "the body is compressed",
+    429: "too many requests; see Retry-After", 499: "the request was cancelled by its id",
     500: "a step failed, or the server did", 503: "nothing is served now; see Retry-After", 504: "the request took too long",
     "default": "any other error",  # else FastAPI adds a 422 of another form
 }  # fmt: skip
@@ -115,8 +116,14 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return told(request.scope, _first_complaint(error))
     if isinstance(error, HTTPException):
-        hint = WAY if error.status_code == 404 else ""
-        return told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}{hint}"))
+        hint, headers = WAY if error.status_code == 404 else "", error.headers or {}
+        if isinstance(error.__cause__, ValueError):  # of the body, which FastAPI reads
+            hint = f": {error.__cause__}"
+        if allowed := headers.get("Allow"):
+            hint = f"; allowed: {allowed}"
+        answer = told(request.scope, ApiError(error.status_code, f"{request.method[:20]} {shown(request.url.path)}: {error.detail}{hint}"))
+        answer.headers.update(headers)
+        return answer
     return told(request.scope, api_error(error))
 
 

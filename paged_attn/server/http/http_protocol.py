@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from paged_attn.server.http.errors import ApiError
 from paged_attn.server.settings import ServerSettings
 
-_REASONS = {408: b"Request Timeout", 503: b"Service Unavailable"}
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
 
 
 class LimitedProtocol(H11Protocol):
@@ -64,6 +64,13 @@ class LimitedProtocol(H11Protocol):
             self._write_timer.cancel()
             self._write_timer = None
         super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """For what h11 does not take as HTTP."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun, into which nothing may be written
+            self.transport.close()
+            return
+        self._refuse(ApiError(400, f"this is no HTTP request that the server can read: {msg}"))
 
     def _expect_headers(self) -> None:
         if self._timer is None:

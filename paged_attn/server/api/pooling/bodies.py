@@ -65,7 +65,8 @@ class RerankBody(PoolingBody):
         texts = [each.get("text") if isinstance(each, dict) else each for each in given]
         found = [text for text in texts if isinstance(text, str)]
         if not texts or len(found) < len(texts):
-            raise ApiError(400, 'documents: allowed: a list of texts, or of {"text": ...}', param="documents")
+            allowed = 'a list of texts, or of {"text": ...}'
+            raise ApiError(400, f"documents: got {shown(self.documents)}; allowed: {allowed}", param="documents")
         return found
 
     @property

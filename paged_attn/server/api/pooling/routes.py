@@ -45,7 +45,7 @@ async def embeddings(request: Request, body: EmbeddingBody) -> Response:
         data = [{"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values)]
         return {"object": "list", "data": data, "model": state_of(request).settings.model_name, "usage": _usage(job)}
 
-    return await _answer(request, body, plan, "input", reply)
+    return await _answer(request, body, plan, ("input", "input"), reply)
 
 
 @router.post(SCORE)
@@ -58,7 +58,7 @@ async def score(request: Request, body: ScoreBody) -> Response:
         head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
         return {**head, "model": state_of(request).settings.model_name, "data": data, "usage": _usage(job)}
 
-    return await _answer(request, body, plan, "text", reply)
+    return await _answer(request, body, plan, ("text_1", "text_2"), reply)
 
 
 @router.post(RERANK)
@@ -81,32 +81,33 @@ async def rerank(request: Request, body: RerankBody) -> Response:
             "id": f"rerank-{uuid.uuid4().hex}", "model": state_of(request).settings.model_name, "usage": _usage(job), "results": results,
         }  # fmt: skip
 
-    return await _answer(request, body, _score_plan(engine, body.query, documents), "text", reply)
+    return await _answer(request, body, _score_plan(engine, body.query, documents), ("query", "documents"), reply)
 
 
 async def _answer(
     request: Request,
     body: PoolingBody,
     plan: PoolingPlan,
-    param: str,
+    params: tuple[str, str],
     reply: Callable[[list[PoolingOutput[Any]], Job], dict[str, Any]],
 ) -> Response:
-    """Run the plan; `param` is what errors call its texts."""
+    """Run the plan; `params` is what errors call its texts, those of both sides."""
     state, engine, texts = ready(request, body.model)
-    check_count(len(plan.prompts), engine, state)
+    param = " or ".join(dict.fromkeys(params))
+    check_count(len(plan.prompts), engine, state, param)
     check_priority(body.priority, state)
     caller = caller_of(request)
 
     async def run() -> Response:
         if plan.pairs:
-            prompts = await texts.pairs(plan.prompts, caller.tenant)
+            prompts = await texts.pairs(plan.prompts, caller.tenant, params=params)
         else:
             prompts = await texts.prompts(plan.prompts, caller.tenant, param=param)
         job = Job(
             prompts, [plan.params], caller.namespace(body.cache_salt, state.settings.share_prefixes),
             tenant=caller.tenant, priority=body.priority or 0, text_at_end=True, arrived=call_of(request).arrived,
         )  # fmt: skip
-        await begin(request, job, "input")
+        await begin(request, job, param)
         requests = await job.finished()
         try:
             outputs = await asyncio.to_thread(plan.read, requests)
