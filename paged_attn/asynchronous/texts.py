@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from paged_attn.asynchronous.errors import PromptError
 from paged_attn.asynchronous.fair_pool import FairPool
 from paged_attn.asynchronous.job import Prompt
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.chat.request import ChatRequest
 from paged_attn.engine.pooling.texts import pair_tokens
 from paged_attn.shown import shown
@@ -171,7 +172,10 @@ class Texts:
         """From two of them in a row: decoders drop the space before the first word."""
         if self.tokenizer is None:
             return f"token_id:{token_id}"
-        once, twice = (self.tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+        try:
+            once, twice = (self.tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+        except MODEL_ERRORS:  # some raise for ids that only the model has
+            return f"token_id:{token_id}"
         text: str = twice[len(once) :] if twice.startswith(once) else once
         return text if text and REPLACEMENT not in text else f"token_id:{token_id}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paged_attn.attn_ops.model_code import MODEL_ERRORS
 from paged_attn.engine.memory.kv_manager import KVManager
 from paged_attn.engine.requests.request import FinishReason, Request, TokenEvent
 from paged_attn.engine.sampling.sampler import Sampler
@@ -113,7 +114,10 @@ class OutputProcessor:
         if is_first or request.snapshots:
             self.kv.share(request)  # others that wait with the same prompt can use it from the next step on
         self.stats.new_tokens += 1
-        text = detokenizer.append(token_id)
+        try:
+            text = detokenizer.append(token_id)
+        except MODEL_ERRORS as error:
+            return self._finish(request, self._no_text(request, error))
         reason: FinishReason | None = None
         if detokenizer.stopped is not None:
             reason, request.stop_reason = FinishReason.STOP, detokenizer.stopped
@@ -124,7 +128,8 @@ class OutputProcessor:
         elif request.num_sampled >= request.max_new_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
-            text += self._finish(request, reason).text
+            ended = self._finish(request, reason)
+            text, reason = text + ended.text, ended.finish_reason
         return TokenEvent(request.id, token_id, text, reason, token.logprob, token.top_logprobs)
 
     def _fail(self, request: Request, token_id: int = BAD_LOGITS) -> TokenEvent:
@@ -146,9 +151,22 @@ class OutputProcessor:
             )
         return self._finish(request, FinishReason.ERROR)
 
+    @staticmethod
+    def _no_text(request: Request, error: Exception) -> FinishReason:
+        """The reason for which a request ends whose tokens its tokenizer does not decode."""
+        why = f"its tokenizer does not decode what the model chose ({type(error).__name__}: {error})"
+        what = "give a tokenizer that knows all ids of the model, or forbid the others (bad_words=[[id], ...])"
+        request.error = ValueError(f"request {request.id!r} ended after {len(request.tokens)} tokens, others go on: {why}; {what}")
+        request.error.__cause__ = error
+        return FinishReason.ERROR
+
     def _finish(self, request: Request, reason: FinishReason) -> TokenEvent:
+        text = ""
+        try:
+            text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
+        except MODEL_ERRORS as error:
+            reason = self._no_text(request, error)
         request.finish_reason = reason
-        text = request.detokenizer.finish() if request.detokenizer.stopped is None else ""
         self.sampler.forget(request.sampling)
         self.num_host_bound -= request.params.needs_host
         self.scheduler.remove(request, share=request.num_validated > 0 and reason is not FinishReason.ERROR)

@@ -105,16 +105,19 @@ class BrokenTokenizer:
         return tokenizer().decode(ids)
 
 
-def test_a_tokenizer_that_fails_for_one_request_does_not_hang_those_behind_it() -> None:
-    bad = oracle(PROMPTS[0])[2]
-    prompt = next(p for p in random_prompts(8, *range(4, 12)) if bad not in oracle(p))
-    engine = make_engine(tokenizer=BrokenTokenizer(bad))
-    failing, other = engine.add_request(PROMPTS[0], GREEDY), engine.add_request(prompt, GREEDY)
-    with pytest.raises(IndexError, match="piece id is out of range"):
-        run_all(engine)
-    assert engine.cancel(failing.id)
-    run_all(engine)
+@pytest.mark.parametrize("text_at_end", [False, True])
+def test_an_id_that_the_tokenizer_does_not_decode_ends_its_request_and_no_other(text_at_end: bool) -> None:
+    """`generate` decodes an answer when it ends, a stream each token."""
+    answer = oracle(PROMPTS[0])
+    prompt = next(p for p in random_prompts(8, *range(4, 12)) if answer[2] not in oracle(p))
+    engine = make_engine(tokenizer=BrokenTokenizer(answer[2]))
+    failing = engine.add_request(PROMPTS[0], GREEDY, request_id="bad one", text_at_end=text_at_end)
+    other = engine.add_request(prompt, GREEDY, text_at_end=text_at_end)
+    events = run_all(engine)
     assert (other.output_token_ids, other.detokenizer.text) == (oracle(prompt), tokenizer().decode(oracle(prompt)))
+    assert failing.output_token_ids == (answer if text_at_end else answer[: answer.index(answer[2]) + 1])
+    assert [e.finish_reason for e in events if e.request_id == "bad one"][-1] == failing.finish_reason == "error"
+    assert "its tokenizer does not decode what the model chose (IndexError: piece id is out of range)" in str(failing.error)
     assert_idle(engine)
 
 

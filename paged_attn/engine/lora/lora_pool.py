@@ -28,6 +28,14 @@ class _PartOfSite(NamedTuple):
 
 
 @dataclass(frozen=True)
+class AdapterNamespace:
+    """Of the prefix cache: what requests of one adapter share, in a namespace that its caller gave. Equal to nothing that callers make."""
+
+    number: int
+    given: Hashable
+
+
+@dataclass(frozen=True)
 class Loaded:
     """An adapter that requests may have. `number` is that of no other that ever was in this pool; `source` says where it came from."""
 
@@ -38,7 +46,7 @@ class Loaded:
 
     def namespace(self, given: Hashable) -> Hashable:
         """Of the prefix cache: no KV of other adapters is used, nor of an earlier one of this name."""
-        return ("adapter", self.number, given)
+        return AdapterNamespace(self.number, given)
 
 
 class LoraPool:
