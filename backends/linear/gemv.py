@@ -13,6 +13,7 @@ from torch import Tensor
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.linear.gemv_kernel import one_row_kernel
 from paged_attn.backends.machine import machine_of, power_of_2
+from paged_attn.backends.unit_stride import unit_last
 
 LONGEST_ROW = 32768  # bytes of a weight's row that a program holds
 PROGRAM_ELEMENTS = 4096  # of the weight that a program holds at least, so that there is always enough on the way
@@ -34,7 +35,7 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.
     """
     if not fits(x, weight):
         return None
-    count, length = weight.shape
+    count, length, bias = *weight.shape, unit_last(bias)
     out = x.new_empty((*x.shape[:-1], count), dtype=dtype)
     block_k = power_of_2(length)
     block_n = max(PROGRAM_ELEMENTS // block_k, 1)

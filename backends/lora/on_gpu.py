@@ -15,6 +15,7 @@ from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.lora.kernels import expand_kernel, shrink_kernel
 from paged_attn.backends.lora.up_kernel import up_kernel
 from paged_attn.backends.machine import machine_of
+from paged_attn.backends.unit_stride import unit_last
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS = 1024  # of the first kernel at least, so that few rows are read by enough of them
@@ -87,7 +88,7 @@ def lora_on_gpu(
     if y.dtype not in DTYPES or len({y.dtype, x.dtype, a.dtype, b.dtype}) != 1:
         return None
     given, result = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    given, result = (each if each.stride(1) == 1 else each.contiguous() for each in (given, result))
+    given, result = unit_last(given), unit_last(result)
     (count, length), width, rank, parts = given.shape, result.shape[1], b.shape[2], len(rows)
     tiling = tiling or LoraTiling.of(count, rank, y.element_size())
     blocks, adapters = triton.cdiv(count, tiling.rows), len(a) if tiling.each else 1
@@ -125,7 +126,7 @@ def lora_up_on_gpu(
     if y.dtype not in DTYPES or y.dtype != b.dtype:
         return None
     result, (adapters, width, rank) = y.reshape(-1, y.shape[-1]), b.shape
-    result = result if result.stride(1) == 1 else result.contiguous()
+    result = unit_last(result)
     count, early = len(result), machine_of(y.device).early
     tiling = tiling or UpTiling.of(count)
     out = torch.empty((*y.shape[:-1], width), dtype=y.dtype, device=y.device)

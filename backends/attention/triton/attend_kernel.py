@@ -22,6 +22,7 @@ from paged_attn.backends.attention.triton.parts import NO_KEY, keep_part, merge_
 from paged_attn.backends.attention.triton.tiles import first_item, next_item, tile_keys
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LEAST_BIAS = tl.constexpr(-3.0e38)  # hides a key as well as any other, and what is subtracted from itself is no NaN
 
 
 @triton.jit
@@ -40,7 +41,8 @@ def scores(raw, scale, softcap, slope, bias_rows, position, keys, bias_width, bi
             bias_column = tl.minimum(tl.maximum(position[:, None] - keys[None, :], 0), bias_width - 1)
         else:
             bias_column = tl.minimum(keys[None, :] + position[:, None] * 0, bias_width - 1)
-        s += LOG2E * tl.load(bias_rows[:, None] + bias_column, mask=bias_mask[:, None], other=0.0).to(tl.float32)
+        biased = LOG2E * tl.load(bias_rows[:, None] + bias_column, mask=bias_mask[:, None], other=0.0).to(tl.float32)
+        s += tl.maximum(biased, LEAST_BIAS)
     return s
 
 

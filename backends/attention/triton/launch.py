@@ -20,6 +20,7 @@ from paged_attn.backends.attention.triton.together.attend_kernel import attend_t
 from paged_attn.backends.attention.triton.work_partition import PartitionKind, WorkPartition, segments
 from paged_attn.backends.fast_launch import FastKernel, device_index
 from paged_attn.backends.machine import power_of_2
+from paged_attn.backends.unit_stride import unit_last
 
 _general, _shared = FastKernel(attend_kernel), FastKernel(attend_together)
 
@@ -89,14 +90,14 @@ class LayerLaunch:
 
     def _general(self, plan: Plan, shares: WorkPartition, call: AttentionCall, query: Tensor) -> None:
         spec, kind, batch, keys, values, output = self.spec, self.kind, plan.batch, self.keys, self.values, call.output
-        lse, bias, sinks, slopes = call.lse_out, call.bias, call.sinks, self.slopes
+        lse, bias, sinks, slopes = call.lse_out, unit_last(call.bias), unit_last(call.sinks), self.slopes
         key, value = (unit_last(call.key), unit_last(call.value)) if self.fused_write else (query, query)
         strides = query.stride()[:2] + output.stride()[:2] + key.stride()[:2] + value.stride()[:2]
         extra = (0 if lse is None else lse.stride(0), 0 if bias is None else bias.stride(0))
         constants = self.constants | {"HAS_LSE": lse is not None, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32"}
         _general(
-            (self.key, query.dtype, output.dtype, sinks is not None and sinks.dtype, lse is not None, bias is not None and bias.dtype,
-             strides, extra),
+            (self.key, query.dtype, key.dtype, value.dtype, output.dtype, sinks is not None and sinks.dtype, lse is not None,
+             bias is not None and bias.dtype, strides, extra),
             (shares.programs, 1),
             (
                 query, keys, values, output, key, value, query if sinks is None else sinks, query if slopes is None else slopes,
@@ -109,12 +110,14 @@ class LayerLaunch:
         )  # fmt: skip
 
     def _together(self, plan: Plan, shares: WorkPartition, call: AttentionCall, query: Tensor) -> None:
-        spec, batch, keys, values, output, lse, sinks = self.spec, plan.batch, self.keys, self.values, call.output, call.lse_out, call.sinks
+        spec, batch, keys, values, output = self.spec, plan.batch, self.keys, self.values, call.output
+        lse, sinks = call.lse_out, unit_last(call.sinks)
         key, value = (unit_last(call.key), unit_last(call.value)) if self.fused_write else (query, query)
         strides = query.stride()[:2] + output.stride()[:2] + key.stride()[:2] + value.stride()[:2] + (0 if lse is None else lse.stride(0),)
         constants = self.constants | {"HAS_LSE": lse is not None, "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32"}
         _shared(
-            (self.key, query.dtype, output.dtype, sinks is not None and sinks.dtype, lse is not None, strides), (shares.programs, 1),
+            (self.key, query.dtype, key.dtype, value.dtype, output.dtype, sinks is not None and sinks.dtype, lse is not None, strides),
+            (shares.programs, 1),
             (
                 query, keys, values, output, key, value, query if sinks is None else sinks, output if lse is None else lse,
                 batch.page_table, batch.seq_lens, shares.ends, shares.work, plan.partial, plan.partial_stats, shares.counters,
@@ -126,7 +129,7 @@ class LayerLaunch:
 
     def _hopper(self, plan: Plan, shares: WorkPartition, call: AttentionCall, query: Tensor) -> None:
         spec, kind, batch, keys, values, output = self.spec, self.kind, plan.batch, self.keys, self.values, call.output
-        lse, sinks = call.lse_out, call.sinks
+        lse, sinks = call.lse_out, unit_last(call.sinks)
         strides = query.stride()[:2] + output.stride()[:2] + (0 if lse is None else lse.stride(0),)
         _hopper_kernel()(
             (self.key, query.dtype, output.dtype, sinks is not None and sinks.dtype, lse is not None, strides),
@@ -147,7 +150,3 @@ def _hopper_kernel() -> FastKernel:
     from paged_attn.backends.attention.triton.hopper.kernel import attend_hopper
 
     return FastKernel(attend_hopper)
-
-
-def unit_last(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -10,6 +10,7 @@ from torch import Tensor
 from paged_attn.attn_ops.specs.experts import Gating
 from paged_attn.backends.experts.base import ExpertsBackend
 from paged_attn.backends.needs import TRITON, Needs
+from paged_attn.backends.unit_stride import unit_last
 
 FEW_TOKENS = 8  # beyond them tokens share experts, and a product reads each once
 
@@ -29,9 +30,10 @@ class TritonExpertsBackend(ExpertsBackend):
         from paged_attn.backends.experts.triton.few import few_experts
         from paged_attn.backends.experts.triton.grouped import grouped_experts
 
-        given = (x if x.stride(1) == 1 else x.contiguous()).to(w1.dtype)
+        given = unit_last(x).to(w1.dtype)
         kernel = few_experts if len(x) <= FEW_TOKENS and w1.stride(-1) == 1 and w2.stride(2) == 1 else grouped_experts
-        return kernel(given, ids.contiguous(), weights.contiguous(), w1, w2, b1, b2, gating).to(x.dtype)
+        biases = unit_last(b1), unit_last(b2)
+        return kernel(given, ids.contiguous(), weights.contiguous(), w1, w2, *biases, gating).to(x.dtype)
 
     def compile_ahead(
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, gating: Gating

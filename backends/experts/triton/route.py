@@ -10,6 +10,7 @@ from paged_attn.attn_ops.specs.routing import Routing
 from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.experts.triton.route_kernel import route_kernel
 from paged_attn.backends.machine import early_start
+from paged_attn.backends.unit_stride import unit_last
 
 MOST_EXPERTS = 1024  # that a program holds
 
@@ -26,7 +27,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, dtype: torch.dt
     if tokens:
         launch(
             route_kernel, (tokens,),
-            logits, bias, weights, ids, logits.stride(0), routing.hidden, routing.eps, routing.scale,
+            logits, unit_last(bias), weights, ids, logits.stride(0), routing.hidden, routing.eps, routing.scale,
             EXPERTS=experts, TOP_K=routing.top_k, K=triton.next_power_of_2(routing.top_k), GROUPS=routing.groups, G=groups, S=size,
             TOP_GROUPS=routing.top_groups, GROUP_BEST=routing.group_best, SCORE=routing.score, AFTER=routing.after,
             RENORMALISE=routing.renormalise, HAS_BIAS=bias is not None, ROUNDED=routing.rounded,

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of finite numbers
+
 
 @triton.jit
 def route_kernel(
@@ -52,6 +54,9 @@ def route_kernel(
             taken = tl.where(group == best_group, 1, taken)
             worth = tl.where(group == best_group, float("-inf"), worth)
         choice = tl.where(real & (taken == 0)[:, None], hidden, choice)
+    choice = tl.where(
+        real, tl.maximum(choice, LOWEST, propagate_nan=tl.PropagateNan.ALL), float("-inf")
+    )  # chosen ones are below all others
     flat, scores = tl.reshape(choice, [G * S]), tl.reshape(score, [G * S])
     every = tl.arange(0, G * S)
     k = tl.arange(0, K)

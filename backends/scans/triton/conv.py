@@ -12,6 +12,7 @@ from paged_attn.attn_ops.scans.short_conv import channels_in
 from paged_attn.attn_ops.scans.state_rows import Extends, StateRows
 from paged_attn.backends.compile_ahead import launch
 from paged_attn.backends.scans.triton.conv_kernel import conv_extend, conv_state, conv_step
+from paged_attn.backends.unit_stride import unit_last
 
 BLOCK = 128  # channels of a program
 PROMPT_TOKENS, PROMPT_BLOCK = 8, 256  # of prompts; on an H100 the fastest of twelve, 1.6 times what reading and writing x takes
@@ -68,6 +69,7 @@ def extend(
 
 
 def _parts(x: Tensor, columns: Sequence[int], weight: Tensor, bias: Tensor | None, output: Tensor, states: Tensor) -> Iterator[_Part]:
+    bias = unit_last(bias)
     if not columns:
         yield _Part(x[:, None], weight, bias, output, states)
         return

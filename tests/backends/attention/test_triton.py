@@ -80,6 +80,25 @@ def test_strided_output(strides):
     close(output, expected)
 
 
+def test_strided_tables():
+    """As columns of parameters that several layers share."""
+    for feature in ("bias_by_key", "bias_by_distance", "sinks"):
+        case = make([(40, 1), (17, 1), (0, 9)], spec_of(feature), page_size=4)
+        if case.bias is not None:
+            case.bias = case.bias.t().contiguous().t()
+        if case.sinks is not None:
+            case.sinks = torch.stack([case.sinks, torch.zeros_like(case.sinks)], 1)[:, 0]
+        agree(case, TRITON)
+
+
+@pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("lengths", [[(40, 5), (30, 1)], [(40, 1), (70, 1)]])
+def test_biases_that_hide_all_keys_of_a_block(lengths, least):
+    case = make(lengths, spec_of("bias_by_key"), page_size=4)
+    case.bias[:, :20] = least
+    agree(case, TRITON)
+
+
 @pytest.mark.parametrize("feature", ["plain", "gqa_7", "all"])
 def test_a_layer_that_reads_anothers_kv_stores_nothing(feature):
     case = make([(17, 1), (30, 1)], spec_of(feature), page_size=4)

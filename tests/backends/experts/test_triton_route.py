@@ -89,3 +89,19 @@ def test_a_slice_of_more_logits() -> None:
 
 def test_more_experts_than_a_program_holds_are_left_to_torch() -> None:
     assert route(torch.randn(1, 2048, device=DEVICE), None, Routing(2), torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    "routing", [Routing(3, "sigmoid", renormalise=True), Routing(3, "none", "softmax"), Routing(4, "sigmoid", "none", 4, 1, 1)]
+)
+def test_no_expert_is_chosen_twice_where_fewer_are_to_be_had(routing):
+    """Experts that a bias or the router itself rules out, or groups of fewer than are chosen; which of the others come is a tie."""
+    hidden = torch.tensor([0.0, *[float("-inf")] * 3, 0.0, *[float("-inf")] * 3]).to(DEVICE)
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for given, bias in ((logits + hidden, None), (logits, hidden)):
+        routed, (expected, _) = route(given, bias, routing, torch.float32), routing(given, bias)
+        assert routed is not None
+        weights, ids = routed
+        assert all(len(set(row)) == routing.top_k for row in ids.tolist())
+        if routing.groups == 1 and bias is None:
+            torch.testing.assert_close(weights.sort(1).values, expected.sort(1).values)

@@ -1,0 +1,14 @@
+"""What kernels take whose last dimension they step through one element at a time."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import Tensor
+
+Given = TypeVar("Given", Tensor, Tensor | None)
+
+
+def unit_last(tensor: Given) -> Given:
+    """The same numbers with stride 1 in the last dimension: the tensor itself, or a copy of a view such as a column; None stays None."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
