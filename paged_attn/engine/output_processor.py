@@ -129,8 +129,8 @@ class OutputProcessor:
             reason = FinishReason.LENGTH
         if reason is not None:
             ended = self._finish(request, reason)
-            text, reason = text + ended.text, ended.finish_reason
-        return TokenEvent(request.id, token_id, text, reason, token.logprob, token.top_logprobs)
+            return TokenEvent(request.id, token_id, text + ended.text, ended.finish_reason, token.logprob, token.top_logprobs)
+        return TokenEvent(request.id, token_id, text, None, token.logprob, token.top_logprobs)
 
     def _fail(self, request: Request, token_id: int = BAD_LOGITS) -> TokenEvent:
         """End a request that got BAD_LOGITS or NONE_LEFT in place of a token."""
